@@ -20,8 +20,8 @@ from benchmarks.faults.history import History, family
 from benchmarks.faults.load import Load, Question, note, notes_on_disk
 from benchmarks.faults.proxy import FaultProxy
 from benchmarks.processes import Redis, Server, headers_of
-from server.tenants.namespace_names import NamespaceNames
-from server.tenants.rules import digest_of
+from server.admission.registry import NamespaceNames
+from server.admission.rules import digest_of
 from ssd.sharing.entry import chunks_key, head_key, stream_key
 from ssd.text.codec import TextCodec
 

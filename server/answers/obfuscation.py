@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from server.answers.stream import PADDED_BYTES, EventWriter
+from server.answers.answer import Answer
 from server.running.generation import Generation, Usage
 
 if TYPE_CHECKING:
@@ -120,15 +120,10 @@ async def finish_at_a_tick(generation: Generation, pace: Pace, piece_tokens: int
     await pace.until(max(1, -(-longest // piece_tokens)))
 
 
-def padded(content: bytes) -> bytes:
-    """JSON with blanks behind it, to whole kilobytes."""
-    return content + b" " * (-len(content) % PADDED_BYTES)
-
-
 async def obfuscated_events(
-    generation: Generation, writer: EventWriter, pieces: EvenPieces, pace: Pace, keep_alive_s: float
+    answer: Answer, pieces: EvenPieces, pace: Pace, keep_alive_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a generation, as `events` of ``server.answers.stream`` says, but evenly cut and sent.
+    """The events of a generation, as `server.answers.answer.events` says, but evenly cut and sent.
 
     Where it fails, what did not fill a piece is not sent.
     """
@@ -136,30 +131,30 @@ async def obfuscated_events(
     clock = asyncio.get_running_loop().time
     sent_at, ready = clock(), b""
     try:
-        if beginning := await writer.beginning():
+        if beginning := await answer.beginning():
             yield beginning
-        async for arrived in generation.outputs(wait_s=keep_alive_s):
+        async for arrived in answer.generation.outputs(wait_s=keep_alive_s):
             if arrived is not None:
                 pieces.add(*arrived)
             while pairs := pieces.next_round():
                 await pace.tick()
                 if next(numbers) == 0:
-                    usage = _usage_so_far(generation, 0, last=False)
+                    usage = _usage_so_far(answer.generation, 0, last=False)
                     for index, _ in pairs:
-                        ready += await writer.opening(index, usage)
+                        ready += await answer.opening(index, usage)
                 for index, piece in pairs:
                     num_sent += len(piece.token_ids)
-                    ready += writer.piece(index, piece, _usage_so_far(generation, num_sent, last=pieces.ended))
+                    ready += answer.piece(index, piece, _usage_so_far(answer.generation, num_sent, last=pieces.ended))
                 if not pieces.ended:
                     yield ready
                     sent_at, ready = clock(), b""
             if not ready and clock() - sent_at >= keep_alive_s:
-                yield writer.keep_alive
+                yield answer.keep_alive
                 sent_at = clock()
-        ready += await writer.closing()
+        ready += await answer.closing()
     except Exception as error:
-        ready += writer.failure(error)
-    yield ready + writer.end
+        ready += answer.failure(error)
+    yield ready + answer.end
 
 
 def _usage_so_far(generation: Generation, num_sent: int, *, last: bool) -> Usage:

@@ -1,6 +1,6 @@
-"""Errors as OpenAI's clients read them: ``{"error": {"message", "type", "param", "code"}}``.
+"""Errors as OpenAI's clients read them, ``{"error": {"message", "type", "param", "code"}}``.
 
-Where Anthropic's API is spoken they have its form, see `server.base.anthropic_errors`.
+Where Anthropic's API is spoken: ``{"type": "error", "error": {"type", "message"}, "request_id"}``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from server.base.anthropic_errors import anthropic_form, speaks_anthropic
 from server.base.record import current_record, refusal_of
 from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, shown
+
+_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+NO_THREADS = "thread_unsupported_request"
+"""The code of a refusal to keep a conversation; agents then send all of it with each request."""
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether a request is for a path of Anthropic's API."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
 
 RETRY_AFTER_S = 1
 
@@ -60,6 +73,15 @@ def model_not_found(name: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+_OURS: Mapping[type[Exception], tuple[int, str]] = {
+    QueueFull: (503, "queue_full"),
+    ServerNotReady: (503, "not_ready"),
+    EngineStopped: (503, "not_ready"),
+    RequestFailed: (500, "request_failed"),
+    EngineFailed: (500, "engine_failed"),
+}
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Status, type, param and code of any exception; what is not ours becomes a 500 that tells nothing."""
     if isinstance(error, ApiError):
@@ -67,14 +89,9 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
         return ApiError(400, str(error), param=error.param, code=code)
-    if isinstance(error, QueueFull):
-        return ApiError(503, str(error), kind="server_error", code="queue_full")
-    if isinstance(error, (ServerNotReady, EngineStopped)):
-        return ApiError(503, str(error), kind="server_error", code="not_ready")
-    if isinstance(error, RequestFailed):
-        return ApiError(500, str(error), kind="server_error", code="request_failed")
-    if isinstance(error, EngineFailed):
-        return ApiError(500, str(error), kind="server_error", code="engine_failed")
+    for kind, (status, code_of_it) in _OURS.items():
+        if isinstance(error, kind):
+            return ApiError(status, str(error), kind="server_error", code=code_of_it)
     return ApiError(500, "internal error; the server's log has it", kind="server_error")
 
 
@@ -85,9 +102,13 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def anthropic_error_body(error: Exception) -> dict[str, Any]:
-    """The same in Anthropic's form."""
+    """The same in Anthropic's form; of our codes only `NO_THREADS` is theirs, too."""
     found = _noted(error)
-    return anthropic_form(found.status, str(found), found.code, current_record().request_id)
+    kind = _TYPES.get(found.status, "invalid_request_error" if found.status < 500 else "api_error")
+    body: dict[str, Any] = {"type": kind, "message": str(found)}
+    if found.code == NO_THREADS:
+        body["details"] = {"error_code": found.code, "unsupported": []}
+    return {"type": "error", "error": body, "request_id": current_record().request_id}
 
 
 def _noted(error: Exception) -> ApiError:
@@ -98,11 +119,18 @@ def _noted(error: Exception) -> ApiError:
 
 
 class ErrorResponse(JSONResponse):
-    """The whole response of an error, in the form of the API that was spoken to."""
+    """The whole response of an error, in the form of the API that was spoken to; overload says when to try again."""
 
-    def __init__(self, error: Exception, status: int, headers: Mapping[str, str]) -> None:
+    def __init__(self, error: Exception) -> None:
+        self._error, status = error, as_api_error(error).status
+        headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if status == 408:
+            headers["connection"] = "close"  # what else comes of the body is not wanted
+        if isinstance(error, TenantLimit):
+            headers |= error.headers
         super().__init__(error_body(error), status, headers)
-        self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
@@ -112,22 +140,9 @@ class ErrorResponse(JSONResponse):
         await super().__call__(scope, receive, send)
 
 
-def error_response(error: Exception) -> ErrorResponse:
-    """The response of an error; overload says when to try again."""
-    status = as_api_error(error).status
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    if status == 408:
-        headers["connection"] = "close"  # what else comes of the body is not wanted
-    if isinstance(error, TenantLimit):
-        headers |= error.headers
-    return ErrorResponse(error, status, headers)
-
-
 async def answer_error(_request: Request, error: Exception) -> Response:
     """Exception handler of the application for our own exceptions."""
-    return error_response(error)
+    return ErrorResponse(error)
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
@@ -135,6 +150,6 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = "there is no such endpoint here, /docs lists those there are" if error.status_code == 404 else error.detail
     message = f"{what}: {request.method} {request.url.path:.200}"
-    response = error_response(ApiError(error.status_code, message))
+    response = ErrorResponse(ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response

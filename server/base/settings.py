@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import ssd
 from server.base.limits import Limits
@@ -22,7 +22,6 @@ OBFUSCATIONS = ("asked", "default", "always")
 """Which streams are obfuscated: those that ask for it; those that do not decline it; all, and whole answers too."""
 
 SpecDecodeMetrics = Literal["none", "summary", "detailed"]
-SPEC_DECODE_METRICS: Final[tuple[SpecDecodeMetrics, ...]] = ("none", "summary", "detailed")
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """Fields of a model's generation_config.json that stand in for what a request leaves out."""

@@ -30,6 +30,8 @@ from ssd.errors import ConfigError
 if TYPE_CHECKING:
     from ssd.engine import Engine
 
+log = logging.getLogger(__name__)
+
 
 BACKLOG = 2048
 """Connections that the system holds until they are accepted."""
@@ -138,8 +140,6 @@ def _remove_left_behind(path: Path) -> None:
                 except ConnectionRefusedError:
                     path.unlink()
 
-
-log = logging.getLogger(__name__)
 
 _OWN_FILES = 1024
 """Open files that are not for connections."""

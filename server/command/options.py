@@ -11,15 +11,12 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter, Token
 
+from server.admission.rules import SECRET_OPTION, SECRET_VARIABLE, TENANTS_OPTION
 from server.base.settings import OBFUSCATION_INTERVAL_S, OBFUSCATION_TOKENS, Cors, SpecDecodeMetrics
 from server.command.flags import group, number, require_within
 from server.command.keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
-from server.intake.message_formats import AUTO, OFF
 from server.observe.logs import LogFormat
-from server.tenants.rules_file import OPTION as TENANTS_OPTION
-from server.tenants.secret import OPTION as SECRET_OPTION
-from server.tenants.secret import VARIABLE as SECRET_VARIABLE
-from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS
+from server.tools.formats import AUTO, OFF, REASONING_FORMATS, TOOL_FORMATS
 from ssd.config import (
     MAX_COUPLED_STREAMS,
     CacheConfig,

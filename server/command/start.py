@@ -14,15 +14,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
 
+from server.admission.connections import num_beyond, protocol_within
+from server.admission.opening import STATE_DIRECTORY, TenantSources, Watch, given_secret, open_tenants, own_secret
+from server.admission.registry import Tenants
+from server.admission.rules import SECRET_OPTION, SECRET_VARIABLE
 from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options
-from server.command.checks import check_before_loading
+from server.command.checks import check_before_loading, find_generation_config
 from server.command.flags import spelled
-from server.command.hub import find_generation_config
 from server.command.keys import read_key_file
 from server.command.listen import (
     HttpServer,
@@ -37,27 +40,22 @@ from server.command.listen import (
 )
 from server.command.options import API_KEY_VARIABLE, ModelOptions
 from server.endpoints.app import create_app
-from server.intake.connections import num_beyond, protocol_within
 from server.observe.logs import set_up_logging, tell
 from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Worker, WorkerState
-from server.tenants.opening import TenantSources, open_tenants
-from server.tenants.registry import Tenants
-from server.tenants.secret import OPTION as SECRET_OPTION
-from server.tenants.secret import STATE_DIRECTORY, given_secret, own_secret
-from server.tenants.secret import VARIABLE as SECRET_VARIABLE
-from server.tenants.watch import Watch
 from ssd.errors import ConfigError, SSDError
 from ssd.sharing.connection import URL_VARIABLE, address_of
 from ssd.sharing.noise_root import NoiseRoot
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
-    from ssd.retrieval.cache import CacheSet, SuffixCache
+    from ssd.retrieval.cache import CacheSet
     from ssd.sharing.noise_root import SharedRoot
     from ssd.sharing.published.published import StoreShare
     from ssd.sharing.redis_log import RedisLog, SharingStats
     from ssd.text.codec import TextCodec
+
+log = logging.getLogger(__name__)
 
 
 class OpenNoise(NamedTuple):
@@ -125,12 +123,6 @@ def make_settings(options: Options) -> ServerSettings:
     )
 
 
-def read_secret(options: Options) -> bytes | None:
-    """The secret that was given, to be read once; None where none was. Raises ConfigError."""
-    given = options.service.secret
-    return given_secret(options.service.secret_file, {} if given is None else {SECRET_VARIABLE: given})
-
-
 def make_tenants(options: Options, settings: ServerSettings, secret: bytes | None = None) -> Tenants:
     """Who may come in; raises ConfigError when a file of keys or tenants, or a secret of its own is of no use."""
     service, cache = options.service, options.cache.config
@@ -155,12 +147,6 @@ def make_tenants(options: Options, settings: ServerSettings, secret: bytes | Non
 
         counters = RedisCounters(redis_url)
     return open_tenants(sources, settings, secret, cache_directory=directory, counters=counters)
-
-
-def watched_files(options: Options) -> list[Path]:
-    """The files whose change replaces keys and quotas."""
-    service = options.service
-    return [path for path in (service.api_key_file, service.tenants_file) if path is not None]
 
 
 class EngineLoader:
@@ -248,48 +234,38 @@ class EngineLoader:
         from ssd.retrieval.cache import CacheSet
 
         options = self._options.cache
-        if options.config.redis_url is not None:
-            from ssd.sharing.published.published import shared_log
-
-            self._log = shared_log(
-                options.config.redis_url,
-                fingerprint=codec.fingerprint,
-                vocab_size=codec.vocab_size,
-                publishes=not options.no_publish,
-                publish_to=options.publish_to,
-            )
-            resources.callback(self._log.close)
-        elif options.publish_to is not None:
-            from ssd.sharing.published.published import StoreShare
-
-            self._log = StoreShare(
-                options.publish_to,
-                fingerprint=codec.fingerprint,
-                vocab_size=codec.vocab_size,
-                publishes=not options.no_publish,
-            )
-            resources.callback(self._log.close)
+        log = self._log = self._open_log(codec)
+        if log is not None:
+            resources.callback(log.close)
         caches = CacheSet(
             options.config,
             codec.fingerprint,
             namespace=options.namespace,
-            on_open=self._share,
-            on_close=self._share_no_more,
+            on_open=None if log is None else log.attach,
+            on_close=None if log is None else log.detach,
         )
         resources.callback(caches.close)
-        if self._log is not None:
-            self._log.obey(caches.discard)
+        if log is not None:
+            log.obey(caches.discard)
         for directory in options.warm_directories:
             caches.add_static_directory(directory)
         return caches
 
-    def _share(self, cache: SuffixCache) -> None:
-        if self._log is not None:
-            self._log.attach(cache)
+    def _open_log(self, codec: TextCodec) -> RedisLog | StoreShare | None:
+        options = self._options.cache
+        if options.config.redis_url is None and options.publish_to is None:
+            return None
+        from ssd.sharing.published.published import StoreShare, shared_log
 
-    def _share_no_more(self, cache: SuffixCache) -> None:
-        if self._log is not None:
-            self._log.detach(cache)
+        asked: dict[str, Any] = {
+            "fingerprint": codec.fingerprint,
+            "vocab_size": codec.vocab_size,
+            "publishes": not options.no_publish,
+        }
+        if options.config.redis_url is not None:
+            return shared_log(options.config.redis_url, publish_to=options.publish_to, **asked)
+        assert options.publish_to is not None
+        return StoreShare(options.publish_to, **asked)
 
 
 def _seeds(first: int | None) -> Callable[[], int] | None:
@@ -299,8 +275,7 @@ def _seeds(first: int | None) -> Callable[[], int] | None:
 
 def _compile_kernels() -> None:
     """Those of the endpoints, so that no request waits for them."""
-    from server.intake.json_size import num_values
-    from server.running.prediction import common_tokens
+    from server.base.counting import common_tokens, num_values
 
     num_values(b"[]")
     common_tokens([0], [0])
@@ -353,8 +328,6 @@ def _drafting(engine: Engine, options: Options) -> dict[str, object]:
     }
 
 
-log = logging.getLogger(__name__)
-
 _CONNECTIONS_S = 3
 """Once all requests have ended or were cut, connections have this long to take what was sent."""
 _ACCEPTED_AT_ONCE = 64
@@ -385,7 +358,7 @@ def main(options: Options) -> int:
         listener = listen(options.network)
         check_before_loading(options)
         settings = within_files(make_settings(options), num_files)
-        secret = read_secret(options)
+        secret = given_secret(options.service.secret_file, options.service.secret)
         tenants = make_tenants(options, settings, secret)
         endpoint = options.observe.otlp_traces_endpoint
         spans = None if endpoint is None else make_spans(endpoint)
@@ -409,7 +382,8 @@ def serve(
     """Serve on a listening socket until a signal comes; returns the exit status. ``secret`` : that was given."""
     loader = EngineLoader(options, secret)
     tenants.sharing = lambda: loader.log
-    watch = Watch(tenants, watched_files(options))
+    files = options.service.api_key_file, options.service.tenants_file
+    watch = Watch(tenants, [path for path in files if path is not None])
     worker = Worker(loader)
     config = uvicorn.Config(
         create_app(worker, settings, loader.sharing_stats, tenants, spans),

@@ -3,42 +3,155 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from server.base.errors import ApiError, answer_error, answer_http_exception
+from server.admission.account import RATE_HEADERS
+from server.admission.gate import Gate, RootPath, account_of
+from server.admission.opening import tenants_of
+from server.admission.registry import Tenants
+from server.answers.wire import json_text
+from server.base.errors import RETRY_AFTER_S, ApiError, answer_error, answer_http_exception, model_not_found
 from server.base.settings import VERSION, Cors, ServerSettings
-from server.endpoints.admin import add_admin
-from server.endpoints.anthropic import add_anthropic
-from server.endpoints.completions import add_completions
-from server.endpoints.models import add_models
+from server.endpoints.generate import add_generation
 from server.endpoints.openapi import describe
-from server.endpoints.responses import add_responses
 from server.endpoints.service import Service
-from server.endpoints.state import add_state
-from server.endpoints.tokenizer import add_tokenizer
-from server.intake.admission import Admission
-from server.intake.gate import Gate
-from server.intake.root_path import RootPath
 from server.observe.access import Access, SpanSink
-from server.observe.loop_lag import watch_loop
 from server.observe.metrics import NamespaceStats
-from server.page.files import docs_files, page_files
-from server.page.routes import add_files, add_page
-from server.running.engine_thread import Worker
-from server.schema.anthropic_body import AnthropicBody
-from server.schema.chat import ChatBody
-from server.schema.completions import CompletionBody
-from server.schema.fields import ELSEWHERE, IGNORED, REFUSED
+from server.page.routes import add_files, add_page, docs_files, page_files
+from server.running.engine_thread import Worker, WorkerState
+from server.schema.anthropic import AnthropicBody, CountTokensBody
+from server.schema.body import ELSEWHERE, IGNORED, REFUSED, renaming
+from server.schema.chat import ChatBody, DetokenizeBody
+from server.schema.generate import CompletionBody
 from server.schema.responses import ResponsesBody
-from server.tenants.account import RATE_HEADERS
-from server.tenants.opening import tenants_of
-from server.tenants.registry import Tenants
-from ssd.errors import SSDError
+from ssd.errors import ConfigError, SSDError
+
+
+def add_models(app: FastAPI, service: Service) -> None:
+    """The list, and each by its name."""
+    settings = service.settings
+
+    def model_body(name: str) -> dict[str, Any]:
+        target = service.worker.engine.target
+        return {
+            "id": name, "object": "model", "created": settings.created, "owned_by": "ssd",
+            "root": settings.adapters.get(name, settings.model),
+            "parent": settings.model_name if name in settings.adapters else None,
+            "max_model_len": service.worker.engine.max_model_len, "permission": [],
+            "decoding": target.way, "can_speculate": target.can_roll_back,
+        }  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_body(name) for name in settings.all_names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name not in settings.all_names:
+            raise model_not_found(name, settings.model_name)
+        return model_body(name)
+
+
+def add_tokenizer(app: FastAPI, service: Service) -> None:
+    """How many tokens a text or a conversation is, and which."""
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await answer(service.tokenize(await service.read_tokenize(request)))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await answer(service.detokenize(await service.read(request, DetokenizeBody)))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        body = await service.read(request, CountTokensBody)
+        with renaming(body.chat_names):
+            counted = await service.tokenize(body.chat)
+        return JSONResponse({"input_tokens": counted["count"]})
+
+    async def answer(work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+        content = await service.lanes.answers.run(json_text, await work)
+        return service.answers.response(content)
+
+
+def add_state(app: FastAPI, service: Service) -> None:
+    """All four; those that are asked whether the service lives answer HEAD as well."""
+    worker = service.worker
+
+    @app.head("/live", include_in_schema=False)
+    @app.get("/live")
+    async def live() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.head("/ping", include_in_schema=False)
+    @app.get("/ping", include_in_schema=False)
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
+    async def health() -> Response:
+        engine = worker.loaded_engine
+        if worker.state is WorkerState.READY and engine is not None:
+            exactness = engine.target.exactness
+            why = {} if exactness.holds else {"reason": str(exactness)}
+            drafts = {} if engine.is_drafting else {"drafts": "their kernels are being compiled, once on each machine"}
+            return JSONResponse({"status": "ok", "exact": exactness.holds, **why, **drafts})
+        headers = {} if worker.state is WorkerState.FAILED else {"retry-after": str(RETRY_AFTER_S)}
+        return JSONResponse({"status": worker.state.value}, 503, headers)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        content = await service.lanes.metrics.run(service.metrics.exposition)
+        return Response(content, media_type=CONTENT_TYPE_LATEST)
+
+
+def add_admin(app: FastAPI, service: Service) -> None:
+    """/admin, for operators' keys alone, and ``DELETE /v1/cache``."""
+    tenants, lane = service.tenants, service.lanes.management
+
+    def require_operator(request: Request) -> None:
+        account_of(request.scope).enter()
+        if not account_of(request.scope).tenant.is_operator:
+            raise ApiError(403, "this needs the key of an operator: see --tenants", code="not_an_operator")
+
+    @app.get("/admin/tenants", include_in_schema=False)
+    async def list_tenants(request: Request) -> dict[str, Any]:
+        require_operator(request)
+        return {"object": "list", "data": await lane.run(tenants.describe)}
+
+    @app.delete("/admin/tenants/{name}/cache", include_in_schema=False)
+    async def delete_cache(request: Request, name: str) -> dict[str, Any]:
+        require_operator(request)
+        return await lane.run(tenants.delete_cache, name)
+
+    @app.post("/admin/reload", include_in_schema=False)
+    async def reload(request: Request) -> dict[str, Any]:
+        require_operator(request)
+        try:
+            return {"object": "reload", "tenants": await lane.run(tenants.reload)}
+        except ConfigError as error:
+            raise ApiError(409, f"all stays as it was: {error}", code="not_reloaded") from error
+
+    @app.delete("/v1/cache")
+    async def delete_own_cache(request: Request) -> dict[str, Any]:
+        account = account_of(request.scope)
+        if not tenants.is_closed:
+            raise ApiError(403, "without API keys there is one cache for all, which nobody may delete here")
+        account.enter()
+        return await lane.run(tenants.delete_cache, account.name)
+
 
 _BODIES = (ChatBody, CompletionBody, AnthropicBody, ResponsesBody)
 _FIELDS = frozenset[str]().union(*(body.model_fields for body in _BODIES), IGNORED, REFUSED, ELSEWHERE)
@@ -65,17 +178,16 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        watch = asyncio.create_task(watch_loop(service.metrics.loop_lag.observe))
+        watch = asyncio.create_task(service.metrics.watch_loop())
         yield
         watch.cancel()
-        service.close()
+        service.lanes.close()
 
     # Its own pages of the API would have browsers load scripts from another host.
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Admission, worker=worker)
     docs = docs_files()
     files = page_files() if settings.page else {}
-    app.add_middleware(Gate, tenants=tenants, open_paths=docs | files)
+    app.add_middleware(Gate, tenants=tenants, open_paths=docs | files, let_in=worker.let_in, let_out=worker.let_out)
     _allow_other_sites(app, settings.cors)  # around the gate: pages may read refusals too
     app.add_middleware(  # around all that may refuse
         Access,
@@ -90,9 +202,7 @@ def create_app(
     for kind in (SSDError, ApiError):
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
-    add_completions(app, service)
-    add_responses(app, service)
-    add_anthropic(app, service)
+    add_generation(app, service)
     add_models(app, service)
     add_tokenizer(app, service)
     add_state(app, service)

@@ -7,12 +7,11 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from server.schema.anthropic_body import AnthropicBody, CountTokensBody
+from server.schema.anthropic import AnthropicBody, CountTokensBody
 from server.schema.body import Body
-from server.schema.chat import ChatBody
-from server.schema.completions import CompletionBody
+from server.schema.chat import ChatBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from server.schema.generate import CompletionBody
 from server.schema.responses import ResponsesBody
-from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 _BODIES: dict[str, tuple[type[Body], ...]] = {
     "/v1/completions": (CompletionBody,),

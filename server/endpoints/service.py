@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
-from server.answers.anthropic_bodies import AnthropicBodies
-from server.answers.bodies import Bodies, CompletionBodies
-from server.answers.chat_bodies import ChatBodies
-from server.answers.logprobs import LogprobsWriter
-from server.answers.response_bodies import ResponseBodies
+from server.admission.account import Account, Budget
+from server.admission.bodies import BodyReader
+from server.admission.gate import account_of, may_learn
+from server.admission.lanes import Lanes
+from server.admission.registry import Tenants
+from server.answers.answer import Answer, CompletionAnswer, LogprobsWriter
+from server.answers.anthropic import AnthropicAnswer
+from server.answers.chat import ChatAnswer
+from server.answers.responses import ResponseAnswer
+from server.answers.sending import Answers
 from server.base.errors import model_not_found
 from server.base.record import current_record
 from server.base.settings import ServerSettings
-from server.endpoints.answers import Answers
-from server.endpoints.starter import Starter
-from server.intake.body_reader import BodyReader
-from server.intake.chats import Chats
-from server.intake.gate import tenant_of
-from server.intake.learning import may_learn
-from server.intake.texts import Texts, codec_of
 from server.observe.metrics import NamespaceStats, ServerMetrics
+from server.running.conversations import AnswerPlan, Chats
 from server.running.engine_thread import Worker
 from server.running.generation import Generation
-from server.schema.anthropic_body import AnthropicBody
+from server.running.texts import Texts, codec_of
+from server.schema.anthropic import AnthropicBody
 from server.schema.body import Body
-from server.schema.chat import ChatBody
-from server.schema.completions import COMPLETION_MAX_TOKENS, CompletionBody
-from server.schema.generate import GenerateBody
+from server.schema.chat import ChatBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from server.schema.generate import COMPLETION_MAX_TOKENS, CompletionBody, GenerateBody
 from server.schema.responses import ResponsesBody
-from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
-from server.tenants.account import Account
-from server.tenants.registry import Tenants
-from server.tenants.turns import Lanes
+from ssd.config import SamplingParams
+from ssd.errors import RequestError
+from ssd.text.grammar_compiler import expected_cost
 from ssd.text.token_text import TokenTexts
 
 if TYPE_CHECKING:
@@ -44,6 +44,13 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
+_CHATS: dict[type[Body], type[ChatAnswer]] = {ResponsesBody: ResponseAnswer, AnthropicBody: AnthropicAnswer}
+"""What else than a chat completion a conversation is answered as."""
+_FEW_TOKENS = 1 << 14
+"""Requests of so many tokens over all choices are handed over on the event loop, in a few milliseconds."""
+_TOKENS_A_CHOICE = 256
+"""What a choice costs beside its prompt."""
+
 
 class Service:
     """What the endpoints share: bodies are read, prompts tokenised beside the event loop, generations started."""
@@ -51,26 +58,15 @@ class Service:
     def __init__(
         self, worker: Worker, settings: ServerSettings, tenants: Tenants, sharing_stats: NamespaceStats | None = None
     ) -> None:
-        self.worker = worker
-        self.settings = settings
-        self.tenants = tenants
+        self.worker, self.settings, self.tenants = worker, settings, tenants
         self.metrics = ServerMetrics(worker, settings.model_name, sharing_stats, tenants)
         self.lanes = Lanes()
-        self.bodies = BodyReader(settings.limits, self.lanes)
-        self._texts = Texts(
-            self.lanes,
-            settings.limits,
-            trust_request_chat_template=settings.trust_request_chat_template,
-            allow_special_tokens=settings.allow_special_tokens,
-        )
-        self._chats = Chats(self._texts, self.lanes, settings)
         self.answers = Answers(worker, settings, self.lanes)
-        self._starter = Starter(worker, settings, tenants, self._texts, self.lanes, self.metrics.latencies)
+        self._bodies = BodyReader(settings.limits, self.lanes)
+        self._texts = Texts(self.lanes, settings)
+        self._chats = Chats(self._texts, self.lanes, settings)
+        self._queued = Budget(settings.limits.max_queued_tokens, "prompt tokens")
         self._token_texts: TokenTexts | None = None
-
-    def close(self) -> None:
-        """End the threads."""
-        self.lanes.close()
 
     async def read(self, request: Request, schema: type[B]) -> B:
         """The checked body of a request; raises RequestError, ApiError, QueueFull, or why there is no engine."""
@@ -94,63 +90,20 @@ class Service:
 
     async def _read(self, request: Request, check: Callable[[Any], T]) -> T:
         context = self.worker.engine.max_model_len  # before anything is read: without an engine nothing can be done
-        self.enter(request)
+        account_of(request.scope).enter()
         most = max(self.settings.limits.max_body_values, 2 * context)
-        return await self.bodies.read(request, check, max_values=most)
+        return await self._bodies.read(request, check, max_values=most)
 
-    def enter(self, request: Request) -> None:
-        """Count a request that is to be worked on; raises TenantLimit where its key may send no more now."""
-        if (tenant := tenant_of(request.scope)) is not None:
-            tenant.enter()
-
-    def engine_for(self, body: Body) -> Engine:
+    def _engine_for(self, body: Body) -> Engine:
         """The engine, once it is known to serve the model a body names; without a name it is the one there is."""
         if body.model is not None and body.model not in self.settings.all_names:
             raise model_not_found(body.model, self.settings.model_name)
         current_record().model = body.model or self.settings.model_name
         return self.worker.engine
 
-    def _engine_for(self, body: GenerateBody, tenant: Account | None, num_prompts: int = 1) -> Engine:
-        """The same, for a tenant that has a place for all choices now: nothing was done yet."""
-        engine = self.engine_for(body)
-        if tenant is not None:
-            tenant.require_place(body.n * num_prompts, engine.target.num_slots)
-        return engine
-
-    async def completion(self, body: CompletionBody, tenant: Account | None) -> tuple[Generation, Bodies]:
-        """Start every choice of every prompt. ``tenant`` : whose request it is."""
-        asked, limit = body.prompts(), COMPLETION_MAX_TOKENS
-        engine = self._engine_for(body, tenant, len(asked))
-        prompts = await self._texts.prompts(engine, asked, special=body.add_special_tokens)
-        echo = await self._texts.echoes(engine, asked) if body.echo else None
-        bodies = CompletionBodies(self._named(body), echo=echo, **await self._body_options(engine, body))
-        return await self._starter.start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
-
-    async def chat(
-        self, body: ChatBody, tenant: Account | None, asked: ResponsesBody | AnthropicBody | None = None
-    ) -> tuple[Generation, Bodies]:
-        """Start every choice of a conversation's next message.
-
-        tenant : whose request it is. asked : what the conversation was made of, and is answered as.
-        """
-        engine = self._engine_for(body, tenant)
-        prompt, plan = await self._chats.prepare(engine, body)
-        options = {"messages": plan.messages, **await self._body_options(engine, body)}
-        settings = self._named(body)
-        if isinstance(asked, ResponsesBody):
-            bodies: ChatBodies = ResponseBodies(settings, asked, **options)
-        elif isinstance(asked, AnthropicBody):
-            bodies = AnthropicBodies(settings, **options)
-        else:
-            bodies = ChatBodies(settings, as_function_call=bool(body.functions), **options)
-        generation = await self._starter.start(
-            engine, body, [prompt], bodies, default_limit=None, tenant=tenant, plan=plan
-        )
-        return generation, bodies
-
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
         """The answer of /tokenize."""
-        engine = self.engine_for(body)
+        engine = self._engine_for(body)
         if isinstance(body, TokenizeChatBody):
             tokens, texts = await self._chats.tokenize(engine, body)
         else:
@@ -159,9 +112,158 @@ class Service:
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
         """The answer of /detokenize."""
-        return {"prompt": await self._texts.detokenize(self.engine_for(body), body.tokens)}
+        return {"prompt": await self._texts.detokenize(self._engine_for(body), body.tokens)}
 
-    async def _body_options(self, engine: Engine, body: GenerateBody) -> dict[str, Any]:
+    async def start(self, body: CompletionBody | ChatBody, account: Account, asked: Body) -> Answer:
+        """Start every choice of every prompt. ``account`` : who pays. ``asked`` : what the body was made of.
+
+        Raises RequestError, QueueFull or TenantLimit; then nothing runs and nothing is taken.
+        """
+        engine, texts = self._engine_for(body), body.prompts() if isinstance(body, CompletionBody) else [""]
+        account.require_place(body.n * len(texts), engine.target.num_slots)  # before anything is done
+        if isinstance(body, CompletionBody):
+            prompts = await self._texts.prompts(engine, texts, special=body.add_special_tokens)
+            echo = await self._texts.echoes(engine, texts) if body.echo else None
+            answer: Answer = CompletionAnswer(self._named(body), echo=echo, **await self._shown(engine, body))
+            plan, default_limit = AnswerPlan(None, body.structured_output()), COMPLETION_MAX_TOKENS
+        else:
+            prompt, plan = await self._chats.prepare(engine, body)
+            prompts, default_limit, options = [prompt], None, await self._shown(engine, body)
+            answer = _CHATS.get(type(asked), ChatAnswer)(self._named(body), asked, messages=plan.messages, **options)
+        answer.generation = await self._submit(engine, body, prompts, answer.id, plan, account, default_limit)
+        return answer
+
+    async def _submit(
+        self,
+        engine: Engine,
+        body: GenerateBody,
+        prompts: list[list[int]],
+        answer_id: str,
+        plan: AnswerPlan,
+        account: Account,
+        default_limit: int | None,
+    ) -> Generation:
+        """``default_limit`` : output tokens where the body does not say."""
+        if body.stream_options is not None and body.stream_options.include_drafts:
+            self._require_draft_details()
+        prediction = None if body.prediction is None else await self._texts.prediction(engine, body.prediction.text)
+        bad_words = await self._texts.bad_words(engine, body.bad_words) if body.bad_words else ()
+        output = plan.output
+        if output is not None and engine.grammars is not None and not engine.grammars.knows(output, account.payer):
+            lane = self.lanes.grammar(expected_cost(output))
+            await lane.run(engine.grammars.compile, output, account.payer)
+        num_choices = body.n * len(prompts)
+        num_tokens = body.n * sum(len(prompt) + len(prediction or ()) for prompt in prompts)
+        self.metrics.latencies.num_choices.observe(body.n)
+        record = current_record()
+        record.response_id, record.is_stream = answer_id, body.stream
+        share = self._queued.share()
+        share.grow(num_tokens)
+        ticket = account.admit(
+            num_choices=num_choices,
+            num_prompt_tokens=sum(map(len, prompts)),
+            num_slots=engine.target.num_slots,
+            share=share,
+        )
+        generation = Generation(
+            self.worker,
+            self.metrics.latencies,
+            [tuple(prompt) for prompt in prompts],
+            prediction,
+            plan,
+            aside=self.lanes.answers,
+            ticket=ticket,
+            only_scores=body.only_scores,
+        )
+
+        def submit() -> None:
+            from ssd.engine import Request as EngineRequest  # by now loaded by the engine's thread
+
+            settings = self.settings
+            namespace = settings.namespace_of(body.model)
+            cache_use = self.tenants.cache_use(account, namespace, body.cache_salt)
+            ruled = {"bad_words": bad_words, "structured_output": output, "shown_special_ids": plan.shown_special_ids}
+            sampling = self._sampling_of(engine, body, ruled, num_choices, default_limit)
+            prefix = f"{answer_id}-{secrets.token_hex(8)}"  # other requests may have been given the same id
+            request = partial(
+                EngineRequest,
+                namespace=cache_use.namespace,
+                namespace_terms=cache_use.terms,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                tenant=account.payer,
+                max_running=account.tenant.quotas.max_running,
+                prefix_scope=namespace if settings.share_prefix_cache else None,
+                num_speculative_tokens=body.num_speculative_tokens,
+                prediction_token_ids=prediction or (),
+                adapter=settings.adapter_of(body.model),
+                learn=body.store is not False,
+                keeps_steps=settings.spec_decode_metrics != "none",
+            )
+            generation.submit(
+                [
+                    request(
+                        request_id=f"{prefix}-{number}-{choice}",
+                        prompt_token_ids=prompt,
+                        sampling=sampling(len(prompt)),
+                        choice_index=choice,
+                        noise_stream=stream,
+                    )
+                    for number, prompt in enumerate(generation.prompts)
+                    for choice, stream in enumerate(_streams(engine, body.n))
+                ]
+            )
+
+        num_ruled = len(body.logit_bias) + len(body.allowed_token_ids or ()) + sum(map(len, bad_words))
+        try:
+            if num_tokens + _TOKENS_A_CHOICE * num_choices + num_ruled <= _FEW_TOKENS:
+                submit()
+            else:
+                await self.lanes.answers.run(submit)
+        except BaseException:
+            generation.take_back()
+            raise
+        return generation
+
+    def _require_draft_details(self) -> None:
+        if not (self.settings.page or self.settings.allow_draft_details):
+            raise RequestError(
+                "include_drafts is not allowed here: the operator started the server with --no-page; "
+                "--allow-draft-details allows it without the page",
+                param="stream_options.include_drafts",
+            )
+        if self.settings.obfuscation == "always":
+            raise RequestError(
+                "include_drafts is not allowed here: the operator obfuscates all streams (--obfuscation always)",
+                param="stream_options.include_drafts",
+            )
+
+    def _sampling_of(
+        self, engine: Engine, body: GenerateBody, ruled: dict[str, Any], num_choices: int, default_limit: int | None
+    ) -> Callable[[int], SamplingParams]:
+        """How to sample after a prompt of some length; made once for all prompts that leave the same limit.
+
+        ``ruled`` : fields that the body alone does not give. What is asked for may have very many token ids, and a
+        request prompts of very many lengths.
+        """
+        defaults, most = self.settings.sampling_defaults, self.settings.limits.max_logprob_entries
+
+        @cache
+        def at(room: int) -> SamplingParams:
+            found = replace(body.sampling(defaults, room=room, default_limit=default_limit), **ruled)
+            _ = found.rules  # made here and not where others' tokens are computed
+            return found
+
+        def after(num_prompt: int) -> SamplingParams:
+            room = max(0, engine.max_model_len - num_prompt)
+            # More room than the default limit changes nothing.
+            found = at(room if default_limit is None else min(room, default_limit))
+            _require_logprobs(found, engine.max_model_len, room, num_choices, most)
+            return found
+
+        return after
+
+    async def _shown(self, engine: Engine, body: GenerateBody) -> dict[str, Any]:
         """What the answer is to hold beside the text."""
         options: dict[str, Any] = {"return_token_ids": body.return_token_ids}
         wanted = {"logprobs": body.num_logprobs(), "prompt_logprobs": body.prompt_logprobs}
@@ -176,3 +278,25 @@ class Service:
         """Settings for an answer, which names the adapter where a request did."""
         adapter = self.settings.adapter_of(body.model)
         return self.settings if adapter is None else replace(self.settings, model_names=(adapter,))
+
+
+def _streams(engine: Engine, num_choices: int) -> Sequence[int | None]:
+    """The stream of noise of each choice of a prompt: none twice, so that choices differ as without coupling."""
+    if num_choices == 1 or not engine.config.coupled_streams:
+        return [None] * num_choices
+    return engine.draw_streams(num_choices)
+
+
+def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int, most: int) -> None:
+    """Refuse more log-probabilities than an answer may hold."""
+    entries = 0
+    if sampling.logprobs is not None:
+        entries += (sampling.max_tokens or room) * (1 + sampling.logprobs)
+    if sampling.prompt_logprobs is not None:
+        entries += (context - room) * (1 + sampling.prompt_logprobs)
+    if entries * num_choices > most:
+        raise RequestError(
+            f"the answer would hold {entries * num_choices} log-probabilities, at most {most} are made: lower "
+            "max_tokens, n or logprobs",
+            param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
+        )

@@ -11,10 +11,8 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.base.record import Record, begin_record
-from server.base.trace_context import read_trace_context
-from server.intake.gate import tenant_of
-from server.intake.root_path import path_below_root
+from server.admission.gate import path_below_root
+from server.base.record import Record, begin_record, read_trace_context
 from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)
@@ -110,17 +108,21 @@ class Access:
             ids = self._span(record, path, ended)
         elif record.trace is not None:
             ids = record.trace.trace_id, record.trace.parent_id
-        if self._writes_lines:
-            level = logging.DEBUG if path in PROBES and status in _PROBED else logging.INFO
-            if log.isEnabledFor(level):
-                account = tenant_of(scope)
-                tenant = None if account is None else account.name
-                beginning = _ELSEWHERE.match(path_below_root(scope)) if path == "other" else None
-                asked = None if beginning is None else beginning[0]
-                param = None if record.param is None else re.split(r"[.\[]", record.param, maxsplit=1)[0]
-                if param is not None and param not in self._fields:
-                    param = "other"
-                log.log(level, access_fields(record, method, path, status, ended, tenant, ids, param, asked))
+        level = logging.DEBUG if path in PROBES and status in _PROBED else logging.INFO
+        if self._writes_lines and log.isEnabledFor(level):
+            facts = {"method": method, "path": path, "status": status, **self._asked(scope, record, path)}
+            log.log(level, Fields("request", **facts, **_came_to(record, ended, ids)))
+
+    def _asked(self, scope: Scope, record: Record, path: str) -> dict[str, object]:
+        """Who asked, and what was at fault: the field, and how a path begins that is none of ours."""
+        beginning = _ELSEWHERE.match(path_below_root(scope)) if path == "other" else None
+        param = None if record.param is None else re.split(r"[.\[]", record.param, maxsplit=1)[0]
+        return {
+            "request_id": record.request_id,
+            "tenant": record.tenant,
+            "param": param if param is None or param in self._fields else "other",
+            "asked": None if beginning is None else beginning[0],
+        }
 
     def _path(self, scope: Scope) -> str:
         """The path as the application knows it, without what a client put in a place of its choice."""
@@ -133,27 +135,11 @@ class Access:
         return template if template in self._paths else "other"
 
 
-def access_fields(
-    record: Record,
-    method: str,
-    path: str,
-    status: int,
-    ended_s: float,
-    tenant: str | None,
-    ids: tuple[str, str] | None,
-    param: str | None = None,
-    asked: str | None = None,
-) -> Fields:
-    """The access line. ``ids`` : of the trace and the span. ``tenant`` : its name, not its key. ``param`` : the field
-    at fault. ``asked`` : how a path begins that is none of ours.
-    """
+def _came_to(record: Record, ended_s: float, ids: tuple[str, str] | None) -> dict[str, object]:
+    """The rest of the access line. ``ids`` : of the trace and the span."""
     given: dict[str, object] = {
-        "request_id": record.request_id,
-        "tenant": tenant,
         "total_s": ended_s - record.received_s,
         "reason": record.refusal,
-        "param": param,
-        "asked": asked,
         "disconnected": record.is_gone or None,
     }
     if ids is not None:
@@ -178,7 +164,7 @@ def access_fields(
             "accepted_per_pass": record.num_accepted_tokens / record.num_steps if record.num_steps else None,
             "sources": dict(sorted(record.accepted_by_source.items())) or None,
         }
-    return Fields("request", method=method, path=path, status=status, **given)
+    return given
 
 
 def _between(begin: float, end: float) -> float | None:

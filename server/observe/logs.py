@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from logging.handlers import QueueHandler
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 LogFormat = Literal["text", "json"]
-LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
 
 OURS = ("ssd", "server", "cache_builder")
 """Loggers that get the level asked for; a library's are heard from WARNING on."""

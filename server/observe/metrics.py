@@ -5,30 +5,77 @@ Quantities are read from plain counters when somebody asks; only what HTTP clien
 
 from __future__ import annotations
 
+import asyncio
+import platform
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from server.admission.account import REFUSALS
+from server.admission.registry import Tenants
+from server.base.settings import VERSION
 from server.observe.access import HttpCounts
-from server.observe.engine_families import engine_families
-from server.observe.families import Families
-from server.observe.http_families import http_families
-from server.observe.namespaces import NamespaceFamilies
-from server.observe.sharing_families import SharingFamilies
+from server.observe.families import Families, NamespaceFamilies
+from server.observe.logs import num_dropped_lines
 from server.running.engine_thread import Worker, WorkerState
-from server.running.latencies import LABELS, Latencies
-from server.tenants.figures import TenantFigures
-from server.tenants.registry import Tenants
+from server.running.generation import LABELS, Latencies
+
+if TYPE_CHECKING:
+    from ssd.engine import Engine
 
 NamespaceStats = Callable[[], Mapping[str, Any]]
 """Counts of each namespace: dataclasses of numbers."""
 
+LAG_INTERVAL_S = 0.25
 _LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_REASONS = ("auth", "invalid", "not_found", "not_ready", "queue_full", "quota", "too_long", "too_slow")
+"""What requests are usually refused for: exported from the start, so that the first one shows as an increase."""
+_FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+"""Ours to vLLM's."""
 
+_ENGINE_COUNTS = {
+    "vllm:spec_decode_num_drafts": ("num_drafts", "Drafts that were not empty."),
+    "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Drafted tokens."),
+    "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Draft tokens emitted."),
+    "ssd:verify_steps": ("num_verify_steps", "Rows verified, with a draft or without."),
+    "ssd:drafter_failures": ("drafter_failures", "Steps that went on without a failed drafter."),
+    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens."),
+    "vllm:generation_tokens": ("generation_tokens", "Generated tokens."),
+    "vllm:prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up among keys and values kept."),
+    "vllm:prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens that were not computed again."),
+    "vllm:num_preemptions": ("num_preemptions", "Requests that made room for more urgent ones."),
+    "ssd:failed_passes": ("num_failed_passes", "Passes that failed and were computed again."),
+    "ssd:integrity_violations": ("integrity_violations", "Faults found in the idle engine."),
+    "ssd:coupled_requests": ("num_coupled_requests", "Choices that ended, drawn with noise that others share."),
+}
+_ENGINE_SIZES = {
+    "vllm:num_requests_running": ("num_running", "Choices in a slot."),
+    "vllm:num_requests_waiting": ("num_waiting", "Choices that wait for a slot."),
+    "vllm:kv_cache_usage_perc": ("kv_usage", "Share of the KV cache in use, 1 is all."),
+}
+_ENGINE_HISTOGRAMS = {
+    "vllm:request_queue_time_seconds": ("queue", "From submission to the first slot, of ended choices."),
+    "vllm:request_prefill_time_seconds": ("prefill", "From the first slot to the first token, of ended choices."),
+    "vllm:request_decode_time_seconds": ("decode", "From the first token to the last, of ended choices."),
+    "vllm:request_inference_time_seconds": ("inference", "From the first slot to the last token, of ended choices."),
+    "vllm:inter_token_latency_seconds": ("inter_token", "Between two passes that gave a choice tokens."),
+    "vllm:request_prompt_tokens": ("prompt_tokens", "Prompt tokens of an ended choice."),
+    "vllm:request_generation_tokens": ("generation_tokens", "Tokens generated for an ended choice."),
+    "vllm:request_params_max_tokens": ("max_tokens", "Most tokens that an ended choice might have had."),
+    "vllm:iteration_tokens_total": ("step_tokens", "Prompt tokens computed and tokens generated in a step."),
+}
+_TENANT_COUNTS = {
+    "requests": "HTTP requests of a tenant that were let in.",
+    "prompt_tokens": "Prompt tokens of a tenant.",
+    "output_tokens": "Generated tokens of a tenant.",
+}
 _CACHE_TEXTS = {
     "num_tokens": "Learned tokens that can be drafted from.",
     "num_kept_tokens": "Of those, what stays for having been of use.",
@@ -48,6 +95,28 @@ _CACHE_TEXTS = {
     "num_dropped_tokens": "Tokens lost because sealing could not keep up.",
     "num_failures": "Refused appends, files that could not be read or written, failed merges.",
 }
+_SHARING_TEXTS = {
+    "is_connected": "1 while Redis answers.",
+    "num_published": "Entries sent to the other replicas.",
+    "num_published_tokens": "Tokens sent to the other replicas.",
+    "num_queued": "Entries that wait to be sent.",
+    "num_received": "Entries of other replicas that were stored.",
+    "num_received_tokens": "Tokens of other replicas that were stored.",
+    "num_known": "Entries read that were in the cache already.",
+    "num_dropped": "Entries given up because Redis was away for longer than the queue could hold them.",
+    "num_invalid": "Entries read that failed a check.",
+    "num_failures": "Calls of Redis that failed.",
+    "num_reconnects": "Times the connection was made again.",
+    "num_taken_tokens": "Tokens stored that others had published, not from the log.",
+    "num_heads": "Times this server published the whole of a namespace.",
+}
+_STREAM_TEXTS = {
+    "num_sent": "Entries written to the log of a namespace.",
+    "num_sent_bytes": "Bytes of entries written to the log of a namespace.",
+    "num_received": "Entries of other replicas that were stored, by namespace.",
+    "num_received_bytes": "Bytes of all entries read, by namespace.",
+    "lag_seconds": "How long it is not known that all the log holds was read, beyond half a second; 0 if all is well.",
+}
 
 
 class ServerMetrics:
@@ -65,19 +134,25 @@ class ServerMetrics:
         labels = (model_name, "0")
         self.http = HttpCounts()
         self.latencies = Latencies(self._registry, labels)
-        self.loop_lag = Histogram(
+        self._loop_lag = Histogram(
             "ssd:event_loop_lag_seconds", "By how much the event loop was late, four times a second.", LABELS,
             buckets=_LAG_SECONDS, registry=self._registry,
         ).labels(*labels)  # fmt: skip
         ProcessCollector(registry=self._registry)
-        self._registry.register(_Collector(worker, self.http, Families(labels), sharing_stats, tenants))
-        if tenants is not None:
-            self._registry.register(TenantFigures(tenants, dict(zip(LABELS, labels, strict=True))))
+        self._registry.register(_Collector(worker, self.http, Families(labels), sharing_stats, tenants or Tenants()))
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format 0.0.4."""
         with self._scraping:  # what namespaces grew by is added up at each scrape
             return generate_latest(self._registry)
+
+    async def watch_loop(self) -> None:
+        """Observe how late the event loop is, what every connection waits for, four times a second until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self._loop_lag.observe(max(0.0, loop.time() - due))
 
 
 class _Collector(Collector):
@@ -89,26 +164,25 @@ class _Collector(Collector):
         http: HttpCounts,
         families: Families,
         sharing_stats: NamespaceStats | None,
-        tenants: Tenants | None,
+        tenants: Tenants,
     ) -> None:
-        self._worker = worker
-        self._http = http
-        self._families = families
-        self._tenants = tenants
+        self._worker, self._http, self._families, self._tenants = worker, http, families, tenants
         self._sharing_stats = sharing_stats
         self._caches = NamespaceFamilies("ssd:cache", _CACHE_TEXTS, families.labels)
-        self._sharing = SharingFamilies(families)
+        self._sharing = NamespaceFamilies("ssd:sharing", _SHARING_TEXTS, families.labels)
+        self._streams = NamespaceFamilies("ssd:stream", _STREAM_TEXTS, families.labels)
 
     def collect(self) -> Iterator[Metric]:
         """All families; those of the engine once it is loaded."""
         families = self._families
         is_ready = self._worker.state is WorkerState.READY
         yield families.gauge("ssd:ready", "1 while requests are taken.", float(is_ready))
-        yield from http_families(self._http, families)
+        yield from self._of_http()
+        yield from self._of_tenants()
         engine = self._worker.loaded_engine
         if engine is None:
             return
-        yield from engine_families(engine, families)
+        yield from self._of_engine(engine)
         if engine.caches is not None:
             yield from self._caches.collect(self._by_label(engine.caches.stats()))
             yield families.counter(
@@ -117,9 +191,105 @@ class _Collector(Collector):
                 engine.caches.num_worker_restarts,
             )
         if self._sharing_stats is not None:
-            yield from self._sharing.collect(self._sharing_stats(), self._by_label)
+            yield from self._of_sharing(self._sharing_stats())
+
+    def _of_http(self) -> Iterator[Metric]:
+        families, counts = self._families, self._http
+        requests = CounterMetricFamily(
+            "http_requests", "HTTP requests that ended, by path, method and class of status.",
+            labels=["handler", "method", "status"],
+        )  # fmt: skip
+        grouped: Counter[tuple[str, str, str]] = Counter()
+        for (path, method, status), number in list(counts.requests.items()):
+            grouped[path, method, f"{status[0]}xx"] += number
+        for labels, number in grouped.items():
+            requests.add_metric(labels, number)
+        yield requests
+        yield families.counters(
+            "ssd:requests_refused", "HTTP requests answered with an error of the client's or of load, by reason.",
+            "reason", dict.fromkeys(_REASONS, 0) | dict(counts.refused),
+        )  # fmt: skip
+        yield families.gauge("ssd:http_requests_under_way", "HTTP requests being handled.", counts.num_under_way)
+        yield families.counter("ssd:log_lines_dropped", "Log lines that nobody read fast enough.", num_dropped_lines())
+        yield families.info("ssd:build_info", "What runs here.", **_build())
+
+    def _of_engine(self, engine: Engine) -> Iterator[Metric]:
+        families, target, counts = self._families, engine.target, engine.metrics
+        speculates = str(target.can_roll_back).lower()
+        yield families.info("ssd:target_info", "How the model is driven.", way=target.way, speculates=speculates)
+        yield families.info(
+            "vllm:cache_config_info",
+            "The KV cache: a block is a slot, which holds one sequence of up to the context's length.",
+            block_size=str(engine.max_model_len),
+            num_gpu_blocks=str(target.num_slots),
+            enable_prefix_caching=str(engine.config.enable_prefix_caching),
+        )
+        for name, (count, text) in _ENGINE_COUNTS.items():
+            yield families.counter(name, text, getattr(counts, count))
+        for name, (size, text) in _ENGINE_SIZES.items():
+            yield families.gauge(name, text, getattr(counts, size))
+        for name, (histogram, text) in _ENGINE_HISTOGRAMS.items():
+            yield families.histogram(name, text, getattr(counts.histograms, histogram))
+        by_source, finished = dict(counts.by_source), dict(counts.num_requests_finished)
+        places = {str(place): number for place, number in enumerate(list(counts.accepted_per_position))}
+        drafted = {source: each.num_draft_tokens for source, each in by_source.items()}
+        accepted = {source: each.num_accepted_tokens for source, each in by_source.items()}
+        ended = {name: finished.get(reason, 0) for reason, name in _FINISHED_REASONS.items()}
+        for name, text, label, values in (
+            ("vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens emitted, by place.", "position", places),
+            ("ssd:source_draft_tokens", "Drafted tokens, by source.", "source", drafted),
+            ("ssd:source_accepted_tokens", "Draft tokens emitted, by source.", "source", accepted),
+            ("vllm:request_success", "Choices that ended, by reason.", "finished_reason", ended),
+        ):
+            yield families.counters(name, text, label, values)
+
+    def _of_tenants(self) -> Iterator[Metric]:
+        """What each used, by name, never by key; none where there are no tenants."""
+        uses = {account.name: account.use for account in self._tenants.accounts()}
+        if not uses:
+            return
+        for name, text in _TENANT_COUNTS.items():
+            used = {tenant: getattr(use, f"num_{name}") for tenant, use in uses.items()}
+            yield self._families.counters(f"ssd:tenant_{name}", text, "tenant", used)
+        labels = [*LABELS, "tenant"]
+        refused = CounterMetricFamily(
+            "ssd:tenant_refused", "Requests that were answered 429, by what was used up.", labels=[*labels, "reason"]
+        )
+        in_flight = GaugeMetricFamily("ssd:tenant_in_flight", "Choices that wait or run.", labels=labels)
+        for tenant, use in uses.items():
+            in_flight.add_metric([*self._families.labels, tenant], use.num_in_flight)
+            for reason in REFUSALS:
+                refused.add_metric([*self._families.labels, tenant, reason], use.num_refused[reason])
+        yield refused
+        yield in_flight
+
+    def _of_sharing(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
+        """``stats`` : of the log, by the one namespace it is named after."""
+        yield from self._sharing.collect(self._by_label(stats))
+        for log in stats.values():
+            yield from self._streams.collect(self._by_label(log.streams))
+            yield self._families.histogram(
+                "ssd:sharing_delay_seconds",
+                "From when an entry of another replica was appended to when it was stored here, by Redis' clock.",
+                log.delays,
+            )
+            yield self._families.counters(
+                "ssd:sharing_refusals", "Calls that failed and entries that were skipped, by reason.", "reason",
+                log.refusals,
+            )  # fmt: skip
 
     def _by_label(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """Of tenants' own namespaces by the tenants' names."""
-        labels = {} if self._tenants is None else self._tenants.labels()
+        labels = self._tenants.labels()
         return {labels.get(namespace, namespace): counts for namespace, counts in stats.items()}
+
+
+@cache
+def _build() -> dict[str, str]:
+    found = {"version": VERSION, "python": platform.python_version()}
+    for name in ("torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -14,7 +15,8 @@ from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +96,38 @@ def make_spans(endpoint: str) -> Spans:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        from server.observe.span_exporter import ToldOnce
     except ImportError as error:
         raise ConfigError(f"{OPTION} needs more libraries: pip install 'ssd-serving[telemetry]' ({error})") from error
     if parts.path in ("", "/"):
         endpoint = parts._replace(path=_DEFAULT_PATH).geturl()
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it tells of every attempt; ours tells once
-    return Spans(ToldOnce(OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S), f"{parts.hostname}"))
+    return Spans(_told_once(OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S), f"{parts.hostname}"))
+
+
+def _told_once(exporter: SpanExporter, name: str) -> SpanExporter:
+    """The same exporter, which says once that its collector is away, and once that it is back."""
+    from opentelemetry.sdk.trace.export import SpanExportResult
+
+    export, num_lost = exporter.export, 0
+
+    def told(spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        nonlocal num_lost
+        try:
+            result = export(spans)
+        except Exception:  # whatever the library raises, tracing ends no thread
+            result = SpanExportResult.FAILURE
+        if result is SpanExportResult.SUCCESS:
+            if num_lost:
+                log.info("spans reach %s again; %d were lost", name, num_lost)
+            num_lost = 0
+        else:
+            if not num_lost:
+                log.warning("spans do not reach %s; requests are served without", name)
+            num_lost += len(spans)
+        return result
+
+    exporter.export = told  # type: ignore[method-assign]
+    return exporter
 
 
 def _parent(record: Record) -> Context | None:

@@ -2,19 +2,138 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from server.admission.account import Account
+from server.admission.gate import account_of
+from server.admission.lanes import Lane
+from server.admission.registry import Tenants
 from server.base.settings import ServerSettings
-from server.intake.gate import tenant_of
-from server.page.files import SECURITY_HEADERS, PageFile
-from server.page.stats import page_stats
 from server.running.engine_thread import Worker
-from server.tenants.registry import Tenants
-from server.tenants.turns import Lane
+
+_PAGE = Path(__file__).parent / "static"
+_DOCS = Path(__file__).parent / "docs"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_POLICY = "; ".join(
+    [
+        "default-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "object-src 'none'",
+        "require-trusted-types-for 'script'",
+    ]
+)
+"""Scripts, styles and requests of this origin alone, none of them inline; text never becomes markup."""
+
+SECURITY_HEADERS: Mapping[str, str] = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A file as it is answered; ``etag`` : changes when the content does."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """A browser keeps the file, and asks each time whether it is still the same."""
+        return {**SECURITY_HEADERS, "etag": self.etag, "cache-control": "no-cache"}
+
+
+def page_files() -> dict[str, PageFile]:
+    """Those of / by their path in the service; they lie below /page/, as its own links have it."""
+    files = {f"/page/{path.name}": _read(path) for path in sorted(_PAGE.iterdir())}
+    files["/"] = files.pop("/page/index.html")
+    files["/favicon.ico"] = files["/page/icon.svg"]
+    return files
+
+
+def docs_files() -> dict[str, PageFile]:
+    """Those of /docs by their path in the service; they lie below it."""
+    files = {f"/docs/{path.name}": _read(path) for path in sorted(_DOCS.iterdir())}
+    files["/docs"] = files.pop("/docs/docs.html")
+    files["/docs/icon.svg"] = _read(_PAGE / "icon.svg")
+    return files
+
+
+def _read(path: Path) -> PageFile:
+    content = path.read_bytes()
+    return PageFile(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+
+
+def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
+    """Counters that only grow, but for what runs and waits and the sizes of caches; without an engine the state alone.
+
+    ``account`` : who asks. A tenant sees the sizes of its own cache alone, the operator all of them, as metrics do.
+    "time_s" is of a clock that never goes back, to divide differences by; "since_s" is the age of the service, "pass_s"
+    the mean time between two passes of a request. O(sources + segments of all namespaces).
+    """
+    found: dict[str, Any] = {
+        "state": worker.state.value, "model": settings.model_name, "time_s": time.monotonic(), "namespaces": {},
+    }  # fmt: skip
+    engine = worker.loaded_engine
+    if engine is None:
+        return found
+    counts = engine.metrics
+    waited = counts.histograms.inter_token
+    found |= {
+        "since_s": max(0.0, time.time() - settings.created),
+        "pass_s": waited.total / num_waits if (num_waits := sum(waited.counts)) else None,
+        "has_chat": engine.codec is not None and engine.codec.chat_template() is not None,
+        "max_model_len": engine.max_model_len,
+        "is_drafting": engine.is_drafting,
+        "running": counts.num_running,
+        "waiting": counts.num_waiting,
+        "tokens": counts.generation_tokens,
+        "passes": counts.num_verify_steps,
+        "drafted": counts.num_draft_tokens,
+        "accepted": counts.num_accepted_tokens,
+        "sources": {
+            source: {"drafted": each.num_draft_tokens, "accepted": each.num_accepted_tokens}
+            for source, each in dict(counts.by_source).items()
+        },
+    }
+    if engine.caches is not None:
+        labels = tenants.labels()
+        own = None
+        if tenants.is_closed and not account.tenant.is_operator:
+            own = tenants.cache_use(account, settings.namespace, None).namespace
+        found["namespaces"] = {
+            labels.get(name, name): {
+                "tail": cache.num_tail_tokens,
+                "segments": cache.num_tokens - cache.num_tail_tokens - cache.num_kept_tokens,
+                "kept": cache.num_kept_tokens,
+                "warm": cache.num_static_tokens,
+            }
+            for name, cache in engine.caches.stats().items()
+            if own is None or name == own
+        }
+    return found
 
 
 def add_files(app: FastAPI, files: Mapping[str, PageFile]) -> None:
@@ -36,7 +155,7 @@ def add_page(
 
     @app.get("/page/stats", include_in_schema=False)
     async def stats(request: Request) -> Response:
-        found = await aside.run(page_stats, worker, settings, tenants, tenant_of(request.scope))
+        found = await aside.run(page_stats, worker, settings, tenants, account_of(request.scope))
         return JSONResponse(found, headers={**SECURITY_HEADERS, "cache-control": "no-store"})
 
 

@@ -4,23 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry, Histogram
+
+from server.admission.account import Ticket
+from server.admission.lanes import Lane
+from server.base.counting import common_tokens
 from server.base.errors import RequestFailed
 from server.base.record import current_record
-from server.running.account import note_counts, note_submitted
+from server.running.conversations import AnswerPlan
 from server.running.engine_thread import Inbox, Worker
-from server.running.latencies import Latencies
-from server.tenants.account import Ticket
-from server.tenants.turns import Lane
-from server.tools.messages import Messages
 from ssd.errors import EngineStopped
 
 if TYPE_CHECKING:
     from ssd.config import SamplingParams
     from ssd.engine import Request, RequestOutput, RequestStats, TokenLogprobs
+
+
+LABELS = ["model_name", "engine"]
+"""Of every family."""
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+
+
+class Latencies:
+    """Histograms of what a client waits for, in seconds, one observation per choice; and of how many it asked for."""
+
+    def __init__(self, registry: CollectorRegistry, labels: tuple[str, str]) -> None:
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            family = Histogram(f"vllm:{name}_seconds", text, LABELS, buckets=tuple(buckets), registry=registry)
+            return family.labels(*labels)
+
+        self.num_choices = Histogram(
+            "vllm:request_params_n", "The field n of a request that was submitted.", LABELS,
+            buckets=(1, 2, 5, 10, 20), registry=registry,
+        ).labels(*labels)  # fmt: skip
+        self.time_to_first_token = histogram(
+            "time_to_first_token", "From the arrival of a request to the first token of a choice.", _SECONDS
+        )
+        self.end_to_end = histogram(
+            "e2e_request_latency", "From the arrival of a request to the last token of a choice.", _SECONDS
+        )
+        self.time_per_output_token = histogram(
+            "request_time_per_output_token", "Mean time per token of a choice after the first.", _TOKEN_SECONDS
+        )
+
 
 _MOST_AT_ONCE = 32
 """Outputs taken in a row before others have their turn on the event loop."""
@@ -85,6 +118,7 @@ class Generation:
         latencies: Latencies,
         prompts: list[tuple[int, ...]],
         prediction: tuple[int, ...] | None,
+        plan: AnswerPlan,
         *,
         aside: Lane,
         ticket: Ticket,
@@ -94,33 +128,27 @@ class Generation:
 
         ``only_scores`` : the prompts' log-probabilities are wanted, the one token computed with them is left out.
         """
-        self.prompts = prompts
-        self.aside = aside
-        self._only_scores = only_scores
-        self._ticket = ticket
-        self.prediction = prediction
+        self.prompts, self.prediction, self.aside = prompts, prediction, aside
         self.choices: list[Choice] = []
         self.sampling: SamplingParams | None = None
-        self.messages: Messages | None = None
+        self.messages = plan.messages
         """What the texts of the choices are beside content, where they may be anything else."""
-        self._worker = worker
-        self._latencies = latencies
+        self._worker, self._latencies, self._ticket, self._only_scores = worker, latencies, ticket, only_scores
         self._inbox = Inbox()
         self._index: dict[str, int] = {}
         self._running: set[str] = set()
-        self._account = current_record()
-        self._started = self._account.received_s
+        self._record = current_record()
         self._first_token: dict[str, float] = {}
         self._num_prompt_tokens = sum(map(len, prompts))
         self._num_completion_tokens = 0
-        self.count_reasoning: Callable[[Sequence[int]], int] | None = None
-        """How many tokens of an output were thought; None where that is not asked."""
+        self._count_reasoning = plan.count_reasoning
         self._num_accepted: int | None = None
         self._num_reasoning: int | None = None
 
     def submit(self, requests: list[Request]) -> None:
         """Hand over all choices; raises where one is refused, and is to be taken back then."""
-        note_submitted(self._account, requests[0], len(requests))
+        record, first = self._record, requests[0]
+        record.sampling, record.namespace, record.num_choices = first.sampling, first.namespace, len(requests)
         for request in requests:
             self.sampling = request.sampling
             self._worker.submit(request, self._inbox)
@@ -135,16 +163,31 @@ class Generation:
 
     def close(self) -> None:
         """Cancel what still runs, so that its slot is free at the engine's next step."""
-        note_counts(
-            self._account,
-            [(choice.stats, choice.finish_reason) for choice in self.choices],
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self.usage.cached_tokens,
-        )
+        self._note_counts()
         for request_id in self._running:
             self._worker.cancel(request_id)
         self._running.clear()
         self._ticket.end(self._num_completion_tokens + self._num_not_taken())
+
+    def _note_counts(self) -> None:
+        """What it came to so far, added up over its choices. O(choices)."""
+        record, known = self._record, [choice.stats for choice in self.choices if choice.stats is not None]
+        record.finish_reasons = tuple(each.finish_reason for each in self.choices if each.finish_reason is not None)
+        record.num_prompt_tokens = self._num_prompt_tokens
+        record.num_cached_tokens = self.usage.cached_tokens
+        record.num_output_tokens = sum(stats.num_output_tokens for stats in known)
+        record.num_steps = sum(stats.num_verify_steps for stats in known)
+        record.num_draft_tokens = sum(stats.num_draft_tokens for stats in known)
+        record.num_accepted_tokens = sum(stats.num_accepted_tokens for stats in known)
+        by_source: Counter[str] = Counter()
+        for stats in known:
+            by_source.update(stats.accepted_by_source.copy())  # the engine's thread may be adding
+        record.accepted_by_source = dict(by_source)
+        record.is_coupled = any(stats.is_coupled for stats in known)
+        record.submitted_s = min((stats.submitted_s for stats in known), default=0.0)
+        record.started_s = min((stats.started_s for stats in known if stats.started_s), default=0.0)
+        record.first_token_s = min((stats.first_token_s for stats in known if stats.first_token_s), default=0.0)
+        record.last_token_s = max((stats.last_token_s for stats in known), default=0.0)
 
     def _num_not_taken(self) -> int:
         """Tokens that were made and not looked at: the client went away."""
@@ -196,27 +239,21 @@ class Generation:
                 raise delivery
             if self._only_scores:
                 delivery = _without_tokens(delivery)
-            self._record(request_id, delivery)
+            self._take(request_id, delivery)
             yield self._index[request_id], delivery
-        if self.count_reasoning is not None:
-            self._num_reasoning = await self.aside.run(self._reasoning_tokens, self.count_reasoning)
-        if self.prediction is not None:
-            self._num_accepted = await self.aside.run(self._accepted_tokens, self.prediction)
-
-    def _accepted_tokens(self, prediction: tuple[int, ...]) -> int:
-        from server.running.prediction import common_tokens  # compiled, and loaded where it is needed
-
-        return sum(common_tokens(prediction, choice.token_ids) for choice in self.choices)
-
-    def _reasoning_tokens(self, count: Callable[[Sequence[int]], int]) -> int:
-        return sum(count(choice.token_ids) for choice in self.choices)
+        if (count := self._count_reasoning) is not None:
+            self._num_reasoning = await self.aside.run(lambda: sum(count(each.token_ids) for each in self.choices))
+        if (prediction := self.prediction) is not None:
+            self._num_accepted = await self.aside.run(
+                lambda: sum(common_tokens(prediction, each.token_ids) for each in self.choices)
+            )
 
     async def finish(self) -> None:
         """Wait until all choices have ended."""
         async for _ in self.outputs():
             pass
 
-    def _record(self, request_id: str, output: RequestOutput) -> None:
+    def _take(self, request_id: str, output: RequestOutput) -> None:
         choice = self.choices[self._index[request_id]]
         choice.text.append(output.text)
         choice.token_ids.extend(output.token_ids)
@@ -229,7 +266,7 @@ class Generation:
         now = time.perf_counter()
         if output.token_ids and request_id not in self._first_token:
             self._first_token[request_id] = now
-            self._latencies.time_to_first_token.observe(now - self._started)
+            self._latencies.time_to_first_token.observe(now - self._record.received_s)
         if output.finish_reason is None:
             return
         self._running.discard(request_id)
@@ -241,7 +278,7 @@ class Generation:
             raise EngineStopped("the request was cancelled by the server")
         choice.finish_reason = "length" if self._only_scores else str(output.finish_reason)
         choice.stop_reason = None if self._only_scores else output.stop_reason
-        self._latencies.end_to_end.observe(now - self._started)
+        self._latencies.end_to_end.observe(now - self._record.received_s)
         if len(choice.token_ids) > 1:
             decoding_s = now - self._first_token[request_id]
             self._latencies.time_per_output_token.observe(decoding_s / (len(choice.token_ids) - 1))

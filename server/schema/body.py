@@ -2,24 +2,169 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from server.base.limits import Limits
-from server.schema.counts import require_counts
-from server.schema.fields import honoured_fields
-from server.schema.parts import UNKNOWN_FIELD, meant
 from ssd.errors import RequestError, shown
+
+UNKNOWN_FIELD = "unknown_field"
+"""The kind of complaint about a name that is not known; its context has the ``name``, and what may be meant."""
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """The name that an unknown one may be a misspelling of; None where none is near. O(names)."""
+    return next(iter(get_close_matches(name[:64], known, n=1, cutoff=0.75)), None)
+
+
+class Part(BaseModel):
+    """An object in a request. Strict: "5" is no number and 1 no boolean, as at OpenAI; unknown names are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, content: Any) -> Any:
+        """One complaint, where pydantic writes one for each unknown name: there may be very many."""
+        if isinstance(content, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            name = next((name for name in content if name not in known), None)
+            if name is not None:
+                raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"name": name, "near": meant(name, known)})
+        return content
+
+
+IGNORED: Mapping[str, str] = {
+    "metadata": "nothing is stored that it could be kept with",
+    "user": "tenants are told apart by their keys",
+    "safety_identifier": "tenants are told apart by their keys",
+    "service_tier": "there is one",
+    "verbosity": "OpenAI's own models honour it",
+    "prompt_cache_key": "the prefix cache needs no hint",
+    "prompt_cache_options": "the prefix cache needs no hint",
+    "prompt_cache_retention": "the prefix cache needs no hint",
+    "request_id": "the header x-request-id names a request",
+    "session_id": "no session is kept",
+    "spaces_between_special_tokens": "tokenizers that are read here put none",
+}
+"""Fields that may be left unread without changing the output, and why they are."""
+
+ELSEWHERE = {
+    "cache_prompt", "detokenize", "do_sample", "enable_thinking", "grammar", "kv_transfer_params", "max_new_tokens",
+    "mirostat", "n_predict", "options", "provider", "reasoning", "repeat_last_n", "repeat_penalty", "slot_id",
+    "thinking", "top_a", "transforms", "typical_p", "usage", "vllm_xargs",
+}  # fmt: skip
+"""Fields that other servers know and this one does not: an operator's log may name them."""
+
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Fields that would change the output and cannot be honoured: values that mean "without it", and the reason."""
+
+REFUSED: Refused = {
+    "suffix": (("",), "text is continued here, not filled in"),
+    "use_beam_search": ((False,), "drafts are verified against one continuation, not several at a time"),
+    "length_penalty": ((1.0, 1), "it ranks the beams of a beam search, and there is none"),
+    "modalities": ((["text"],), "the model reads and writes text alone"),
+    "audio": ((), "the model reads and writes text alone"),
+    "web_search_options": ((), "the server reaches no network. Give the model a tool that does"),
+    "truncate_prompt_tokens": ((), "a prompt is never shortened. Send the part that counts"),
+    "best_of": ((), "choices are returned, not ranked. Send it equal to n, or leave it out"),
+}
+"""Those of completions and chat completions. Where a schema has a field of the name, that counts."""
+
+
+def require_counts(body: dict[str, Any], limits: Limits) -> None:
+    """Raise RequestError for the first field with too much in it. What is of a wrong type is left to the schema."""
+    _require_choices(body, limits)
+    for name, count, most, unit in (
+        ("logit_bias", _length, limits.max_logit_bias, "entries"),
+        ("allowed_token_ids", _length, limits.max_allowed_token_ids, "token ids"),
+        ("messages", _length, limits.max_messages, "messages"),
+        ("input", _length, limits.max_messages, "items"),
+        ("bad_words", _length, limits.max_bad_words, "words"),
+        ("bad_words", _characters, limits.max_bad_words_characters, "characters"),
+        ("stop", _characters, limits.max_stop_characters, "characters"),
+        ("tools", _length, limits.max_tools, "functions"),
+        ("tools", _written, limits.max_tools_characters, "characters"),
+        ("functions", _length, limits.max_tools, "functions"),
+        ("functions", _written, limits.max_tools_characters, "characters"),
+    ):
+        _require(name, count(body.get(name)), most, unit)
+
+
+def _require_choices(body: dict[str, Any], limits: Limits) -> None:
+    prompt: Any = body.get("prompt")
+    n: Any = body.get("n")
+    is_several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)  # token ids are one prompt
+    prompts = len(prompt) if is_several else 1
+    choices = prompts * (n if type(n) is int and n > 0 else 1)
+    if choices > limits.max_choices:
+        param = "prompt" if prompts > limits.max_choices else "n"
+        raise RequestError(
+            f"prompt and n ask for {choices} choices, at most {limits.max_choices} are made: send several requests",
+            param=param,
+        )
+
+
+def _require(name: str, count: int, most: int, unit: str) -> None:
+    if count > most:
+        raise RequestError(f"{name} has {count} {unit}, at most {most} are taken: leave some out", param=name)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (list, dict)) else 0
+
+
+def _written(value: Any) -> int:
+    """Characters of JSON; what is nested too deeply to be written has more than any limit."""
+    if value is None:
+        return 0
+    try:
+        return len(json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        return sys.maxsize
+
+
+def _characters(value: Any) -> int:
+    texts = value if isinstance(value, list) else [value]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """A RequestError from inside has the field at fault as it is called there. ``names`` : by the chat completion's."""
+    try:
+        yield
+    except RequestError as error:
+        here, said = error.param, str(error)
+        if here is None or here not in names:
+            raise
+        if said.startswith(here):
+            said = names[here] + said.removeprefix(here)
+        raise type(error)(said, param=names[here]) from None
+
 
 _DEFAULT_LIMITS = Limits()
 
 
 class Body(BaseModel):
-    """A JSON object sent by a client."""
+    """A JSON object sent by a client.
+
+    ``ignored``, ``refused`` : fields outside the schema. ``chat_names`` : fields of the chat completion that it is, and
+    what they are called here.
+    """
 
     # Strict: "5" is no number and 1 no boolean, as at OpenAI.
     model_config = ConfigDict(extra="forbid", strict=True)
+    ignored: ClassVar[Mapping[str, str]] = IGNORED
+    refused: ClassVar[Refused] = REFUSED
+    chat_names: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = Field(default=None, max_length=1024)
 
@@ -48,8 +193,24 @@ class Body(BaseModel):
 
     @classmethod
     def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """The fields the schema must understand; raises RequestError for one that cannot be honoured."""
-        return honoured_fields(content, cls.model_fields)
+        """The fields that the schema must understand: no nulls, nothing ignored, nothing neutral.
+
+        Raises RequestError for a field that would change the output and cannot be honoured.
+        """
+        honoured = {}
+        for name, value in content.items():
+            if value is None or (name in cls.ignored and name not in cls.model_fields):
+                continue
+            if name in cls.model_fields or name not in cls.refused:
+                honoured[name] = value
+                continue
+            values, reason = cls.refused[name]
+            if name == "best_of":
+                values = (content.get("n") or 1,)
+            # By type too: to Python, 0 equals False, and ``logprobs: 0`` asks for the chosen token's.
+            if not any(type(value) is type(neutral) and value == neutral for neutral in values):
+                raise RequestError(f"{name} is not supported: {reason}", param=name)
+        return honoured
 
     def keep_out_of_cache(self) -> None:
         """As if it said that nothing may be learned from it; nothing is where there is no output."""

@@ -1,15 +1,210 @@
-"""What requests to /v1/chat/completions may contain."""
+"""Conversations: messages and tools, how they become a prompt, and the bodies of chat completions and /tokenize."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BaseModel, Field, PrivateAttr, field_validator, model_validator
 
-from server.schema.generate import GenerateBody
-from server.schema.messages import ChatTemplateFields
+from server.base.limits import Limits
+from server.schema.body import Body, Part, renaming
+from server.schema.generate import GenerateBody, Prediction, StreamOptions
 from ssd.config import MAX_LOGPROBS
-from ssd.errors import RequestError
+from ssd.errors import RequestError, shown
+
+ToolMode = Literal["none", "auto", "required"]
+
+_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.:/-]*$"
+"""What every format can write, and more than OpenAI takes: names from tool servers have dots and slashes."""
+
+
+class Function(Part):
+    """A function as the model is told of it. ``strict`` changes nothing here: forced calls follow their schema."""
+
+    name: str = Field(min_length=1, max_length=128, pattern=_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of an object; left out: no limits")
+    strict: bool | None = None
+
+    def told(self) -> dict[str, Any]:
+        """What a chat template is given, in the order that models are trained on: nothing the client left out."""
+        said = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {key: value for key, value in said.items() if value is not None}
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """A JSON schema; any object where none was given, or an empty one."""
+        return self.parameters or {"type": "object"}
+
+
+class Tool(Part):
+    """A function, the only kind of tool there is."""
+
+    type: Literal["function"]
+    function: Function
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_functions(cls, content: Any) -> Any:
+        kind = content.get("type") if isinstance(content, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise ValueError(f'only tools of type "function" can be called here, got {kind!r:.80}: leave it out')
+        return content
+
+
+class NamedFunction(Part):
+    """One of the request's functions."""
+
+    name: str = Field(max_length=128)
+
+
+class NamedTool(Part):
+    """One of the request's tools."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Part):
+    """Some of the request's tools, and whether one has to be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True)] = Field(min_length=1)
+
+
+class AllowedToolChoice(Part):
+    """``tool_choice`` for some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """What the fields of a request come to.
+
+    ``functions`` : all the model is told of, and may call. ``mode`` : "required" where it has to call one of them.
+    ``parallel`` : it may call more than one. ``is_named`` : the only one was chosen by the request.
+    ``is_older`` : asked for as ``functions``, and to be answered as ``function_call``.
+    """
+
+    functions: tuple[Function, ...]
+    mode: ToolMode
+    parallel: bool
+    is_named: bool = False
+    is_older: bool = False
+
+    def told(self) -> list[dict[str, Any]]:
+        """The tools as chat templates read them."""
+        return [{"type": "function", "function": function.told()} for function in self.functions]
+
+
+class ToolFields(BaseModel):
+    """The tools of a conversation. ``functions`` and ``function_call`` are OpenAI's older names."""
+
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = Field(
+        default=None, description='"auto" where there are tools; "required" and a named tool are held to by a grammar'
+    )
+    parallel_tool_calls: bool = Field(default=True, description="false: at most one call in an answer")
+    functions: Annotated[list[Function], Field(fail_fast=True)] = Field(default_factory=list)
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
+
+    @field_validator("tools", "functions")
+    @classmethod
+    def _names_differ(cls, given: list[Any]) -> list[Any]:
+        names = [(each.function if isinstance(each, Tool) else each).name for each in given]
+        if len(set(names)) != len(names):
+            twice = next(name for number, name in enumerate(names) if name in names[:number])
+            raise ValueError(f"two functions have the name {twice!r}")
+        return given
+
+    def tool_use(self) -> ToolUse | None:
+        """What is asked for; None without tools. Raises RequestError where the fields contradict each other."""
+        if self.tools and (self.functions or self.function_call is not None):
+            raise RequestError("tools and functions exclude each other: leave out functions", param="functions")
+        if self.functions or self.function_call is not None:
+            return self._by_older_names()
+        functions = tuple(tool.function for tool in self.tools)
+        choice = self.tool_choice
+        if not functions:
+            if choice not in (None, "none", "auto"):
+                raise RequestError("tool_choice needs tools: give the functions it speaks of", param="tool_choice")
+            return None
+        parallel = self.parallel_tool_calls
+        if isinstance(choice, NamedTool):
+            chosen = _chosen(functions, [choice.function.name], "tool_choice")
+            return ToolUse(functions=chosen, mode="required", parallel=False, is_named=True)
+        if isinstance(choice, AllowedToolChoice):
+            allowed = choice.allowed_tools
+            chosen = _chosen(functions, [tool.function.name for tool in allowed.tools], "tool_choice")
+            return ToolUse(functions=chosen, mode=allowed.mode, parallel=parallel)
+        return ToolUse(functions=functions, mode=choice or "auto", parallel=parallel)
+
+    def _by_older_names(self) -> ToolUse | None:
+        choice, functions = self.function_call, tuple(self.functions)
+        if not functions:
+            if isinstance(choice, NamedFunction):
+                raise RequestError("function_call needs functions: give the one it names", param="function_call")
+            return None
+        if isinstance(choice, NamedFunction):
+            chosen = _chosen(functions, [choice.name], "function_call")
+            return ToolUse(functions=chosen, mode="required", parallel=False, is_named=True, is_older=True)
+        return ToolUse(functions=functions, mode=choice or "auto", parallel=False, is_older=True)
+
+    def without_tools(self) -> Self:
+        """The same conversation where no tool is told of."""
+        return self.model_copy(update={"tools": [], "tool_choice": None, "functions": [], "function_call": None})
+
+
+def _chosen(functions: tuple[Function, ...], names: Sequence[str], param: str) -> tuple[Function, ...]:
+    """Those of ``names``, in the order they were given in."""
+    wanted = set(names)
+    if unknown := wanted - {function.name for function in functions}:
+        raise RequestError(f"{param} names {min(unknown)!r:.140}, which is none of the functions given", param=param)
+    return tuple(function for function in functions if function.name in wanted)
+
+
+class ChatTemplateFields(ToolFields):
+    """How messages and tools become a prompt."""
+
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(min_length=1)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = Field(default=None, max_length=1 << 16)
+    documents: Annotated[list[dict[str, str]], Field(fail_fast=True)] = Field(
+        default_factory=list, description="texts for a template that puts them into the prompt"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_special_tokens: bool = False
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``TextCodec.encode_chat``; raises RequestError when they contradict each other."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other: leave one out",
+                param="continue_final_message",
+            )
+        if self.add_special_tokens:
+            raise RequestError(
+                "add_special_tokens is not supported with messages: the chat template adds them",
+                param="add_special_tokens",
+            )
+        use = self.tool_use()
+        told: dict[str, Any] = {} if use is None else {"tools": use.told()}
+        if self.documents:
+            told["documents"] = self.documents
+        return {
+            "add_generation_prompt": not self.continue_final_message and self.add_generation_prompt is not False,
+            "continue_final_message": self.continue_final_message,
+            "chat_template": self.chat_template,
+            "template_kwargs": {**self.chat_template_kwargs, **told},
+        }
 
 
 class ChatBody(ChatTemplateFields, GenerateBody):
@@ -35,3 +230,120 @@ class ChatBody(ChatTemplateFields, GenerateBody):
         if self.reasoning_effort is not None:
             arguments["template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **arguments["template_kwargs"]}
         return arguments
+
+
+class TokenizeTextBody(Body):
+    """POST /tokenize with a prompt."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatBody(ChatTemplateFields, Body):
+    """POST /tokenize with messages."""
+
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+AssistantField = Literal["reasoning_content", "content", "tool_calls"]
+_ORDER: tuple[AssistantField, ...] = ("reasoning_content", "content", "tool_calls")
+"""What one message of an assistant says, in this order; what comes again or too late begins another one."""
+
+
+class Conversation:
+    """Messages as /v1/chat/completions takes them. Reasoning, text and calls that follow each other are one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._said = -1
+        """Which of `_ORDER` the last message has come to; -1 where it is not an assistant's."""
+
+    def add(self, role: str, content: str, **others: Any) -> None:
+        """A message of its own."""
+        self.messages.append({"role": role, "content": content, **others})
+        self._said = -1
+
+    def assistant(self, says: AssistantField) -> dict[str, Any]:
+        """The assistant's message that goes on with this: the last one, or another."""
+        rank = _ORDER.index(says)
+        if self._said < 0 or rank < self._said or (rank == self._said and says != "tool_calls"):
+            self.add("assistant", "")
+        self._said = rank
+        return self.messages[-1]
+
+    def call(self, name: str, arguments: str, call_id: str) -> None:
+        """A call the assistant made; ``arguments`` : JSON."""
+        function = {"name": name, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
+        self.assistant("tool_calls").setdefault("tool_calls", []).append(call)
+
+
+class ResponseStreamOptions(Part):
+    """Whether the events of a stream hide their length."""
+
+    include_obfuscation: bool | None = None
+
+
+class ChatForm(Body):
+    """A chat completion as another API asks for it."""
+
+    stream: bool = False
+    stream_options: ResponseStreamOptions | None = None
+    prediction: Prediction | None = None
+
+    _chat: ChatBody = PrivateAttr()
+
+    @property
+    def chat(self) -> ChatBody:
+        """The chat completion it is; without ``stream_options``, which say other things there."""
+        return self._chat
+
+    @property
+    def events(self) -> StreamOptions:
+        """How the stream is written."""
+        wants = None if self.stream_options is None else self.stream_options.include_obfuscation
+        return StreamOptions(include_obfuscation=wants)
+
+    def keep_out_of_cache(self) -> None:
+        """As ``store: false``."""
+        self._chat.keep_out_of_cache()
+
+    def require_within(self, limits: Limits) -> None:
+        """Raises RequestError for whatever the chat completion would be refused for."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
+        with renaming(self.chat_names):
+            self._chat = ChatBody.parse(self.chat_fields(), limits)
+
+    def chat_fields(self) -> dict[str, Any]:
+        """The fields of the chat completion; raises RequestError for what cannot be one."""
+        raise NotImplementedError
+
+    def same_fields(self) -> dict[str, Any]:
+        """Those that are the same there and here."""
+        same = self.model_fields_set & ChatBody.model_fields.keys() - _FORMED
+        return self.model_dump(mode="json", by_alias=True, include=same)
+
+
+_FORMED = {"messages", "tools", "tool_choice", "chat_template_kwargs", "stream_options", "top_logprobs"}
+"""Fields by names of chat completions that mean, or hold, something else in other APIs."""
+
+
+def function_choice(name: str) -> dict[str, Any]:
+    """``tool_choice`` of one function."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def string_of(given: Mapping[str, Any], name: str, where: str, param: str) -> str:
+    """A text that has to be there; raises RequestError."""
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{name} must be a string, got {shown(value)}", param=param)
+    return value

@@ -1,18 +1,163 @@
-"""What requests for text may contain, whichever endpoint they go to."""
+"""What requests for text may contain, whichever endpoint they go to; and those to /v1/completions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from server.base.limits import Limits
-from server.schema.body import Body
-from server.schema.output_fields import OutputFields
-from server.schema.parts import Part
-from server.schema.sampling_fields import SamplingFields
-from ssd.config import SamplingParams
+from server.schema.body import Body, Part
+from ssd.config import GrammarKind, SamplingParams, StructuredOutput
 from ssd.errors import RequestError, shown
+
+
+class CommonFields(BaseModel):
+    """What a request for text may contain, whatever it goes to."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    coupled: bool | None = Field(
+        default=None,
+        description="false: drawn with noise of its own where the server couples requests (`--coupled-sampling`)",
+    )
+    ignore_eos: bool = False
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    priority: int = 0
+    num_speculative_tokens: int | None = Field(
+        default=None,
+        description="most draft tokens per step of this request; 0: plain decoding. The output is the same",
+    )
+
+
+class SamplingFields(CommonFields):
+    """The rest of what chooses a token, in OpenAI's APIs."""
+
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    stop: str | Annotated[list[str], Field(max_length=128, fail_fast=True)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field(default_factory=list, max_length=128)
+    min_tokens: int = 0
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] = Field(default_factory=list)
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+
+
+class JsonSchemaFormat(Part):
+    """OpenAI's name for a schema; what is not the schema is a hint to the model that is not used here."""
+
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+
+
+class ResponseFormat(Part):
+    """``response_format``: text, any JSON object, or JSON of a schema, which always holds strictly."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Part):
+    """vLLM's ``structured_outputs``: exactly one of these. ``grammar`` is Lark's, ``regex`` is of Rust's dialect."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class TextPart(Part):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Part):
+    """``prediction``: text that most of the output is expected to equal. It changes how fast the output comes only."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class OutputFields(BaseModel):
+    """What completions and chat completions accept of these; ``guided_*`` are older names of vLLM's."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=1000, fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+    prediction: Prediction | None = None
+
+    def structured_output(self) -> StructuredOutput | None:
+        """What was asked for under any name; raises RequestError when that is more than one thing, or none."""
+        found = [*self._by_response_format(), *self._by_structured_outputs(), *self._by_guided_fields()]
+        if len(found) > 1:
+            names = " and ".join(output.param for output in found)
+            raise RequestError(f"only one structured output is possible, got {names}: keep one", param=found[1].param)
+        return found[0] if found else None
+
+    def _by_response_format(self) -> list[StructuredOutput]:
+        asked, name = self.response_format, "response_format"
+        if asked is None or asked.type == "text":
+            return []
+        if asked.type == "json_object":
+            return [StructuredOutput("json_object", "", name)]
+        if asked.json_schema is None:
+            raise RequestError('response_format of type "json_schema" needs the field json_schema', param=name)
+        return [StructuredOutput("json_schema", json.dumps(asked.json_schema.schema_), name)]
+
+    def _by_structured_outputs(self) -> list[StructuredOutput]:
+        asked, name = self.structured_outputs, "structured_outputs"
+        if asked is None:
+            return []
+        found = _given(name, json_=asked.json_, regex=asked.regex, choice=asked.choice, grammar=asked.grammar)
+        if asked.json_object:
+            found.append(StructuredOutput("json_object", "", name))
+        if not found:
+            raise RequestError("structured_outputs needs one of json, regex, choice, grammar, json_object", param=name)
+        return found
+
+    def _by_guided_fields(self) -> list[StructuredOutput]:
+        return [
+            *_given("guided_json", json_=self.guided_json),
+            *_given("guided_regex", regex=self.guided_regex),
+            *_given("guided_choice", choice=self.guided_choice),
+            *_given("guided_grammar", grammar=self.guided_grammar),
+        ]
+
+
+_SPELLED: dict[str, tuple[GrammarKind, Callable[[Any], str]]] = {
+    "json_": ("json_schema", lambda schema: schema if isinstance(schema, str) else json.dumps(schema)),
+    "regex": ("regex", str),
+    "choice": ("choice", json.dumps),
+    "grammar": ("grammar", str),
+}
+
+
+def _given(param: str, **sources: Any) -> list[StructuredOutput]:
+    return [
+        StructuredOutput(_SPELLED[name][0], _SPELLED[name][1](source), param)
+        for name, source in sources.items()
+        if source is not None
+    ]
 
 
 class StreamOptions(Part):
@@ -139,3 +284,54 @@ def _token_id(text: str) -> int:
             param="logit_bias",
         )
     return int(text)
+
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions."""
+
+
+class CompletionBody(GenerateBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any] = Field(description="string, strings, token ids, or lists of token ids")
+    add_special_tokens: bool = True
+    logprobs: int | Literal[False] = Field(default=False, description="report this many alternatives beside each token")
+    top_logprobs: Literal[0] = 0
+    echo: bool = Field(default=False, description="the text begins with the prompt, log-probabilities included")
+
+    def num_logprobs(self) -> int | None:
+        """``logprobs``; 0 reports each token alone."""
+        return None if self.logprobs is False else self.logprobs
+
+    @property
+    def only_scores(self) -> bool:
+        """With ``echo`` an output of 0 tokens asks for the prompt alone, as evaluations do."""
+        return self.echo and self.output_limit()[1] == 0
+
+    def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
+        """As above; with ``echo`` the prompt's log-probabilities belong to the answer."""
+        params = super().sampling(defaults, room=room, default_limit=default_limit)
+        if self.echo and params.logprobs is not None:
+            wanted = max(params.logprobs, params.prompt_logprobs or 0)
+            params = replace(params, prompt_logprobs=wanted)
+        return params
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each text or token ids; raises RequestError when the field is neither."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and all(isinstance(entry, str) for entry in prompt):
+            return list(prompt)
+        if prompt and _is_token_ids(prompt):
+            return [prompt]
+        if prompt and all(isinstance(entry, list) and entry and _is_token_ids(entry) for entry in prompt):
+            return list(prompt)
+        raise RequestError(
+            "prompt must be a string, strings, token ids or lists of token ids, and not empty",
+            param="prompt",
+        )
+
+
+def _is_token_ids(entries: list[Any]) -> bool:
+    return all(type(entry) is int for entry in entries)

@@ -2,39 +2,179 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic_core
 from pydantic import Field, PrivateAttr
 
 from server.base.limits import SMALL_BODY_BYTES, Limits
-from server.schema.body import Body
-from server.schema.chat import ChatBody
-from server.schema.generate import StreamOptions
-from server.schema.output_fields import Prediction, StructuredOutputs
-from server.schema.parts import Part
-from server.schema.renaming import renaming
-from server.schema.response_fields import honoured_response_fields
-from server.schema.response_input import messages_of
-from server.schema.response_tools import chat_tool_choice, chat_tools
-from server.schema.sampling_fields import SamplingFields
+from server.schema.body import IGNORED, Part, Refused
+from server.schema.chat import ChatForm, Conversation, function_choice, string_of
+from server.schema.generate import SamplingFields, StructuredOutputs
 from ssd.config import MAX_LOGPROBS
-from ssd.errors import RequestError
+from ssd.errors import RequestError, shown
 
-_SAME_NAME = frozenset(
-    {
-        "model", "temperature", "top_p", "parallel_tool_calls", "stream", "store", "top_k", "min_p",
-        "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "coupled", "stop",
-        "stop_token_ids", "ignore_eos", "min_tokens", "bad_words", "allowed_token_ids", "cache_salt", "priority",
-        "num_speculative_tokens", "chat_template_kwargs", "structured_outputs", "prediction",
-    }
-)  # fmt: skip
-"""Fields that a chat completion has by the same name."""
-CHAT_NAMES = {
+_IGNORED: Mapping[str, str] = {
+    name: reason
+    for name, reason in IGNORED.items()
+    if name not in ("metadata", "verbosity", "spaces_between_special_tokens")
+} | {
+    "max_tool_calls": "it bounds the tools that a server runs, and here clients run them",
+    "background_options": "nothing runs in the background",
+    "access_programs": "they belong to OpenAI's accounts",
+}
+_NOT_STORED = "this server stores no responses. Send the whole conversation as input, with the output of earlier ones"
+_NOT_HERE = "nothing here does that"
+
+_REFUSED: Refused = {
+    "previous_response_id": ((), _NOT_STORED),
+    "conversation": ((), _NOT_STORED),
+    "background": ((False,), "a response that is made in the background is fetched later, but " + _NOT_STORED),
+    "prompt": ((), "prompt templates are stored, and nothing is stored here. Send the text as instructions and input"),
+    "truncation": (("disabled",), "the input is never shortened. Leave the oldest items out"),
+    "context_management": (([],), "the input is never shortened. Leave the oldest items out"),
+    "moderation": ((), _NOT_HERE),
+    "image": ((), _NOT_HERE),
+}
+
+
+def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[str, Any]]:
+    """Messages as /v1/chat/completions takes them, ``instructions`` first. O(items and their text).
+
+    Reasoning, text and calls that an assistant gave one after the other are one message. Raises RequestError
+    (``param="input"``) for an item that cannot become a message, and names it.
+    """
+    conversation = _Items()
+    if instructions is not None:
+        conversation.add("system", instructions)
+    if isinstance(items, str):
+        conversation.add("user", items)
+    else:
+        for number, item in enumerate(items):
+            conversation.take(item, f"input[{number}]")
+    if not conversation.messages:
+        raise _wrong("input is empty: give a text or at least one item")
+    return conversation.messages
+
+
+class _Items(Conversation):
+    """Messages as they are put together from items."""
+
+    def take(self, item: Any, where: str) -> None:
+        """Add what an item says."""
+        if not isinstance(item, Mapping):
+            raise _wrong(f"{where} must be an object, got {type(item).__name__}")
+        kind = item.get("type", "message")
+        takes = _TAKES.get(kind) if isinstance(kind, str) else None
+        if takes is None:
+            raise _wrong(f"{where} is of type {shown(kind)}, which is {_why_not(kind)}: {', '.join(_TAKES)} are taken")
+        takes(self, item, where)
+
+    def message(self, item: Mapping[str, Any], where: str) -> None:
+        """What anybody says."""
+        role, text = item.get("role"), _text_of(item, "content", where)
+        if role == "assistant":
+            self.assistant("content")["content"] = text
+        else:
+            self.add(string_of(item, "role", where, "input"), text)
+
+    def function_call(self, item: Mapping[str, Any], where: str) -> None:
+        """A call the assistant made."""
+        name, arguments = string_of(item, "name", where, "input"), string_of(item, "arguments", where, "input")
+        self.call(name, arguments, string_of(item, "call_id", where, "input"))
+
+    def function_call_output(self, item: Mapping[str, Any], where: str) -> None:
+        """What came of a call."""
+        call = {} if item.get("call_id") is None else {"tool_call_id": string_of(item, "call_id", where, "input")}
+        self.add("tool", _text_of(item, "output", where), **call)
+
+    def reasoning(self, item: Mapping[str, Any], where: str) -> None:
+        """What the assistant thought; nothing where the item holds no plain text."""
+        if item.get("content"):
+            self.assistant("reasoning_content")["reasoning_content"] = _text_of(item, "content", where)
+
+
+_TAKES: dict[str, Callable[[_Items, Mapping[str, Any], str], None]] = {
+    "message": _Items.message,
+    "function_call": _Items.function_call,
+    "function_call_output": _Items.function_call_output,
+    "reasoning": _Items.reasoning,
+}
+_TEXT_OF = {
+    "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "reasoning_text": "text",
+}  # fmt: skip
+"""Parts of a text, and where each has it."""
+
+
+def _why_not(kind: Any) -> str:
+    if kind == "item_reference":
+        return "kept nowhere: this server stores no items"
+    return "no part of a conversation here"
+
+
+def _text_of(item: Mapping[str, Any], name: str, where: str) -> str:
+    """A string, or the strings of a list of parts, which follow each other in lines."""
+    content = item.get(name)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(f"{where}.{name} must be a string or a list of parts, got {shown(content)}")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str) or kind not in _TEXT_OF:
+            raise _wrong(f"{where}.{name}[{number}] is of type {shown(kind)}: this model takes text parts only")
+        texts.append(string_of(part, _TEXT_OF[kind], f"{where}.{name}[{number}]", "input"))
+    return "\n".join(texts)
+
+
+def _wrong(message: str, param: str = "input") -> RequestError:
+    return RequestError(message, param=param)
+
+
+_OF_A_FUNCTION = ("name", "description", "parameters", "strict")
+
+
+def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
+    """Functions; raises RequestError for any other tool, since this server runs none itself."""
+    return [{"type": "function", "function": _function(tool, f"tools[{number}]")} for number, tool in enumerate(tools)]
+
+
+def chat_tool_choice(choice: Any) -> Any:
+    """A word as it is; a function or allowed functions as chat completions name them. Raises RequestError."""
+    if isinstance(choice, str):
+        return choice
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind == "function":
+        return _named(choice)
+    if kind == "allowed_tools":
+        allowed = choice.get("tools")
+        if not isinstance(allowed, list) or not all(isinstance(tool, Mapping) for tool in allowed):
+            raise _wrong("tool_choice.tools must be a list of tools", "tool_choice")
+        tools = [_named(tool) for tool in allowed]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    said = "say none, auto, required, or name a function or allowed_tools"
+    raise _wrong(f"tool_choice is of type {shown(kind)}: {said}", "tool_choice")
+
+
+def _function(tool: Any, where: str) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if kind != "function":
+        raise _wrong(f"{where} is of type {shown(kind)}: this server runs no tools itself, give functions", "tools")
+    return {name: tool[name] for name in _OF_A_FUNCTION if tool.get(name) is not None}
+
+
+def _named(choice: Mapping[str, Any]) -> dict[str, Any]:
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise _wrong("tool_choice must name functions, as type and name", "tool_choice")
+    return function_choice(choice["name"])
+
+
+_CHAT_NAMES = {
     "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
     "reasoning_effort": "reasoning", "logprobs": "include", "prompt": "input", "max_tokens": "max_output_tokens",
 }  # fmt: skip
-"""Those of chat completions, and what they are called here."""
 
 
 class TextFormat(Part):
@@ -76,14 +216,10 @@ Include = Literal[
 ]
 
 
-class ResponseStreamOptions(Part):
-    """Whether the events of a stream hide their length."""
-
-    include_obfuscation: bool | None = None
-
-
-class ResponsesBody(SamplingFields, Body):
+class ResponsesBody(SamplingFields, ChatForm):
     """POST /v1/responses: what does not need a response that was stored before."""
+
+    ignored, refused, chat_names = _IGNORED, _REFUSED, _CHAT_NAMES
 
     input: str | Annotated[list[Any], Field(fail_fast=True)] = Field(
         description="a text, or items: messages, function calls and their outputs, reasoning"
@@ -100,21 +236,12 @@ class ResponsesBody(SamplingFields, Body):
     metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field(
         default_factory=dict, max_length=16, description="comes back with the response"
     )
-    stream: bool = False
-    stream_options: ResponseStreamOptions | None = None
     store: bool = Field(default=True, description="responses are never stored; false: nor is anything learned from it")
     # Those of chat completions
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     structured_outputs: StructuredOutputs | None = None
-    prediction: Prediction | None = None
 
-    _chat: ChatBody = PrivateAttr()
     _is_small: bool = PrivateAttr()
-
-    @property
-    def chat(self) -> ChatBody:
-        """The chat completion it is; without ``stream_options``, which say other things there."""
-        return self._chat
 
     @property
     def is_small(self) -> bool:
@@ -122,39 +249,20 @@ class ResponsesBody(SamplingFields, Body):
         return self._is_small
 
     @property
-    def events(self) -> StreamOptions:
-        """How the stream is written."""
-        wants = None if self.stream_options is None else self.stream_options.include_obfuscation
-        return StreamOptions(include_obfuscation=wants)
-
-    @property
     def wants_logprobs(self) -> bool:
         """Asked for in either of OpenAI's two ways."""
         return self.top_logprobs > 0 or "message.output_text.logprobs" in self.include
 
-    def keep_out_of_cache(self) -> None:
-        """As ``store: false``."""
-        self.store = False
-        self._chat.keep_out_of_cache()
-
-    @classmethod
-    def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """As `Body` says; more is refused here, since nothing is stored."""
-        return honoured_response_fields(content)
-
     def require_within(self, limits: Limits) -> None:
-        """Raises RequestError for whatever the chat completion would be refused for."""
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
-        with renaming(CHAT_NAMES):
-            self._chat = ChatBody.parse(self._chat_fields(), limits)
+        """As above."""
+        super().require_within(limits)
         repeated = pydantic_core.to_json([self.instructions, self.tools, self.metadata, self.tool_choice])
         self._is_small = len(repeated) <= SMALL_BODY_BYTES
 
-    def _chat_fields(self) -> dict[str, Any]:
-        given = self.model_dump(mode="json", by_alias=True, include=self.model_fields_set & _SAME_NAME)
+    def chat_fields(self) -> dict[str, Any]:
+        """As above."""
         fields = {
-            **given,
+            **self.same_fields(),
             "messages": messages_of(self.instructions, self.input),
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._response_format(),

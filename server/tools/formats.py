@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
-from server.tools.message import MessageParser, Reader
+from server.tools.messages import MessageParser, Reader
 from server.tools.readers import CALL_ID, CallFormat, Written, calls
 from server.tools.reasoning import (
     CALL,
@@ -29,6 +29,9 @@ from server.tools.reasoning import (
 )
 from server.tools.values import Functions
 from ssd.errors import ConfigError
+
+AUTO, OFF = "auto", "none"
+"""What options take beside the names of formats."""
 
 JSON = "json"
 """What a model is made to write for a call where its format has no grammar, or it has none."""

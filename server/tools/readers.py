@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from server.tools.message import Pieces, Reader
+from server.tools.messages import Pieces, Reader
 from server.tools.scanner import Markers, Scanner, Steps
 from server.tools.values import (
     GEMMA,

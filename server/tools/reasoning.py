@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from server.tools.message import Pieces, Reader
+from server.tools.messages import Pieces, Reader
 from server.tools.readers import CallFormat, Calls
 from server.tools.scanner import Markers, Scanner, Sink, Steps
 from server.tools.values import Functions

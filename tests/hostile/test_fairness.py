@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from server.admission.account import Account, Budget, Share
+from server.admission.lanes import Lane
 from server.base.limits import Limits
 from server.base.record import begin_record
-from server.tenants.account import Account
-from server.tenants.turns import Budget, Lane, Share
+from server.observe.metrics import ServerMetrics
 from ssd.errors import QueueFull
 from tests.server.client import ask, post
 from tests.server.failing_engine import CharCodec, FailingEngine, RunningServer, serving
@@ -64,7 +65,7 @@ def test_a_tenant_has_half_of_what_others_leave_of_a_budget_and_one_alone_all_of
 
     greedy, more, other = share_of("greedy"), share_of("greedy"), share_of("other")
     greedy.grow(40)
-    with pytest.raises(QueueFull):
+    with pytest.raises(QueueFull, match="things"):
         more.grow(11)  # half of 100
     more.grow(10)
     other.grow(30)
@@ -72,8 +73,8 @@ def test_a_tenant_has_half_of_what_others_leave_of_a_budget_and_one_alone_all_of
         more.grow(1)
     with pytest.raises(QueueFull):
         share_of("other").grow(6)  # half of 50
-    greedy.give_back()
-    more.give_back()
+    for share in (greedy, more, more):  # a second time gives nothing back
+        share.give_back()
     other.grow(70)
     other.give_back()
     nobody = [share_of(None) for _ in range(4)]  # without keys all are one
@@ -146,6 +147,28 @@ def watched_server(directory: Path) -> Iterator[tuple[RunningServer, WatchedCode
     engine.codec = codec
     with serving(lambda _: engine, tenants=tenants_in(directory)) as server:
         yield server, codec
+
+
+def test_who_reads_metrics_without_a_key_keeps_no_tenant_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, begun = threading.Event(), threading.Event()
+
+    def slow(_metrics: ServerMetrics) -> bytes:
+        begun.set()
+        assert may_go_on.wait(20)
+        return b"x 1\n"
+
+    monkeypatch.setattr(ServerMetrics, "exposition", slow)
+    engine = FailingEngine()
+    with serving(lambda _: engine, tenants=tenants_in(tmp_path)) as server, ThreadPoolExecutor(24) as strangers:
+        asked = [strangers.submit(ask, server.port, "GET", "/metrics") for _ in range(24)]
+        assert begun.wait(20)
+        told = post(server.port, "/tokenize", {"prompt": "abc"}, headers=bearer("alices-key"))  # is written aside too
+        assert told.json["count"] == 3
+        may_go_on.set()
+        statuses = [each.result().status for each in asked]
+        assert {*statuses} <= {200, 503} and statuses.count(200) >= 17  # one is read, 16 wait
 
 
 def test_choices_that_no_key_may_have_are_refused_before_their_prompts_are_tokenised(tmp_path: Path) -> None:

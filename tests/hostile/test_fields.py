@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 
-from server.schema import anthropic_fields
-from server.schema.anthropic_body import AnthropicBody, CountTokensBody, OutputConfig, Thinking
-from server.schema.anthropic_tools import ToolChoice
-from server.schema.body import Body
-from server.schema.chat import ChatBody
-from server.schema.completions import CompletionBody
-from server.schema.fields import IGNORED, REFUSED
-from server.schema.generate import StreamOptions
-from server.schema.output_fields import JsonSchemaFormat, Prediction, ResponseFormat, StructuredOutputs
+from server.schema.anthropic import AnthropicBody, CountTokensBody, OutputConfig, Thinking, ToolChoice
+from server.schema.body import IGNORED, REFUSED, Body
+from server.schema.chat import ChatBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from server.schema.generate import (
+    CompletionBody,
+    JsonSchemaFormat,
+    Prediction,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+)
 from server.schema.responses import ReasoningConfig, ResponsesBody, TextConfig
-from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, post
 from tests.server.failing_engine import RunningServer, serving
-from tests.server.test_endpoints import load
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -54,20 +55,20 @@ PARTS: dict[str, type[Any]] = {
 }  # fmt: skip
 
 
-ANYTHING = {*IGNORED, *anthropic_fields.IGNORED, "chat_template_kwargs"}
+ANYTHING = {*IGNORED, *AnthropicBody.ignored, "chat_template_kwargs"}
 """Fields of which no value is refused."""
 
 
 def names_of(schema: type[Body]) -> list[str]:
     if schema in (AnthropicBody, CountTokensBody):
-        return sorted({*schema.model_fields, *anthropic_fields.IGNORED, *anthropic_fields.REFUSED})
+        return sorted({*schema.model_fields, *AnthropicBody.ignored, *AnthropicBody.refused})
     generates = schema in (CompletionBody, ChatBody, ResponsesBody)
     return sorted({*schema.model_fields, *(IGNORED.keys() | REFUSED.keys() | {"best_of"} if generates else ())})
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load) as running:
+    with serving(load_bundled) as running:
         yield running
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,10 +16,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
 from server.base.limits import Limits
-from ssd.bundled import MODEL_PATH
-from ssd.config import EngineConfig
-from ssd.engine import Engine
-from ssd.text.codec import TextCodec
+from tests.server.bundled_engine import load_plain
 from tests.server.client import get
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 
@@ -28,16 +25,12 @@ CASES = int(os.environ.get("SSD_FUZZ_CASES", "300"))
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance]
 
 
-def load(_: ExitStack) -> Engine:
-    """Small, so that the longest answers are short."""
-    codec = TextCodec.load(str(MODEL_PATH))
-    config = EngineConfig(max_num_seqs=4, max_model_len=48)
-    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, config=config)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load, limits=Limits(max_choices=4)) as running:
+    with serving(
+        partial(load_plain, max_num_seqs=4, max_model_len=48),  # the longest answers are short
+        limits=Limits(max_choices=4),
+    ) as running:
         yield running
 
 

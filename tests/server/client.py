@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.waiting import PATIENCE_S, START_S
 from tests.waiting import wait_until as wait_until
@@ -76,6 +77,13 @@ def official_client(port: int) -> openai.OpenAI:
 def get(port: int, path: str, **options: Any) -> Answer:
     """GET."""
     return ask(port, "GET", path, **options)
+
+
+def metric(port: int, name: str, **labels: str) -> float:
+    """The sum over all samples of a name that have these labels."""
+    families = text_string_to_metric_families(get(port, "/metrics").content.decode())
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return float(sum(sample.value for sample in samples if labels.items() <= sample.labels.items()))
 
 
 def answers(port: int, path: str) -> bool:

@@ -1,26 +1,26 @@
-"""An engine that fails on purpose, for what the real one cannot be made to do; and a server around any engine."""
+"""Engines that fail, or say what they are told, for what the real one cannot be made to do; a server around any."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
 
+from server.admission.connections import protocol_within
+from server.admission.registry import Tenants
 from server.base.settings import ServerSettings
 from server.command.listen import listen, tls_arguments
 from server.command.options import NetworkOptions
 from server.endpoints.app import create_app
-from server.intake.connections import protocol_within
 from server.observe.access import SpanSink
 from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker, WorkerState
-from server.tenants.registry import Tenants
 from ssd.config import EngineConfig
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull
@@ -145,6 +145,50 @@ class FailingEngine:
 
     def close(self) -> None:
         self.closed = True
+
+
+class SayingCodec(CharCodec):
+    """Its prompt is the last message alone."""
+
+    added_tokens: Mapping[str, int] = {}
+
+    def __init__(self, template: str) -> None:
+        super().__init__()
+        self._template = template
+
+    def chat_template(self, given: str | None = None, **_options: Any) -> str | None:
+        return given or self._template
+
+    def encode_chat(self, messages: list[dict[str, Any]], **_options: Any) -> list[int]:
+        return self.encode_prompt(messages[-1]["content"])
+
+
+class SayingEngine(FailingEngine):
+    """Says the prompt, ``width`` tokens a step, and ends."""
+
+    def __init__(self, template: str, *, width: int = 3) -> None:
+        super().__init__()
+        self.codec = SayingCodec(template)
+        self._width = width
+
+    def _advance(self, request: Request, stats: RequestStats) -> RequestOutput:
+        begin = stats.num_output_tokens
+        most = request.sampling.max_tokens or len(request.prompt_token_ids)
+        said = request.prompt_token_ids[:most]
+        token_ids = said[begin : begin + self._width]
+        stats.num_output_tokens += len(token_ids)
+        reason = None
+        if request.request_id in self._cancelled:
+            reason = FinishReason.CANCELLED
+        elif stats.num_output_tokens == len(said):
+            reason = FinishReason.LENGTH if most < len(request.prompt_token_ids) else FinishReason.STOP
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            text="".join(map(chr, token_ids)),
+            finish_reason=reason,
+            stats=stats,
+        )
 
 
 class RunningServer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
@@ -12,17 +12,16 @@ from selenium.webdriver import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, EngineConfig, IndexConfig
-from ssd.engine import Engine
-from ssd.retrieval.cache import CacheSet
-from ssd.text.codec import TextCodec
+from ssd.config import IndexConfig
 from tests.server.browser import Page, chromium
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import greedy_completion
 from tests.server.failing_engine import serving
 from tests.waiting import wait_until
 
 _PLACE = Path(__file__).parents[2] / "docs" / "pictures"
 _SEALED_AFTER_S = 6.0
+_INDEX = IndexConfig(rebuild_interval_s=_SEALED_AFTER_S)
 _CALL = 2
 """The example that calls a tool."""
 
@@ -33,14 +32,6 @@ _ASKED_BEFORE = (
 )
 _ASKED_LATELY = 'class Deque:\n    """A queue with two ends."""\n\n    def __init__(self, items):\n'
 _ASKED = 'class Stack:\n    """A queue with one end."""\n\n    def __init__(self, items):\n'
-
-
-def _load(resources: ExitStack) -> Engine:
-    codec = TextCodec.load(str(MODEL_PATH))
-    caches = CacheSet(CacheConfig(index=IndexConfig(rebuild_interval_s=_SEALED_AFTER_S)), codec.fingerprint)
-    resources.callback(caches.close)
-    config = EngineConfig(max_num_seqs=4)
-    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
 
 
 def _take(page: Page, name: str) -> None:
@@ -63,7 +54,12 @@ def _rest(page: Page) -> None:
 def main() -> None:
     """Ask, some of it long ago, and take the page in light, in dark, with an agent's call, and on a phone."""
     _PLACE.mkdir(exist_ok=True)
-    with serving(_load, model=str(MODEL_PATH), model_names=("ssd-bundled",)) as server, chromium() as page:
+    with (
+        serving(
+            partial(load_bundled, index=_INDEX, max_model_len=None), model=str(MODEL_PATH), model_names=("ssd-bundled",)
+        ) as server,
+        chromium() as page,
+    ):
         page.open(server.url, height=880)
         for prompt in _ASKED_BEFORE:
             greedy_completion(server.port, prompt=prompt, max_tokens=220)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from server.command.arguments import Options, build_app, parse_arguments
+from server.command.flags import number, spelled
 from server.command.start import make_settings
 from ssd.bundled import MODEL_PATH
 
@@ -30,7 +34,8 @@ def test_options_mean_what_they_mean_to_vllm() -> None:
         "some/model", "--dtype", "half", "--max-model-len", "32k", "--gpu-memory-utilization", "0.8", "--seed", "3",
         "--kv-cache-memory-bytes", "4G", "--tokenizer", "other", "--revision", "v1", "--download-dir", "models",
         "--allowed-origins", '["https://a", "https://b"]', "--allow-credentials", "--root-path", "/llm/",
-        "--tensor-parallel-size", "1", "--trust-remote-code", "--enable-chunked-prefill", "--tokenizer-mode", "auto",
+        "--tensor-parallel-size", "1", "--data-parallel-size", "1", "--trust-remote-code", "--enable-chunked-prefill",
+        "--tokenizer-mode", "auto",
     )  # fmt: skip
     assert options.model.path == options.model.name == "some/model"
     assert options.model.torch_dtype == "float16"
@@ -81,6 +86,9 @@ def test_the_word_serve_and_the_option_model_are_understood() -> None:
         (("--kv-cache-dtype", "fp8"), "leave the option out or say auto"),
         (("--speculative-config", "{}"), "--draft-model"),
         (("--config", "no-such-file"), "No such file"),
+        (("--tensor-parallel-size", "2"), "ssd.integrations.vllm"),
+        (("--pipeline-parallel-size", "2"), "ssd.integrations.vllm"),
+        (("--data-parallel-size", "2"), "ssd.integrations.vllm"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
@@ -203,3 +211,41 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 def test_settings_come_from_the_options() -> None:
     settings = make_settings(parse("--root-path", "/llm", "--allowed-origins", "*", "--share-prefix-cache"))
     assert (settings.root_path, settings.cors.origins, settings.share_prefix_cache) == ("/llm", ("*",), True)
+
+
+# -- numbers as people write them --------------------------------------------------------------------------------------
+
+FACTORS = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+    "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+
+
+@given(whole=st.integers(0, 10**6), fraction=st.from_regex(r"[0-9]{0,4}", fullmatch=True), data=st.data())
+def test_a_number_is_its_digits_times_its_unit(whole: int, fraction: str, data: st.DataObject) -> None:
+    unit = data.draw(st.sampled_from(sorted(FACTORS)))
+    exact = Fraction(f"{whole}.{fraction or 0}") * FACTORS[unit]
+    text = f"{whole}{f'.{fraction}' if fraction else ''}{unit}"
+    if exact.denominator == 1:
+        assert number(text) == exact
+    else:
+        with pytest.raises(ValueError):
+            number(text)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_number_or_an_error_of_one_line(text: str) -> None:
+    try:
+        assert number(text) >= 0
+    except ValueError as error:
+        assert "\n" not in str(error)
+
+
+@given(st.integers(0, 1 << 60) | st.integers(0, 1 << 20).map(lambda count: count << 20))
+def test_what_is_spelled_is_read_again(count: int) -> None:
+    assert number(spelled(count)) == count
+
+
+def test_a_short_spelling_is_taken_where_it_is_exact() -> None:
+    assert [spelled(n) for n in (0, 1000, 1024, 8 << 20, 1 << 30)] == ["0", "1000", "1K", "8M", "1G"]

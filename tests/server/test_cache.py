@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from server.command.arguments import parse_arguments
 from server.command.start import EngineLoader, make_settings
 from tests.redis_server import RedisServer
 from tests.redis_server import redis_server as redis_server  # a fixture
-from tests.server.client import get, post, wait_until
+from tests.server.client import metric, post, wait_until
 from tests.server.failing_engine import RunningServer, serving
 
 SMALL = ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "2", "--max-model-len", "256"]
@@ -31,13 +29,6 @@ def served(*arguments: str) -> Any:
     )
 
 
-def metric(server: RunningServer, name: str, **labels: str) -> float:
-    """The sum over all samples of a name."""
-    text = get(server.port, "/metrics").content.decode()
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
-
-
 def token_ids(server: RunningServer, **fields: Any) -> list[int]:
     body = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True, "return_token_ids": True, **fields}
     answer = post(server.port, "/v1/completions", body)
@@ -49,14 +40,14 @@ def token_ids(server: RunningServer, **fields: Any) -> list[int]:
 def test_a_repeated_request_takes_fewer_steps_and_gives_the_same_tokens() -> None:
     with served("--no-speculation") as plain:
         expected = [token_ids(plain, temperature=temperature) for temperature in (0.0, 0.8)]
-        assert metric(plain, "vllm:spec_decode_num_drafts_total") == 0
-        assert metric(plain, "ssd:verify_steps_total") == 120
+        assert metric(plain.port, "vllm:spec_decode_num_drafts_total") == 0
+        assert metric(plain.port, "ssd:verify_steps_total") == 120
     with served() as server:
         steps = []
         for _ in range(2):
-            before = metric(server, "ssd:verify_steps_total")
+            before = metric(server.port, "ssd:verify_steps_total")
             assert [token_ids(server, temperature=temperature) for temperature in (0.0, 0.8)] == expected
-            steps.append(metric(server, "ssd:verify_steps_total") - before)
+            steps.append(metric(server.port, "ssd:verify_steps_total") - before)
         assert steps[1] < 60
         assert steps[1] < steps[0]
 
@@ -64,9 +55,9 @@ def test_a_repeated_request_takes_fewer_steps_and_gives_the_same_tokens() -> Non
 def drafted(server: RunningServer, salt: str) -> float:
     """Tokens that were drafted from caches for a request with a salt."""
     sources = ("warm", "segment", "tail")
-    before = sum(metric(server, "ssd:source_draft_tokens_total", source=source) for source in sources)
+    before = sum(metric(server.port, "ssd:source_draft_tokens_total", source=source) for source in sources)
     token_ids(server, cache_salt=salt)
-    return sum(metric(server, "ssd:source_draft_tokens_total", source=source) for source in sources) - before
+    return sum(metric(server.port, "ssd:source_draft_tokens_total", source=source) for source in sources) - before
 
 
 def test_a_salted_request_neither_reads_nor_feeds_the_cache_but_one_of_its_own() -> None:
@@ -74,21 +65,21 @@ def test_a_salted_request_neither_reads_nor_feeds_the_cache_but_one_of_its_own()
         assert drafted(server, "private") == 0
         wait_until(lambda: drafted(server, "private") > 0)  # a cache is opened beside the first request
         assert drafted(server, "another") == 0
-        assert metric(server, "ssd:cache_tokens") == 0
+        assert metric(server.port, "ssd:cache_tokens") == 0
         token_ids(server)
-        assert metric(server, "ssd:cache_tokens") > 60
+        assert metric(server.port, "ssd:cache_tokens") > 60
 
 
 def test_replicas_learn_from_each_other_and_live_on_without_redis(redis_server: RedisServer) -> None:
     arguments = ("--redis", redis_server.url, "--namespace", "team")
     with served(*arguments) as first, served(*arguments) as second:
         for server in (first, second):
-            wait_until(lambda server=server: metric(server, "ssd:sharing_connected") == 1)  # type: ignore[misc]
+            wait_until(lambda server=server: metric(server.port, "ssd:sharing_connected") == 1)  # type: ignore[misc]
         expected = token_ids(first)
-        wait_until(lambda: metric(second, "ssd:cache_tokens", namespace="team") > 60)
-        assert metric(second, "ssd:sharing_received_total", namespace="team") >= 1
+        wait_until(lambda: metric(second.port, "ssd:cache_tokens", namespace="team") > 60)
+        assert metric(second.port, "ssd:sharing_received_total", namespace="team") >= 1
         assert token_ids(second) == expected
-        assert metric(second, "ssd:verify_steps_total") < 30
+        assert metric(second.port, "ssd:verify_steps_total") < 30
         redis_server.kill()
         assert token_ids(first) == token_ids(second) == expected
-        wait_until(lambda: metric(first, "ssd:sharing_connected") == 0)
+        wait_until(lambda: metric(first.port, "ssd:sharing_connected") == 0)

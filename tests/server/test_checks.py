@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from server.command import hub
+from server.command import checks
 from server.command.arguments import parse_arguments
 from server.command.checks import check_before_loading
 from ssd.bundled import MODEL_PATH
@@ -162,7 +162,7 @@ def test_what_is_in_the_cache_is_used_without_a_network(
     check("owner/name", "--max-model-len", "128", "--download-dir", str(tmp_path / "hub"))
     assert "cannot be reached" in caplog.text
     options = parse_arguments(["owner/name", "--download-dir", str(tmp_path / "hub")], {}).model
-    assert hub.find_generation_config(options.path, options.hub) is None
+    assert checks.find_generation_config(options.path, options.hub) is None
 
 
 def test_a_template_and_another_tokenizer_are_taken() -> None:

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.http import beside_connections
+from benchmarks.soak import main as soak
 from server.base.limits import Limits, Patience
 from tests.server.client import get, post, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
@@ -189,6 +191,10 @@ def test_connections_beyond_the_limit_are_answered_503_but_not_to_supervisors() 
         assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "queue_full", "1")
         assert refused.headers["connection"] == "close" and refused.headers["x-request-id"]
         assert get(server.port, "/live").status == get(server.port, "/health").status == 200
+        with connect(server) as beyond:  # keeps no place of those that others are told on
+            beyond.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            said = until_closed(beyond)
+            assert said.startswith(b"HTTP/1.1 200 ") and b"connection: close" in said
         held[0].close()
         wait_until(lambda: post(server.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 5}).status == 200)
 
@@ -210,6 +216,26 @@ def test_while_it_stops_new_requests_are_refused_and_old_ones_end() -> None:
             assert (refused.status, refused.headers["connection"]) == (503, "close")
             assert refused.headers["retry-after"] == "1" and json.load(refused)["error"]["code"] == "not_ready"
         assert len(old.result().events) == 60
+
+
+# -- the benchmarks at a smaller size ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ten_thousand_idle_connections_keep_nobody_waiting() -> None:
+    for row in beside_connections(10_000, 50):
+        if row["beside"] != "none":
+            assert row["connections"] >= 500 and row["kib_each"] < 64
+            assert row["p99_ms"] < 30_000  # nobody was left to a time-out
+
+
+@pytest.mark.slow
+def test_every_answer_is_right_under_random_cancels() -> None:
+    # Memory is still growing so early; all else is judged.
+    status = soak(
+        ["--seconds", "12", "--clients", "16", "--questions", "45", "--max-tokens", "16", "--most-growth", "9"]
+    )
+    assert status == 0
 
 
 # -- patience ----------------------------------------------------------------------------------------------------------

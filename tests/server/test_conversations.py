@@ -11,8 +11,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from server.base.limits import Limits
-from server.intake.conversations import AnswerPlan, plan_answer
-from server.intake.message_formats import MessageFormat, MessageFormats
+from server.running.conversations import AnswerPlan, MessageFormat, MessageFormats, plan_answer
 from server.schema.chat import ChatBody
 from server.tools.formats import REASONING_FORMATS
 from server.tools.messages import with_short_call_ids

@@ -17,10 +17,10 @@ from server.command.start import EngineLoader, OpenNoise, make_settings, make_te
 from ssd.sharing.connection import connect
 from ssd.sharing.noise_root import KEY
 from tests.redis_server import RedisServer, redis_server
-from tests.server.client import ask, post, until_ready, wait_until
+from tests.server.client import ask, metric, post, until_ready, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.server.test_access_log import Log, logging_to
-from tests.server.test_cache import SMALL, metric
+from tests.server.test_cache import SMALL
 from tests.server.test_process import running
 from tests.waiting import PATIENCE_S, START_S
 
@@ -154,14 +154,14 @@ def test_every_way_to_ask_takes_the_field(one_stream: RunningServer, path: str, 
 
 def test_a_line_and_a_count_tell_who_was_coupled_and_never_with_what(one_stream: RunningServer, log: Log) -> None:
     headers = {"authorization": "Bearer alices"}
-    before = metric(one_stream, "ssd:coupled_requests_total")
+    before = metric(one_stream.port, "ssd:coupled_requests_total")
     for name, fields in (("own-noise", {"coupled": False}), ("seeded", {"seed": 3}), ("shared", {"n": 2})):
         body = {"prompt": PROMPT, "max_tokens": 4, **fields}
         post(one_stream.port, "/v1/completions", body, headers={**headers, "x-request-id": name})
     lines = [log.of(name) for name in ("own-noise", "seeded", "shared")]
     assert ["coupled" in line for line in lines] == [False, False, True] and lines[2]["coupled"] is True
     assert not any("noise" in name for line in lines for name in line)
-    assert metric(one_stream, "ssd:coupled_requests_total") == before + 2
+    assert metric(one_stream.port, "ssd:coupled_requests_total") == before + 2
 
 
 # -- several streams ---------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_a_key_of_another_kind_in_redis_is_counted_and_costs_no_answer(redis_ser
         client.rpush(KEY, "a list")
         server = served(stack, "--coupled-sampling", "1", "--redis", redis_server.url)
         assert texts(server) == texts(server)
-        assert metric(server, "ssd:sharing_failures_total") > 0
+        assert metric(server.port, "ssd:sharing_failures_total") > 0
         own = texts(server)
         client.delete(KEY)
         wait_until(lambda: bool(client.exists(KEY)))

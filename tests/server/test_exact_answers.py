@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import pytest
 
-from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, EngineConfig
-from ssd.engine import Engine
-from ssd.retrieval.cache import CacheSet
-from ssd.text.codec import TextCodec
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, post
 from tests.server.failing_engine import RunningServer, serving
 
@@ -29,14 +24,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def load(dtype: str, resources: ExitStack) -> Engine:
-    codec = TextCodec.load(str(MODEL_PATH))
-    caches = CacheSet(CacheConfig(), codec.fingerprint)
-    resources.callback(caches.close)
-    config = EngineConfig(max_num_seqs=16, max_model_len=512, prefill_chunk_tokens=48)
-    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype=dtype, codec=codec, caches=caches, config=config)
-
-
 def answer(server: RunningServer, **fields: Any) -> str:
     """The body of an answer without what differs by design: ids, times, and what was computed before."""
     body = {"model": "test-model", "prompt": PROMPT, "max_tokens": 40, **fields}
@@ -47,7 +34,7 @@ def answer(server: RunningServer, **fields: Any) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_answer_is_the_same_bytes_whatever_is_drafted_and_decoded_beside_it(dtype: str) -> None:
-    with serving(partial(load, dtype)) as server:
+    with serving(partial(load_bundled, dtype=dtype, max_num_seqs=16, prefill_chunk_tokens=48)) as server:
         assert get(server.port, "/health").json == {"status": "ok", "exact": True}
         plain = {kind: answer(server, num_speculative_tokens=0, **fields) for kind, fields in KINDS.items()}
         for _ in range(2):  # the second time what the first said is drafted

@@ -7,22 +7,19 @@ import logging
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.admission.gate import Gate
+from server.admission.opening import tenants_of
 from server.base.settings import ServerSettings
 from server.command.arguments import parse_arguments
 from server.command.keys import divide, read_key_file
 from server.command.start import make_settings, make_tenants
-from server.intake.gate import Gate, tenant_of
-from server.tenants.opening import tenants_of
-from ssd.bundled import MODEL_PATH
-from ssd.config import DraftConfig, EngineConfig
-from ssd.engine import Engine
 from ssd.errors import ConfigError
+from tests.server.bundled_engine import load_plain
 from tests.server.client import ask, get, post, until_ready
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.server.test_process import SMALL, refused, running
@@ -36,16 +33,6 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def load(_resources: ExitStack) -> Engine:
-    return Engine.from_pretrained(
-        MODEL_PATH,
-        dtype="float32",
-        device="cpu",
-        config=EngineConfig(max_num_seqs=3, max_model_len=256),
-        draft=DraftConfig(num_speculative_tokens=0),
-    )
-
-
 # -- reuse -------------------------------------------------------------------------------------------------------------
 
 
@@ -57,7 +44,7 @@ def cached(server: RunningServer, key: str, prompt: str, **fields: Any) -> int:
 
 
 def test_keys_and_values_are_reused_within_one_key_only() -> None:
-    with serving(load, api_keys=KEYS) as server:
+    with serving(load_plain, api_keys=KEYS) as server:
         prompt = "def add(a, b):\n    return a + b\n" * 3
         assert [cached(server, key, prompt) > 0 for key in (*KEYS, *KEYS)] == [False, False, True, True]
         salted = [cached(server, key, prompt, cache_salt="same") > 0 for key in (*KEYS, *KEYS)]
@@ -66,7 +53,7 @@ def test_keys_and_values_are_reused_within_one_key_only() -> None:
 
 def test_a_secret_of_another_key_is_not_read_digit_by_digit() -> None:
     """Where keys and values are shared, the right digit is cached one token further than the others."""
-    with serving(load, api_keys=KEYS) as server:
+    with serving(load_plain, api_keys=KEYS) as server:
         found = []
         for guess in "9012345678":
             cached(server, KEYS[0], "the pin is 4071 and nobody else knows it")
@@ -75,13 +62,13 @@ def test_a_secret_of_another_key_is_not_read_digit_by_digit() -> None:
 
 
 def test_the_operator_may_share_them() -> None:
-    with serving(load, api_keys=KEYS, share_prefix_cache=True) as server:
+    with serving(load_plain, api_keys=KEYS, share_prefix_cache=True) as server:
         prompt = "import os\n" * 8
         assert [cached(server, key, prompt) > 0 for key in KEYS] == [False, True]
 
 
 def test_a_server_without_keys_reuses_for_everybody() -> None:
-    with serving(load) as server:
+    with serving(load_plain) as server:
         prompt = "import os\n" * 8
         assert [cached(server, key, prompt) > 0 for key in KEYS] == [False, True]
 
@@ -125,8 +112,8 @@ async def tenants_seen() -> list[str | None]:
     seen: list[str | None] = []
 
     async def note(scope: Any, _receive: Any, _send: Any) -> None:
-        tenant = tenant_of(scope)
-        seen.append(None if tenant is None else tenant.name)
+        account = scope.get("state", {}).get("account")
+        seen.append(None if account is None else account.name)
 
     async def nothing(*_: Any) -> Any:
         return {"type": "http.request"}

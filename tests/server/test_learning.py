@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.client import post
+from tests.server.client import metric, post
 from tests.server.failing_engine import RunningServer
-from tests.server.test_cache import PROMPT, metric, served, token_ids
+from tests.server.test_cache import PROMPT, served, token_ids
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def server() -> Iterator[RunningServer]:
 
 
 def test_store_false_and_the_header_keep_a_request_out_of_the_cache(server: RunningServer) -> None:
-    before = metric(server, "ssd:cache_tokens")
+    before = metric(server.port, "ssd:cache_tokens")
     expected = token_ids(server, store=False)
     chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "store": False}
     assert post(server.port, "/v1/chat/completions", chat).status == 200
@@ -31,12 +31,12 @@ def test_store_false_and_the_header_keep_a_request_out_of_the_cache(server: Runn
     body = {"prompt": PROMPT, "max_tokens": 60}
     for value in ("1", "true"):
         assert post(server.port, "/v1/completions", body, headers={"x-ssd-no-learn": value}).status == 200
-    assert metric(server, "ssd:cache_tokens") == before
+    assert metric(server.port, "ssd:cache_tokens") == before
     assert token_ids(server, store=True) == expected
-    assert metric(server, "ssd:cache_tokens") > before
-    steps = metric(server, "ssd:verify_steps_total")
+    assert metric(server.port, "ssd:cache_tokens") > before
+    steps = metric(server.port, "ssd:verify_steps_total")
     assert token_ids(server, store=False) == expected
-    assert metric(server, "ssd:verify_steps_total") - steps < 40, "it is drafted for from what others left"
+    assert metric(server.port, "ssd:verify_steps_total") - steps < 40, "it is drafted for from what others left"
 
 
 def test_a_header_that_says_neither_is_refused(server: RunningServer) -> None:

@@ -18,15 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.base.json_text import json_text
+from server.admission.lanes import Lane
+from server.answers.wire import json_text
+from server.base.counting import common_tokens, num_values
 from server.base.limits import Limits
 from server.command.arguments import parse_arguments
-from server.intake.json_size import num_values
-from server.intake.texts import require_fits
-from server.running.prediction import common_tokens
+from server.running.texts import require_fits
 from server.schema.chat import ChatBody
-from server.schema.completions import CompletionBody
-from server.tenants.turns import Budget, Lane
+from server.schema.generate import CompletionBody
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
 from ssd.errors import ConfigError, ContextTooLong, QueueFull, RequestError, shown
@@ -156,20 +155,6 @@ def test_an_error_quotes_little_of_any_value(value: object) -> None:
 
 
 # -- sharing -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_budget_refuses_what_it_has_not_got_and_takes_it_back() -> None:
-    budget = Budget(10, "things")
-    share, other = budget.share(), budget.share()
-    share.grow(4)
-    share.grow(5)
-    with pytest.raises(QueueFull, match="things"):
-        other.grow(2)
-    other.give_back()
-    share.give_back()
-    share.give_back()
-    assert budget.used == 0
-    other.grow(10)
 
 
 def test_a_lane_refuses_beyond_its_line_and_keeps_the_place_of_what_was_left() -> None:

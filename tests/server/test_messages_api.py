@@ -15,19 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from server.answers.anthropic_blocks import AnthropicBlocks
-from server.answers.stream import PADDED_BYTES
+from server.answers.anthropic import AnthropicBlocks
+from server.answers.wire import PADDED_BYTES
 from server.base.limits import Limits
-from server.schema.anthropic_input import messages_of
+from server.schema.anthropic import messages_of
 from server.tools.formats import make_parser
 from server.tools.messages import Messages
 from ssd.bundled import MODEL_PATH
 from ssd.errors import RequestError
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import Answer, ask, get, post, wait_until
-from tests.server.failing_engine import FailingEngine, RunningServer, serving
-from tests.server.saying_engine import SayingEngine
-from tests.server.test_obfuscation import num_accepted, on_the_wire
+from tests.server.client import Answer, ask, get, metric, post, wait_until
+from tests.server.failing_engine import FailingEngine, RunningServer, SayingEngine, serving
+from tests.server.test_obfuscation import ACCEPTED, on_the_wire
 from tests.server.test_response_items import ANY, FORMATS, PIECES
 
 MODEL = "test-model"
@@ -223,11 +222,11 @@ def test_writes_do_not_tell_what_was_accepted(server: RunningServer) -> None:
     asked: dict[str, Any] = {"messages": TURNS, "temperature": 0, "max_tokens": 100, "ignore_eos": True}
     asked["stream_options"] = {"include_obfuscation": True}
     post(server.port, PATH, {**asked, "stream_options": None})  # and the cache has learned it
-    before = num_accepted(server)
+    before = metric(server.port, ACCEPTED)
     plain_sizes, _ = on_the_wire(server.port, PATH, {**asked, "num_speculative_tokens": 0})
-    assert num_accepted(server) == before
+    assert metric(server.port, ACCEPTED) == before
     drafted_sizes, _ = on_the_wire(server.port, PATH, asked)
-    assert num_accepted(server) > before + 40
+    assert metric(server.port, ACCEPTED) > before + 40
     assert drafted_sizes == plain_sizes
     assert all(size % PADDED_BYTES == 0 for size in plain_sizes)
 

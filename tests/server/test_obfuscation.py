@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client.parser import text_string_to_metric_families
 
 from server.answers.obfuscation import EvenPieces, Pace
-from server.answers.stream import PADDED_BYTES
+from server.answers.wire import PADDED_BYTES
 from server.base.settings import OBFUSCATION_TOKENS as PIECE_TOKENS
 from server.command.arguments import parse_arguments
 from ssd.bundled import MODEL_PATH
@@ -23,7 +22,7 @@ from ssd.engine import FinishReason, RequestOutput, RequestStats
 from ssd.text.codec import TextCodec
 from ssd.text.stream import TextStream
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import get, post
+from tests.server.client import metric, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.waiting import PATIENCE_S
 
@@ -54,12 +53,7 @@ def on_the_wire(port: int, path: str, body: dict[str, Any]) -> tuple[list[int], 
     return sizes, whole
 
 
-def num_accepted(server: RunningServer) -> float:
-    text = get(server.port, "/metrics").content.decode()
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return sum(s.value for s in samples if s.name == "vllm:spec_decode_num_accepted_tokens_total")
-
-
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Write a function that adds two numbers."}]
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
@@ -85,11 +79,11 @@ def test_number_and_sizes_of_writes_do_not_tell_what_was_accepted(
     asked = {"temperature": 0, "max_tokens": 100, "ignore_eos": True, **fields}
     whole = post(server.port, path, asked).json  # and the cache has learned it
     obfuscated = {**asked, "stream_options": {"include_obfuscation": True, **options}}
-    before = num_accepted(server)
+    before = metric(server.port, ACCEPTED)
     plain_sizes, plain = on_the_wire(server.port, path, {**obfuscated, "num_speculative_tokens": 0})
-    assert num_accepted(server) == before
+    assert metric(server.port, ACCEPTED) == before
     drafted_sizes, drafted = on_the_wire(server.port, path, obfuscated)
-    assert num_accepted(server) > before + 40
+    assert metric(server.port, ACCEPTED) > before + 40
     assert drafted_sizes == plain_sizes
     assert all(size % PADDED_BYTES == 0 for size in plain_sizes[:-1])
     assert len(plain_sizes) == -(-100 // PIECE_TOKENS)

@@ -16,18 +16,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.running.prediction import common_tokens
+from server.base.counting import common_tokens
 from ssd.bundled import MODEL_PATH
 from ssd.model.loading.load_target import load_model
 from tests.reference.text import common_subsequence
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import Answer, greedy_completion, official_client, post
 from tests.server.failing_engine import RunningServer, serving
-from tests.server.test_endpoints import MESSAGES, MODEL, PROMPT, load
+from tests.server.test_endpoints import MESSAGES, MODEL, PROMPT
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load, model=str(MODEL_PATH)) as running:
+    with serving(load_bundled, model=str(MODEL_PATH)) as running:
         yield running
 
 

@@ -11,17 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.answers.drafts import DraftWriter
+from server.answers.answer import DraftWriter
 from server.command.arguments import parse_arguments
-from server.page.files import docs_files, page_files
+from server.page.routes import docs_files, page_files
 from ssd.bundled import MODEL_PATH
 from ssd.engine import Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.text.codec import TextCodec
 from ssd.text.stream import TextStream
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import Answer, ask, get, post
-from tests.server.failing_engine import FailingEngine, RunningServer, serving
-from tests.server.saying_engine import SayingEngine
+from tests.server.failing_engine import FailingEngine, RunningServer, SayingEngine, serving
 
 PROMPT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def __"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -11,7 +11,7 @@ import pytest
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.keys import Keys
 
-from server.page.files import page_files
+from server.page.routes import page_files
 from ssd.bundled import MODEL_PATH
 from ssd.engine import Request, RequestOutput, RequestStats, VerifiedDraft
 from tests.server import test_page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import resource
 import shutil
@@ -19,7 +20,7 @@ import pytest
 
 from benchmarks.processes import free_port
 from ssd.bundled import MODEL_PATH
-from tests.server.client import answers, get, greedy_completion, post, until_ready
+from tests.server.client import answers, get, greedy_completion, metric, post, until_ready
 from tests.waiting import PATIENCE_S, START_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,12 +58,6 @@ def running(
     finally:
         process.kill()
         process.wait()
-
-
-def metric(port: int, name: str) -> float:
-    text = get(port, "/metrics").content.decode()
-    line = next(line for line in text.splitlines() if line.startswith(name + "{"))
-    return float(line.rsplit(" ", 1)[1])
 
 
 def cache_tokens(port: int) -> float:
@@ -201,6 +196,31 @@ def test_sigterm_lets_requests_in_flight_end_and_keeps_what_was_learned(tmp_path
         process.send_signal(signal.SIGINT)  # nothing is under way
         began = time.monotonic()
         assert process.wait(PATIENCE_S) == 0 and time.monotonic() - began < 15
+
+
+def test_a_server_killed_while_grammars_compile_leaves_its_cache_to_one_of_two_that_start(tmp_path: Path) -> None:
+    arguments = (*SMALL, "--cache-dir", str(tmp_path / "cache"))
+    with running(*arguments) as (process, port), ThreadPoolExecutor(4) as clients:
+        until_ready(port, process)
+        greedy_completion(port, prompt="import os\n", max_tokens=40, ignore_eos=True)
+        wait_until(lambda: list((tmp_path / "cache").glob("default/*.seg")) != [])
+        grammars = [{"prompt": "x", "guided_regex": f"(a{{900}}){{{1000 + number}}}"} for number in range(4)]
+        asked = [clients.submit(post, port, "/v1/completions", grammar) for grammar in grammars]
+        wait_until(lambda: metric(port, "ssd:http_requests_under_way") >= 4)
+        process.kill()
+        assert all(isinstance(each.exception(), OSError | http.client.HTTPException) for each in asked)
+    log = tmp_path / "log"
+    with (
+        log.open("ab") as file,
+        running(*arguments, stderr=file.fileno()) as (one, first),
+        running(*arguments, stderr=file.fileno()) as (other, second),
+    ):
+        wait_until(lambda: one.poll() is not None or other.poll() is not None, START_S)
+        (ended, served, port) = (one, other, second) if other.poll() is None else (other, one, first)
+        (complaint,) = (line for line in log.read_text().splitlines() if line.startswith("ssd-serve: error: "))
+        assert ended.returncode == 2 and "default is being written by another process. Stop that one" in complaint
+        until_ready(port, served)
+        assert cache_tokens(port) >= 40
 
 
 @pytest.mark.parametrize("arguments", [("--shutdown-timeout", "0.2"), ()])

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.answers.response_items import ResponseItems
-from server.schema.response_input import messages_of
+from server.answers.responses import ResponseItems
+from server.schema.responses import messages_of
 from server.tools.formats import make_parser
 from server.tools.messages import Messages
 from ssd.errors import RequestError

@@ -11,7 +11,7 @@ import pytest
 from openai.types import responses as types
 from pydantic import BaseModel
 
-from server.answers.stream import PADDED_BYTES
+from server.answers.wire import PADDED_BYTES
 from server.base.limits import Limits
 from ssd.bundled import MODEL_PATH
 from tests.server.bundled_engine import load_bundled

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from server.command.arguments import parse_arguments
-from ssd.bundled import MODEL_PATH
-from ssd.config import DraftConfig, EngineConfig
-from ssd.engine import Engine
-from tests.server.client import get, greedy_completion, post
+from tests.server.bundled_engine import load_plain
+from tests.server.client import greedy_completion, metric, post
 from tests.server.failing_engine import RunningServer, serving
 
 PROMPT = list(range(40, 90))
 
 
-def load(_resources: ExitStack, **config: Any) -> Engine:
-    return Engine.from_pretrained(
-        MODEL_PATH,
-        dtype="float32",
-        device="cpu",
-        config=EngineConfig(**{"max_num_seqs": 3, "max_model_len": 256, "scheduling_policy": "priority", **config}),
-        draft=DraftConfig(num_speculative_tokens=0),
-    )
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load) as running:
+    with serving(partial(load_plain, scheduling_policy="priority")) as running:
         yield running
 
 
@@ -46,24 +33,14 @@ def cached(answer: dict[str, Any]) -> int:
     return number
 
 
-def metric(server: RunningServer, name: str) -> float:
-    text = get(server.port, "/metrics").content.decode()
-    return next(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name
-    )
-
-
 def test_usage_and_metrics_say_what_was_cached(server: RunningServer) -> None:
-    queries, hits = (metric(server, f"vllm:prefix_cache_{name}_total") for name in ("queries", "hits"))
+    queries, hits = (metric(server.port, f"vllm:prefix_cache_{name}_total") for name in ("queries", "hits"))
     first, second = complete(server), complete(server)
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
     assert (cached(first), cached(second)) == (0, len(PROMPT) - 1)
-    assert metric(server, "vllm:prefix_cache_queries_total") == queries + 2 * len(PROMPT)
-    assert metric(server, "vllm:prefix_cache_hits_total") == hits + len(PROMPT) - 1
-    assert metric(server, "ssd:integrity_violations_total") == 0
+    assert metric(server.port, "vllm:prefix_cache_queries_total") == queries + 2 * len(PROMPT)
+    assert metric(server.port, "vllm:prefix_cache_hits_total") == hits + len(PROMPT) - 1
+    assert metric(server.port, "ssd:integrity_violations_total") == 0
 
 
 def test_choices_of_one_prompt_do_not_count_each_other_as_cached(server: RunningServer) -> None:
@@ -97,7 +74,7 @@ def test_priorities_are_taken_and_checked(server: RunningServer) -> None:
 
 def test_a_server_takes_no_priorities_unless_told_to() -> None:
     assert parse_arguments([], {}).engine.config.scheduling_policy == "fcfs"
-    with serving(lambda resources: load(resources, scheduling_policy="fcfs", enable_prefix_caching=False)) as server:
+    with serving(partial(load_plain, enable_prefix_caching=False)) as server:
         refused = post(server.port, "/v1/completions", {"prompt": "x", "priority": 1})
         assert (refused.status, refused.error["param"]) == (400, "priority")
         assert post(server.port, "/v1/completions", {"prompt": "x", "priority": 0}).status == 200

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.answers.stream import PADDED_BYTES, encode_event
+from server.answers.wire import PADDED_BYTES, encode_event
 from server.base.settings import VERSION, read_sampling_defaults
+from server.schema.body import IGNORED, REFUSED
 from server.schema.chat import ChatBody
-from server.schema.completions import CompletionBody
-from server.schema.fields import IGNORED, REFUSED
-from server.schema.generate import GenerateBody
+from server.schema.generate import CompletionBody, GenerateBody
 from ssd.config import GrammarKind, SamplingParams, StructuredOutput
 from ssd.errors import ConfigError, RequestError
 

@@ -10,17 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.admission.account import Account, Allowance, Ticket, duration
+from server.admission.generations import Generations
+from server.admission.opening import TenantSources, Watch, given_secret, open_tenants, own_secret
+from server.admission.registry import SALTED_TOKENS, NamespaceNames, Tenants
+from server.admission.rules import Quotas, Tenant, digest_of, parse_rules, read_rules
 from server.base.errors import ApiError, TenantLimit
 from server.base.settings import ServerSettings
-from server.tenants.account import Account, Allowance, Ticket, duration
-from server.tenants.generations import Generations
-from server.tenants.namespace_names import NamespaceNames
-from server.tenants.opening import TenantSources, open_tenants
-from server.tenants.registry import SALTED_TOKENS, Tenants
-from server.tenants.rules import Quotas, Tenant, digest_of
-from server.tenants.rules_file import parse_rules, read_rules
-from server.tenants.secret import given_secret, own_secret
-from server.tenants.watch import Watch
 from ssd.errors import ConfigError, RequestError
 from tests.server.client import wait_until
 
@@ -45,6 +41,12 @@ reads_shared = false
 keys = ["ops-key"]
 operator = true
 """
+
+
+def account_of(tenants: Tenants, key: str) -> Account:
+    found = tenants.find(key)
+    assert found is not None
+    return found
 
 
 def opened(path: Path, *, keys: tuple[str, ...] = (), directory: Path | None = None) -> Tenants:
@@ -133,8 +135,7 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
 ) -> None:
     tenants = opened(rules)
     watch = Watch(tenants, [rules], interval_s=0.02)
-    alice = tenants.find("alices-key")
-    assert alice is not None
+    alice = account_of(tenants, "alices-key")
     ticket = alice.admit(num_choices=1, num_prompt_tokens=3, num_slots=4)
     watch.start()
     try:
@@ -301,7 +302,7 @@ def test_names_of_caches_tell_apart_what_is_apart_and_tell_nothing() -> None:
 
 def test_each_tenant_has_a_cache_of_its_own_and_a_salt_one_inside_it(rules: Path) -> None:
     tenants = opened(rules)
-    alice, bob, ops = (tenants.find(key) for key in ("alices-key", "bobs-key", "ops-key"))
+    alice, bob, ops = (account_of(tenants, key) for key in ("alices-key", "bobs-key", "ops-key"))
     uses = [tenants.cache_use(account, "default", salt) for account in (alice, bob, ops) for salt in (None, "s", "t")]
     assert len({use.namespace for use in uses}) == 9
     assert uses[6].namespace == "default" and not uses[6].terms.reads_shared
@@ -313,9 +314,8 @@ def test_each_tenant_has_a_cache_of_its_own_and_a_salt_one_inside_it(rules: Path
     assert tenants.cache_use(alice, None, "s").namespace is None
     shared = open_tenants(TenantSources(path=rules), ServerSettings(
         model_names=("m",), model="m", share_cache_across_keys=True), SECRET)  # fmt: skip
-    assert {shared.cache_use(shared.find(key), "default", None).namespace for key in ("alices-key", "bobs-key")} == {
-        "default"
-    }
+    for key in ("alices-key", "bobs-key"):
+        assert shared.cache_use(account_of(shared, key), "default", None).namespace == "default"
     assert tenants.labels() == {uses[0].namespace: "alice", uses[3].namespace: "bob"}
 
 
@@ -334,7 +334,7 @@ class Gone:
 def test_a_deleted_cache_has_another_name_afterwards_also_after_a_restart(rules: Path, tmp_path: Path) -> None:
     tenants, caches, log = opened(rules, directory=tmp_path), Gone(), Gone()
     tenants.caches, tenants.sharing = lambda: caches, lambda: log
-    alice = tenants.find("alices-key")
+    alice = account_of(tenants, "alices-key")
     before = tenants.cache_use(alice, "default", None).namespace
     assert tenants.delete_cache("alice")["deleted"] and caches.names == log.names == [before]
     after = tenants.cache_use(alice, "default", None).namespace
@@ -342,7 +342,7 @@ def test_a_deleted_cache_has_another_name_afterwards_also_after_a_restart(rules:
     tenants.sweep()  # what came late goes as well
     assert caches.names == [before, before]
     again = opened(rules, directory=tmp_path)
-    assert again.cache_use(again.find("alices-key"), "default", None).namespace == after
+    assert again.cache_use(account_of(again, "alices-key"), "default", None).namespace == after
     assert stat.S_IMODE((tmp_path / ".ssd" / "generations.json").stat().st_mode) == 0o600
     for name, code in (("nobody", 404), ("ops", 409)):
         with pytest.raises(ApiError) as error:
@@ -417,9 +417,9 @@ def test_a_secret_is_given_or_made_once_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b" a secret of some length \n")
     path.chmod(0o600)
-    assert given_secret(path, {"SSD_SECRET": "x" * 20}) == b"a secret of some length"
-    assert given_secret(None, {"SSD_SECRET": "x" * 20}) == b"x" * 20
-    assert given_secret(None, {}) is None
+    assert given_secret(path, "x" * 20) == b"a secret of some length"
+    assert given_secret(None, "x" * 20) == b"x" * 20
+    assert given_secret(None, None) is None
     made = own_secret(tmp_path / "cache")
     assert made == own_secret(tmp_path / "cache") != own_secret(tmp_path / "other")
     kept = tmp_path / "cache" / ".ssd"
@@ -428,9 +428,9 @@ def test_a_secret_is_given_or_made_once_and_kept(tmp_path: Path) -> None:
     assert own_secret(None) != own_secret(None)
     path.write_bytes(b"short")
     with pytest.raises(ConfigError, match="16 to 4096 bytes"):
-        given_secret(path, {})
+        given_secret(path, None)
     with pytest.raises(ConfigError, match="cannot be read"):
-        given_secret(tmp_path / "none", {})
+        given_secret(tmp_path / "none", None)
 
 
 def test_a_secret_that_cannot_be_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -444,7 +444,7 @@ def test_what_a_tenant_said_to_each_adapter_is_apart_and_deleted_together(rules:
     settings = ServerSettings(model_names=("m",), model="m", adapters={"sql": "adapters/sql"})
     tenants, caches = open_tenants(TenantSources(path=rules), settings, SECRET), Gone()
     tenants.caches = lambda: caches
-    alice = tenants.find("alices-key")
+    alice = account_of(tenants, "alices-key")
     names = [tenants.cache_use(alice, base, None).namespace for base in settings.namespaces]
     assert len(set(names)) == 2 and set(tenants.labels()) > {*names}
     assert tenants.labels()[names[1] or ""] == "alice/default.sql"

@@ -14,21 +14,19 @@ from typing import Any
 import openai
 import pytest
 
+from server.admission.account import Account
+from server.admission.opening import TenantSources, open_tenants
+from server.admission.registry import Tenants
 from server.base.settings import ServerSettings
-from server.tenants.account import Account
-from server.tenants.opening import TenantSources, open_tenants
-from server.tenants.registry import Tenants
-from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, EngineConfig, IndexConfig
+from ssd.config import IndexConfig
 from ssd.engine import Engine
 from ssd.retrieval.cache import CacheSet
 from ssd.sharing.connection import connect
 from ssd.sharing.redis_log import COUNTERS_KEY as COUNTERS
-from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
-from tests.server.client import Answer, ask, get, post, until_ready, wait_until
+from tests.server.bundled_engine import load_bundled
+from tests.server.client import Answer, ask, get, metric, post, until_ready, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
-from tests.server.test_cache import metric
 from tests.server.test_process import SMALL, refused, running
 from tests.waiting import PATIENCE_S
 
@@ -105,9 +103,9 @@ def test_what_a_tenant_has_used_up_is_its_own_429_and_nobody_elses(tmp_path: Pat
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="rated-key", max_retries=0)
         with closing(client), pytest.raises(openai.RateLimitError):
             client.completions.create(model="test-model", prompt="abc")
-        assert metric(server, "ssd:tenant_refused_total", tenant="rated", reason="requests") == 2
-        assert metric(server, "ssd:tenant_requests_total", tenant="bob") == 5
-        assert metric(server, "ssd:tenant_output_tokens_total", tenant="bob") == 10
+        assert metric(server.port, "ssd:tenant_refused_total", tenant="rated", reason="requests") == 2
+        assert metric(server.port, "ssd:tenant_requests_total", tenant="bob") == 5
+        assert metric(server.port, "ssd:tenant_output_tokens_total", tenant="bob") == 10
 
 
 def test_requests_beyond_a_tenants_slots_and_queue_are_refused_and_others_come_in(tmp_path: Path) -> None:
@@ -195,12 +193,8 @@ def test_only_operators_manage_and_nobody_sees_a_key(tmp_path: Path) -> None:
 
 
 def load(resources: ExitStack) -> Engine:
-    codec = TextCodec.load(str(MODEL_PATH))
     index = IndexConfig(capacity_tokens=1 << 18, rebuild_interval_s=0.05)
-    caches = CacheSet(CacheConfig(index=index), codec.fingerprint)
-    resources.callback(caches.close)
-    config = EngineConfig(max_num_seqs=3, max_model_len=256)
-    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
+    return load_bundled(resources, index=index, max_num_seqs=3, max_model_len=256)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +213,9 @@ def drafted(server: RunningServer, key: str, **fields: Any) -> float:
 
 
 def num_drafted(server: RunningServer) -> float:
-    return sum(metric(server, "ssd:source_draft_tokens_total", source=each) for each in ("warm", "segment", "tail"))
+    return sum(
+        metric(server.port, "ssd:source_draft_tokens_total", source=each) for each in ("warm", "segment", "tail")
+    )
 
 
 def drafts_soon(server: RunningServer, key: str, **fields: Any) -> None:
@@ -240,17 +236,17 @@ def test_what_one_key_said_is_not_drafted_for_another(cached_server: RunningServ
     for key in ("alices-key", "slow-key"):
         assert drafted(cached_server, key, max_tokens=8) == 0
     drafts_soon(cached_server, "bobs-key", cache_salt="s")
-    assert metric(cached_server, "ssd:cache_tokens", namespace="bob") > 60
-    assert metric(cached_server, "ssd:cache_tokens", namespace="default") == 0
+    assert metric(cached_server.port, "ssd:cache_tokens", namespace="bob") > 60
+    assert metric(cached_server.port, "ssd:cache_tokens", namespace="default") == 0
 
 
 def test_readers_draft_from_what_an_operator_said_and_others_do_not(cached_server: RunningServer) -> None:
     fields = {"prompt": "def mean(values):\n"}
     drafts_soon(cached_server, "ops-key", **fields)
     caches_of(cached_server).flush()
-    assert metric(cached_server, "ssd:cache_tokens", namespace="default") > 60
-    assert metric(cached_server, "ssd:cache_borrowed_tokens", namespace="alice") > 60
-    assert metric(cached_server, "ssd:cache_borrowed_tokens", namespace="bob") == 0
+    assert metric(cached_server.port, "ssd:cache_tokens", namespace="default") > 60
+    assert metric(cached_server.port, "ssd:cache_borrowed_tokens", namespace="alice") > 60
+    assert metric(cached_server.port, "ssd:cache_borrowed_tokens", namespace="bob") == 0
     assert drafted(cached_server, "slow-key", **fields, max_tokens=2) == 0
     drafts_soon(cached_server, "alices-key", **fields)
 
@@ -262,7 +258,7 @@ def test_a_deleted_cache_is_drafted_from_no_more(cached_server: RunningServer) -
         drafts_soon(cached_server, "bobs-key", **fields, cache_salt="s")
         answer = ask(cached_server.port, "DELETE", path, headers=bearer(key))
         assert (answer.status, answer.json["deleted"], answer.json["replicas_told"]) == (200, True, True)
-        assert metric(cached_server, "ssd:cache_tokens", namespace="bob") == 0
+        assert metric(cached_server.port, "ssd:cache_tokens", namespace="bob") == 0
         assert drafted(cached_server, "bobs-key", **fields) == drafted(
             cached_server, "bobs-key", **fields, cache_salt="s"
         ) == 0  # fmt: skip

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import openai
 import pytest
 
-from server.answers.stream import PADDED_BYTES
+from server.answers.wire import PADDED_BYTES
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, EngineConfig
-from ssd.engine import Engine
-from ssd.retrieval.cache import CacheSet
-from ssd.text.codec import TextCodec
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import official_client, post
-from tests.server.failing_engine import RunningServer, serving
-from tests.server.saying_engine import SayingEngine
+from tests.server.failing_engine import RunningServer, SayingEngine, serving
 
 MODEL = "test-model"
 WEATHER: Any = {
@@ -49,17 +45,9 @@ ONE_CALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def load(resources: ExitStack) -> Engine:
-    codec = TextCodec.load(str(MODEL_PATH))
-    caches = CacheSet(CacheConfig(), codec.fingerprint)
-    resources.callback(caches.close)
-    config = EngineConfig(max_num_seqs=4, max_model_len=1024)
-    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load, model=str(MODEL_PATH)) as running:
+    with serving(partial(load_bundled, max_model_len=1024), model=str(MODEL_PATH)) as running:
         yield running
 
 

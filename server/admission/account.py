@@ -1,0 +1,292 @@
+"""What a request costs before it has a slot, and who pays: of what all share, and of what its own tenant may use."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from server.admission.rules import Tenant
+from server.base.errors import TenantLimit
+from server.base.record import current_record
+from ssd.errors import QueueFull, RequestError
+
+_QUEUE_RETRY_S: Final = 1
+_MINUTE_S: Final = 60.0
+
+RATE_HEADERS: Final = tuple(
+    f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")
+)
+"""What answers say of an account's rates."""
+
+REFUSALS: Final = ("queue", "requests", "tokens")
+"""Why a tenant's request is refused: too many in flight, too many requests or tokens a minute."""
+
+
+class Share:
+    """What one request has taken of a budget; ``give_back`` may be called more than once."""
+
+    def __init__(self, budget: Budget, tenant: str | None) -> None:
+        self._budget, self._tenant = budget, tenant
+        self.amount = 0
+
+    def grow(self, amount: int) -> None:
+        """Take more; raises QueueFull, with nothing more taken, where the tenant may not have it now."""
+        self._budget.take(self._tenant, amount, self.amount)
+        self.amount += amount
+
+    def give_back(self) -> None:
+        """Return all of it."""
+        self._budget.take(self._tenant, -self.amount, self.amount)
+        self.amount = 0
+
+
+class Budget:
+    """``limit`` of something, ``what`` in the words of the refusal. Safe to use from several threads.
+
+    A tenant may have half of what others leave, so that there is always room for one more (Choudhury and Hahne,
+    "Dynamic queue length thresholds", 1998); one request of a tenant that has no other may have all of it.
+    """
+
+    def __init__(self, limit: int, what: str) -> None:
+        self._limit, self._what = limit, what
+        self._used: Counter[str | None] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def used(self) -> int:
+        """How much is taken."""
+        return self._used.total()
+
+    def share(self) -> Share:
+        """An empty share for the request that is worked on."""
+        return Share(self, current_record().tenant)
+
+    def take(self, tenant: str | None, amount: int, held: int) -> None:
+        """Raises QueueFull where less is left. ``held`` : what the same share has; an amount below 0 gives back."""
+        with self._lock:
+            own = self._used[tenant]
+            room = self._limit - (self._used.total() - own)
+            if tenant is not None and own > held:
+                room //= 2
+            if amount > 0 and own + amount > room:
+                raise QueueFull(f"the server has all the {self._what} it takes at once: try again later")
+            self._used[tenant] += amount
+            assert self._used[tenant] >= 0
+            if not self._used[tenant]:
+                del self._used[tenant]
+
+
+class Allowance:
+    """A token bucket that holds a minute's worth and is full at first. What is taken may leave a debt.
+
+    Times are seconds of one clock that does not go back. No locks.
+    """
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._left = float(per_minute)
+        self._at = now
+
+    def left(self, now: float) -> float:
+        """How much may be taken; below 0 what was taken too much."""
+        gained = (now - self._at) * self.per_minute / _MINUTE_S
+        return min(float(self.per_minute), self._left + gained)
+
+    def take(self, amount: float, now: float) -> None:
+        """Take ``amount``, whether it is there or not; below 0 gives back."""
+        self._left, self._at = min(float(self.per_minute), self.left(now) - amount), now
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until ``amount``, at most a minute's worth, is there."""
+        return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)
+
+    def change(self, per_minute: int, now: float) -> None:
+        """Another amount from now on; what was used of the old one is used of the new one."""
+        used = self.per_minute - self.left(now)
+        self._left, self._at, self.per_minute = per_minute - used, now, per_minute
+
+    def headers(self, name: str, now: float) -> dict[str, str]:
+        """As OpenAI says it, of ``name``: the limit, what is left of it, and when all of it is there again."""
+        return {
+            f"x-ratelimit-limit-{name}": str(self.per_minute),
+            f"x-ratelimit-remaining-{name}": str(max(0, math.floor(self.left(now)))),
+            f"x-ratelimit-reset-{name}": duration(self.wait_s(self.per_minute, now)),
+        }
+
+
+def duration(seconds: float) -> str:
+    """A time as OpenAI writes it: ``12ms``, ``7s``, ``1m30s``; never too short."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+@dataclass(slots=True)
+class Use:
+    """Counts of one tenant since the server began; ``num_in_flight`` is of now: choices that wait or run."""
+
+    num_in_flight: int = 0
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_refused: Counter[str] = field(default_factory=Counter)
+
+
+class Account:
+    """One tenant's use, kept while its rules change; or everybody's, where there are no keys. Safe from any thread."""
+
+    def __init__(self, tenant: Tenant, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tenant = tenant
+        self.use = Use()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._requests: Allowance | None = None
+        self._tokens: Allowance | None = None
+        self.change(tenant)
+
+    @property
+    def name(self) -> str:
+        """What logs and metrics call it."""
+        return self.tenant.name
+
+    @property
+    def payer(self) -> str | None:
+        """The name that what all share is divided by; None where it is everybody's."""
+        return self.tenant.name or None
+
+    def change(self, tenant: Tenant) -> None:
+        """Other rules from now on; who is in flight stays."""
+        with self._lock:
+            now = self._clock()
+            self.tenant = tenant
+            self._requests = _changed(self._requests, tenant.quotas.requests_per_minute, now)
+            self._tokens = _changed(self._tokens, tenant.quotas.tokens_per_minute, now)
+
+    def enter(self) -> None:
+        """Count a request before any work is done for it, whatever becomes of it.
+
+        Raises TenantLimit, with nothing counted, where none, or no token, is left of this minute.
+        """
+        with self._lock:
+            now = self._clock()
+            if self._requests is not None and (wait_s := self._requests.wait_s(1, now)) > 0:
+                message = f"this key may send {self._requests.per_minute} requests a minute: try again later"
+                raise self._refused("requests", message, wait_s, now)
+            self._require_tokens(1, now)
+            if self._requests is not None:
+                self._requests.take(1, now)
+
+    def require_place(self, num_choices: int, num_slots: int) -> None:
+        """Raises what ``admit`` would for so many choices; before prompts are tokenised. ``num_slots`` : as there."""
+        with self._lock:
+            self._require_place(num_choices, num_slots, self._clock())
+
+    def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int, share: Share | None = None) -> Ticket:
+        """Let a request in that has entered and wants so much; what comes back must be ended.
+
+        ``num_slots`` : of the server. ``share`` : what it has taken of what all share. Raises TenantLimit, and
+        RequestError for what can never be admitted; then the share is given back.
+        """
+        try:
+            with self._lock:
+                self._admit(num_choices, num_prompt_tokens, num_slots, self._clock())
+        except BaseException:
+            if share is not None:
+                share.give_back()
+            raise
+        return Ticket(self, num_choices, num_prompt_tokens, share)
+
+    def _admit(self, num_choices: int, num_prompt_tokens: int, num_slots: int, now: float) -> None:
+        self._require_place(num_choices, num_slots, now)
+        if self._tokens is not None and num_prompt_tokens > self._tokens.per_minute:
+            raise RequestError(
+                f"the prompts have {num_prompt_tokens} tokens, and this key may use {self._tokens.per_minute} a "
+                "minute: shorten them",
+                param="prompt",
+            )
+        self._require_tokens(num_prompt_tokens, now)
+        if self._tokens is not None:
+            self._tokens.take(num_prompt_tokens, now)
+        self.use.num_in_flight += num_choices
+        self.use.num_requests += 1
+        self.use.num_prompt_tokens += num_prompt_tokens
+
+    def headers(self) -> dict[str, str]:
+        """What is left of this minute, for every answer; empty where there are no rates."""
+        with self._lock:
+            return self._headers(self._clock())
+
+    def end(self, num_choices: int, num_output_tokens: int, taken_back: int | None) -> None:
+        """As ``Ticket`` says. ``taken_back`` : prompt tokens of a request that was not begun; None of others."""
+        with self._lock:
+            now = self._clock()
+            self.use.num_in_flight -= num_choices
+            assert self.use.num_in_flight >= 0
+            self.use.num_output_tokens += num_output_tokens
+            if taken_back is not None:
+                self.use.num_requests -= 1
+                self.use.num_prompt_tokens -= taken_back
+            if self._tokens is not None:
+                self._tokens.take(num_output_tokens - (taken_back or 0), now)
+
+    def _require_place(self, num_choices: int, num_slots: int, now: float) -> None:
+        quotas = self.tenant.quotas
+        if quotas.max_waiting is None:
+            return
+        most = min(quotas.max_running or num_slots, num_slots) + quotas.max_waiting
+        if num_choices > most:
+            raise RequestError(
+                f"the request has {num_choices} choices, and this key may have {most} at once: lower n or send fewer "
+                "prompts",
+                param="n",
+            )
+        if self.use.num_in_flight + num_choices > most:
+            message = f"this key has {self.use.num_in_flight} of its {most} requests in flight: try again later"
+            raise self._refused("queue", message, _QUEUE_RETRY_S, now)
+
+    def _require_tokens(self, num_tokens: int, now: float) -> None:
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(max(1, num_tokens), now)) > 0:
+            message = f"this key may use {self._tokens.per_minute} tokens a minute: try again later"
+            raise self._refused("tokens", message, wait_s, now)
+
+    def _refused(self, kind: str, message: str, wait_s: float, now: float) -> TenantLimit:
+        self.use.num_refused[kind] += 1
+        return TenantLimit(message, kind=kind, retry_after_s=max(1, math.ceil(wait_s)), headers=self._headers(now))
+
+    def _headers(self, now: float) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name, allowance in (("requests", self._requests), ("tokens", self._tokens)):
+            if allowance is not None:
+                found |= allowance.headers(name, now)
+        return found
+
+
+class Ticket:
+    """What one request holds of its account and of what all share until ``end``, which may be called more than once."""
+
+    def __init__(self, account: Account, num_choices: int, num_prompt_tokens: int, share: Share | None) -> None:
+        self._account: Account | None = account
+        self._num_choices, self._num_prompt_tokens, self._share = num_choices, num_prompt_tokens, share
+
+    def end(self, num_output_tokens: int, *, was_begun: bool = True) -> None:
+        """Its choices have ended, with so many tokens in all; what the server refused, not begun, counts for nobody."""
+        if self._share is not None:
+            self._share.give_back()
+        account, self._account = self._account, None
+        if account is not None:
+            account.end(self._num_choices, num_output_tokens, None if was_begun else self._num_prompt_tokens)
+
+
+def _changed(allowance: Allowance | None, per_minute: int | None, now: float) -> Allowance | None:
+    if per_minute is None:
+        return None
+    if allowance is None:
+        return Allowance(per_minute, now)
+    allowance.change(per_minute, now)
+    return allowance

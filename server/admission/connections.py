@@ -1,0 +1,153 @@
+"""Connections that harm nobody: what uvicorn's protocol waits for without end, this one gives up.
+
+A client may keep a connection open and send nothing, send the head of a request byte by byte, go on with a body that
+was answered already, or not read what it asked for. Each takes a file and some memory, and has a limit here. Bodies
+that are still wanted are timed where they are read (``server/admission/bodies.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING, ClassVar
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.base.limits import Limits, Patience
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
+else:  # whichever uvicorn finds; what is used of them below is alike
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
+
+log = logging.getLogger(__name__)
+
+TOO_MANY = "too_many_connections"
+"""Set in ``scope["state"]`` of requests that came on a connection beyond the limit."""
+
+_MOST_BEYOND = 256
+_BEYOND_IDLE_S = 5.0
+_MOST_LOOK_S = 5.0
+"""A connection is looked at this often, or more where the limits are shorter. Looking takes about a microsecond."""
+_HEAD_BYTES = 64 << 10
+"""Longest head of a request; h11 has the same limit, httptools none."""
+
+
+def num_beyond(limits: Limits) -> int:
+    """Connections beyond the limit that are told so; more are closed without a word."""
+    return max(1, min(_MOST_BEYOND, limits.max_connections // 8))
+
+
+class GuardedProtocol(HttpProtocol):
+    """One connection: uvicorn's protocol, looked at now and then."""
+
+    limits: ClassVar[Limits]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has come; beyond the limit it is answered 503 by whoever reads ``TOO_MANY``."""
+        super().connection_made(transport)
+        self._came = self.loop.time()
+        self._head_since: float | None = None
+        self._head_bytes = 0
+        self._sending: Patience | None = None
+        self._unsent = 0
+        self._looking: asyncio.TimerHandle | None = None
+        beyond = len(self.connections) - self.limits.max_connections
+        self._idle_s = (
+            self.limits.max_idle_seconds if beyond <= 0 else min(_BEYOND_IDLE_S, self.limits.max_idle_seconds)
+        )
+        if beyond > num_beyond(self.limits):
+            transport.abort()
+            return
+        if beyond > 0:
+            self.app_state, self.app = {**self.app_state, TOO_MANY: True}, _closing(self.app)
+        self._look_later()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended, whoever ended it."""
+        if self._looking is not None:
+            self._looking.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes that do not belong to a request under way begin a head, or are the rest of a body nobody wants."""
+        super().data_received(data)
+        if self._is_busy():
+            self._head_since = None
+        elif self._head_since is None:
+            self._head_since, self._head_bytes = self.loop.time(), len(data)
+        else:
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEAD_BYTES and not self._is_rest_of_body():
+                self._give_up("a head that is too long", b"431 Request Header Fields Too Large")
+
+    def _is_busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _is_rest_of_body(self) -> bool:
+        return self.cycle is not None and self.cycle.more_body
+
+    def _look_later(self) -> None:
+        limits = self.limits
+        shortest = min(limits.max_head_seconds, limits.max_send_seconds, self._idle_s)
+        # Many come at once; they need not be looked at together.
+        delay = min(_MOST_LOOK_S, shortest / 4) * random.uniform(0.8, 1.2)
+        self._looking = self.loop.call_later(delay, self._look)
+
+    def _look(self) -> None:
+        """Give it up where it has waited, or been waited for, too long."""
+        now = self.loop.time()
+        if self._takes_nothing(now):
+            log.debug("gave up a connection: it takes nothing of what was sent")
+            self.transport.abort()
+            return
+        if not self.transport.is_closing() and not self._is_busy():
+            if self._head_since is not None and now - self._head_since > self.limits.max_head_seconds:
+                self._give_up("a request that does not arrive", b"408 Request Timeout")
+            elif self._head_since is None and self.cycle is None and now - self._came > self._idle_s:
+                self._give_up("nothing has come", None)  # after a first request uvicorn waits
+        self._look_later()
+
+    def _takes_nothing(self, now: float) -> bool:
+        """Whether the client has taken too little for too long of what waits to be sent.
+
+        Judged only while nothing is added: while writing is paused, and after the answer has been written.
+        """
+        unsent = self.transport.get_write_buffer_size()
+        if unsent == 0 or (self._is_busy() and not self.flow.write_paused):
+            self._sending = None
+            return False
+        if self._sending is None:
+            self._sending = Patience(self.limits.max_send_seconds, self.limits.min_bytes_per_second, now)
+        else:
+            self._sending.moved(max(0, self._unsent - unsent), now)
+        self._unsent = unsent
+        return now > self._sending.until
+
+    def _give_up(self, reason: str, status: bytes | None) -> None:
+        log.debug("gave up a connection: %s", reason)
+        if status is not None and not self._is_rest_of_body():
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        self.transport.close()
+
+
+def _closing(app: ASGIApp) -> ASGIApp:
+    """Whatever it answers is the last on its connection: few are kept for those that are to be told so."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        await app(scope, receive, send_last)
+
+    return answer
+
+
+def protocol_within(limits: Limits) -> type[asyncio.Protocol]:
+    """What uvicorn is to make for each connection."""
+    return type("Protocol", (GuardedProtocol,), {"limits": limits})

@@ -1,0 +1,184 @@
+"""What every request passes first: whether it is let in, its id, whose key it brings; the last resort for errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Callable, Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.admission.account import Account
+from server.admission.connections import TOO_MANY
+from server.admission.registry import Tenants
+from server.base.errors import ApiError, ErrorResponse, ServerNotReady, speaks_anthropic
+from server.base.limits import SMALL_BODY_BYTES
+from server.base.record import current_record
+from ssd.errors import QueueFull, RequestError, shown
+
+log = logging.getLogger(__name__)
+
+
+class RootPath:
+    """ASGI middleware: requests for ``/llm/v1/models`` and for ``/v1/models`` are the same below ``/llm``.
+
+    Both reach the application as ASGI has it, with a ``path`` that begins with ``root_path``.
+    """
+
+    def __init__(self, app: ASGIApp, *, root_path: str) -> None:
+        """``root_path`` : begins with a slash and does not end with one."""
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            if not path.startswith(f"{self._root_path}/"):
+                path = self._root_path + path
+            scope = {**scope, "path": path, "root_path": self._root_path}
+        await self._app(scope, receive, send)
+
+
+def path_below_root(scope: Scope) -> str:
+    """The path that the router reads, in which no proxy's is left."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_OPEN_PATHS = frozenset({"/live", "/health", "/ping", "/version", "/metrics", "/openapi.json"})
+"""Where there are keys, everything else needs one: an endpoint is closed until it is named here."""
+_ALWAYS = frozenset({"/live", "/health", "/ping", "/version", "/metrics"})
+"""Whoever supervises the server is answered to the end."""
+_DISCARD_S = 1.0
+"""A client that is refused may send its body for this long before it has the answer."""
+
+
+class Gate:
+    """ASGI middleware: ``x-request-id`` on every response, keys, a JSON body for unforeseen errors.
+
+    ``scope["state"]["account"]`` is the account of who is let in; answers under /v1 say what is left of its rates. Who
+    is let in is counted until it has its answer; a server that is full, or stops, refuses and closes the connection.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        tenants: Tenants,
+        open_paths: Collection[str] = (),
+        let_in: Callable[[], None] = lambda: None,
+        let_out: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``open_paths`` : beside the paths that always are. ``let_in`` : raises ServerNotReady once nobody is."""
+        self._app, self._tenants, self._let_in, self._let_out = app, tenants, let_in, let_out
+        self._open_paths = _OPEN_PATHS | set(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
+        request_id = asked if _REQUEST_ID.fullmatch(asked) else f"req_{uuid.uuid4().hex}"
+        current_record().request_id = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                answer = MutableHeaders(scope=message)
+                answer["x-request-id"] = request_id
+                if speaks_anthropic(scope):
+                    answer["request-id"] = request_id
+                if account is not None and path_below_root(scope).startswith("/v1/"):
+                    answer.update(account.headers())
+            await send(message)
+
+        account = self._account(headers)
+        if account is not None:
+            scope.setdefault("state", {})["account"] = account
+            current_record().tenant = account.payer
+        elif scope["method"] != "OPTIONS" and path_below_root(scope) not in self._open_paths:
+            refusal = ApiError(
+                401,
+                "missing or wrong API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
+            )
+            await ErrorResponse(refusal)(scope, receive, send_with_id)
+            return
+        try:
+            await self._admit(scope, receive, send_with_id)
+        except Exception as error:
+            # The request's content stays out of the log: the traceback shows code, not values.
+            log.exception("unforeseen error in %s %s", scope["method"], scope["path"])
+            if not started:
+                await ErrorResponse(error)(scope, receive, send_with_id)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if path_below_root(scope) in _ALWAYS:
+            await self._app(scope, receive, send)
+            return
+        try:
+            if scope.get("state", {}).get(TOO_MANY):
+                raise QueueFull("too many connections are open: try again later")
+            self._let_in()
+        except (QueueFull, ServerNotReady) as error:
+            await _refuse(error, scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._let_out()
+
+    def _account(self, headers: Headers) -> Account | None:
+        """Whose key a request brings; None without a right one where there are keys."""
+        if not self._tenants.is_closed:
+            return self._tenants.everybody
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        found = self._tenants.find(bearer.strip()) if scheme.lower() == "bearer" else None
+        return found if found is not None else self._tenants.find(headers.get("x-api-key", "").strip())
+
+
+def account_of(scope: Scope) -> Account:
+    """Who pays for a request that the gate let in to what needs a key."""
+    account: Account = scope["state"]["account"]
+    return account
+
+
+async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with an error, once a small body has come: a client that is still sending may not see it."""
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(_DISCARD_S):
+            while num_bytes <= SMALL_BODY_BYTES:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        pass
+    response = ErrorResponse(error)
+    response.headers["connection"] = "close"
+    await response(scope, receive, send)
+
+
+NO_LEARN_HEADER = "x-ssd-no-learn"
+_KEEP_OUT, _TAKE_IN = ("1", "true"), ("", "0", "false")
+
+
+def may_learn(headers: Headers) -> bool:
+    """False where the header `NO_LEARN_HEADER` keeps the request out of the cache, for clients that cannot send
+    ``store``; raises RequestError where it is neither 0 nor 1.
+    """
+    value = headers.get(NO_LEARN_HEADER, "").strip().lower()
+    if value not in (*_KEEP_OUT, *_TAKE_IN):
+        raise RequestError(f"{NO_LEARN_HEADER} must be 1 or 0, got {shown(value)}", param=NO_LEARN_HEADER)
+    return value in _TAKE_IN

@@ -1,0 +1,159 @@
+"""Whose turn it is: threads beside the event loop. Each kind of work has its own, nobody waits behind another kind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from server.base.record import current_record
+from ssd.errors import QueueFull
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LONG_CHARACTERS = 1 << 14
+"""Text beyond this is tokenised among the long ones: about 10 ms of work."""
+
+LONG_GRAMMAR = 1 << 12
+"""A grammar that is expected to cost more is compiled among the long ones: 10 ms of work and more."""
+
+LARGE_BODY_BYTES = 1 << 20
+"""A body beyond this is parsed among the large ones: up to 0.2 s of work."""
+
+
+class Lane:
+    """A few threads, and a line of limited length before them for each tenant. To be used from one event loop.
+
+    Tenants are served in turn, one place at a time for each; so are requests where there are no tenants, and all
+    their lines are one. So who sends much waits behind nobody's work but its own.
+    """
+
+    def __init__(self, name: str, *, num_threads: int, max_waiting: int, unit: int = 1) -> None:
+        """``unit`` : of what calls cost; ``num_threads + max_waiting`` calls of that cost fill a line."""
+        self._name = name
+        self._most = (num_threads + max_waiting) * unit
+        self._unit = unit
+        self._num_idle = num_threads
+        self._costs: Counter[str | None] = Counter()  # of what each tenant has here, waiting or under way
+        self._lines: OrderedDict[str | None, deque[asyncio.Future[None]]] = OrderedDict()  # whose turn it is first
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+
+    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What ``call`` returns or raises; raises QueueFull, without calling it, where the line is full.
+
+        A call that was begun goes on when the caller is cancelled, and keeps its place until it ends.
+        """
+        return await self.run_priced(self._unit, partial(call, *args, **kwargs))
+
+    async def run_priced(self, cost: int, call: Callable[[], T]) -> T:
+        """The same of a call that costs so much, a unit at least; one alone always has room."""
+        record, cost = current_record(), max(self._unit, cost)
+        if self._costs[record.tenant] and self._costs[record.tenant] + cost > self._most:
+            raise QueueFull(f"too many requests wait for {self._name}: try again later")
+        self._costs[record.tenant] += cost
+        has_turn = False
+        try:
+            await self._turn(record.tenant or record.request_id)
+            has_turn = True
+            future = self._threads.submit(call)
+        except BaseException:
+            self._leave(record.tenant, cost, has_turn)
+            raise
+        loop = asyncio.get_running_loop()
+        waiting = asyncio.wrap_future(future)
+        future.add_done_callback(lambda _: _tell(loop, partial(self._leave, record.tenant, cost, True)))
+        return await waiting
+
+    async def _turn(self, whose: str | None) -> None:
+        """Until a thread is free for one call of theirs."""
+        if self._num_idle:  # then nobody waits
+            self._num_idle -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(whose, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """A thread is free: whose turn is it?"""
+        while self._lines:
+            whose, line = next(iter(self._lines.items()))
+            turn = line.popleft()
+            if line:
+                self._lines.move_to_end(whose)
+            else:
+                del self._lines[whose]
+            if not turn.done():  # else it was cancelled
+                turn.set_result(None)
+                return
+        self._num_idle += 1
+
+    def _leave(self, tenant: str | None, cost: int, had_turn: bool) -> None:
+        self._costs[tenant] -= cost
+        if not self._costs[tenant]:
+            del self._costs[tenant]
+        if had_turn:
+            self._pass_on()
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for line in self._lines.values():
+            for turn in line:
+                turn.cancel()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call)
+
+
+class Lanes:
+    """The lanes of a server.
+
+    Tokenizers written in Rust work on several texts at once. Texts of usual length have two threads, so that one can be
+    at the edge of what is short; long ones have one. So it is with grammars.
+    """
+
+    def __init__(self) -> None:
+        self._bodies = Lane("reading bodies", num_threads=1, max_waiting=256)
+        self._large_bodies = Lane("reading large bodies", num_threads=1, max_waiting=64)
+        self._short_texts = Lane("tokenising", num_threads=2, max_waiting=1024)
+        self._long_texts = Lane("tokenising long texts", num_threads=1, max_waiting=64, unit=1 << 17)
+        self._short_grammars = Lane("compiling grammars", num_threads=1, max_waiting=64)
+        self._long_grammars = Lane("compiling long grammars", num_threads=1, max_waiting=16)
+        self.tools = Lane("/tokenize and /detokenize", num_threads=1, max_waiting=16)
+        """What belongs to no generation."""
+        self.management = Lane("managing tenants", num_threads=1, max_waiting=16)
+        """What waits for files and for Redis: deletions."""
+        self.metrics = Lane("reading metrics", num_threads=1, max_waiting=16)
+        """Anybody may ask for them: they keep nobody waiting who has a key."""
+        self.answers = Lane("writing answers", num_threads=2, max_waiting=4096)
+        """Submits many choices, counts predictions, writes whole answers."""
+
+    async def run_on_text(self, num_characters: int, call: Callable[[], T]) -> T:
+        """Run what tokenises text of this length."""
+        if num_characters <= LONG_CHARACTERS:
+            return await self._short_texts.run(call)
+        return await self._long_texts.run_priced(num_characters, call)
+
+    def grammar(self, cost: int) -> Lane:
+        """Where a grammar of this expected cost is compiled."""
+        return self._short_grammars if cost <= LONG_GRAMMAR else self._long_grammars
+
+    def body(self, num_bytes: int) -> Lane:
+        """Where a body of this length is parsed and checked."""
+        return self._bodies if num_bytes <= LARGE_BODY_BYTES else self._large_bodies
+
+    def close(self) -> None:
+        """End all threads once they are idle."""
+        for lane in vars(self).values():
+            lane.close()

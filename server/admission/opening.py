@@ -1,0 +1,194 @@
+"""A server's tenants from what its operator gave, keys, files and a secret; files are looked at every second."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from server.admission.generations import Generations, SharedCounters
+from server.admission.registry import NamespaceNames, Tenants
+from server.admission.rules import (
+    NO_FILE,
+    SECRET_OPTION,
+    SECRET_VARIABLE,
+    RulesFile,
+    Tenant,
+    digest_of,
+    read_rules,
+    tenants_of_keys,
+)
+from server.base.settings import ServerSettings
+from ssd.errors import ConfigError
+from ssd.retrieval.files import make_directory, make_file, open_file
+
+log = logging.getLogger(__name__)
+
+STATE_DIRECTORY: Final = ".ssd"
+"""Below the cache directory; no namespace has a name that begins with a dot."""
+
+_LEAST_BYTES: Final = 16
+_MOST_BYTES: Final = 4096
+
+
+def given_secret(path: Path | None, text: str | None) -> bytes | None:
+    """The secret of a file, or ``text``, of ``$SSD_SECRET``; None where neither is given. Raises ConfigError."""
+    if path is not None:
+        return _checked(_read(path), f"{SECRET_OPTION} {path}")
+    return _checked(text.encode("utf-8", "surrogateescape"), f"${SECRET_VARIABLE}") if text else None
+
+
+def own_secret(cache_directory: Path | None) -> bytes:
+    """The secret that was made for a cache directory, made now where there is none; without one, of this process.
+
+    Raises ConfigError where there is another thing in its place.
+    """
+    if cache_directory is None:
+        return secrets.token_bytes(32)
+    path = cache_directory / STATE_DIRECTORY / "secret"
+    try:
+        make_directory(path.parent)
+        if not path.exists():
+            make_file(path, [secrets.token_hex(32).encode()])
+        return _checked(_read(path, open_file), str(path))
+    except OSError as error:
+        log.warning(
+            "%s cannot be made (%s): tenants' caches are found again after a restart only with %s or $%s",
+            path, error.strerror, SECRET_OPTION, SECRET_VARIABLE,
+        )  # fmt: skip
+        return secrets.token_bytes(32)
+
+
+def _read(path: Path, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> bytes:
+    """``opened`` : how; what an operator names may be a pipe, and is waited for."""
+    try:
+        with opened(path) as file:
+            content = file.read(_MOST_BYTES + 1)
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise ConfigError(f"{SECRET_OPTION} {path} cannot be read: {error.strerror}") from error
+    if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IRWXO):
+        log.warning("%s may be read by other users: chmod 600 it", path)
+    return content.strip()
+
+
+def _checked(secret: bytes, source: str) -> bytes:
+    if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
+        raise ConfigError(
+            f"{source} must hold {_LEAST_BYTES} to {_MOST_BYTES} bytes: `openssl rand -hex 32` makes a good one"
+        )
+    return secret
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantSources:
+    """Where tenants come from. ``keys`` : given once. ``read_keys`` : a file's, as it is now. ``path`` : rules."""
+
+    keys: tuple[str, ...] = ()
+    read_keys: Callable[[], tuple[str, ...]] = tuple
+    path: Path | None = None
+
+    def read(self, names: NamespaceNames) -> tuple[Tenant, ...]:
+        """All tenants there are now. Raises ConfigError."""
+        rules = NO_FILE if self.path is None else read_rules(self.path)
+        keys = (*self.keys, *self.read_keys())
+        digests = map(digest_of, keys)
+        of_keys = tenants_of_keys(keys, rules.defaults, {digest: f"key-{names.short(digest)}" for digest in digests})
+        _require_one_owner(rules, of_keys)
+        return (*rules.tenants, *of_keys)
+
+
+def open_tenants(
+    sources: TenantSources,
+    settings: ServerSettings,
+    secret: bytes,
+    *,
+    cache_directory: Path | None = None,
+    counters: SharedCounters | None = None,
+) -> Tenants:
+    """The tenants of a server. ``counters`` : what replicas count deletions with. Raises ConfigError."""
+    names = NamespaceNames(secret)
+    path = None if cache_directory is None else cache_directory / STATE_DIRECTORY / "generations.json"
+    tenants = Tenants(
+        lambda: sources.read(names),
+        names=names,
+        generations=Generations(path, counters),
+        bases=settings.namespaces,
+        share_cache=settings.share_cache_across_keys,
+    )
+    if sources.path is not None and not tenants.is_closed:
+        raise ConfigError(f"--tenants {sources.path} names no tenant: write one, or leave the option out")
+    return tenants
+
+
+def _require_one_owner(rules: RulesFile, of_keys: list[Tenant]) -> None:
+    given = {digest for tenant in of_keys for digest in tenant.digests}
+    for tenant in rules.tenants:
+        if tenant.digests & given:
+            raise ConfigError(f"a key of tenant {tenant.name!r} is given as a key of its own as well: take one out")
+    taken = {tenant.name for tenant in of_keys}
+    if (twice := next((tenant for tenant in rules.tenants if tenant.name in taken), None)) is not None:
+        raise ConfigError(f"tenant {twice.name!r} has the name of a key that is given by itself: take another")
+
+
+def tenants_of(settings: ServerSettings) -> Tenants:
+    """Each key of the settings a tenant of its own, with a secret of this process. Raises ConfigError."""
+    return open_tenants(TenantSources(keys=settings.api_keys), settings, secrets.token_bytes(32))
+
+
+INTERVAL_S: Final = 1.0
+
+
+class Watch:
+    """Reloads tenants when one of their files has changed, and sweeps up after deletions, on a thread of its own.
+
+    A file that cannot be used is said once, and leaves all as it was.
+    """
+
+    def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:
+        self._tenants = tenants
+        self._paths = tuple(paths)
+        self._interval_s = interval_s
+        self._seen = self._look()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ssd-tenants", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop it, at the latest after what it is at."""
+        self._stopping.set()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval_s):
+            try:
+                if (now := self._look()) != self._seen:
+                    self._seen = now
+                    log.info("keys and quotas were read again: %d tenants", self._tenants.reload())
+            except ConfigError as error:
+                log.error("keys and quotas stay as they were: %s", error)
+            except Exception:  # the thread must outlive it
+                log.exception("keys and quotas stay as they were")
+            try:
+                self._tenants.sweep()
+            except Exception:
+                log.exception("what is left of deleted caches is looked for again")
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        """What of each file tells that it was changed or replaced."""
+        found: list[tuple[int, int, int] | None] = []
+        for path in self._paths:
+            try:
+                status = path.stat()
+                found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+            except OSError:
+                found.append(None)
+        return found

@@ -1,0 +1,302 @@
+"""All tenants of a server: found by their keys, reloaded while it runs, and their caches named and deleted."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+from server.admission.account import Account
+from server.admission.generations import Generations
+from server.admission.rules import EVERYBODY, Tenant, digest_of
+from server.base.errors import ApiError
+from ssd.errors import ConfigError, SSDError, shown
+from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
+
+log = logging.getLogger(__name__)
+
+_DIGITS: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceNames:
+    """Names by HMAC with the server's ``secret``. Servers with one secret find the same names."""
+
+    secret: bytes
+
+    def tenant(self, base: str, seed: str, generation: int) -> str:
+        """The namespace of a tenant: of what is served under ``base``, after it was deleted ``generation`` times."""
+        return "t" + self._digest("tenant", base, seed, generation)
+
+    def salted(self, namespace: str, salt: str) -> str:
+        """The namespace of one ``cache_salt`` inside another namespace."""
+        return "s" + self._digest("salt", namespace, salt)
+
+    def counter(self, base: str, seed: str) -> str:
+        """What a tenant's number of deletions is kept under, of what is served under ``base``."""
+        return self._digest("counter", base, seed)
+
+    def short(self, digest: str) -> str:
+        """A name for a key that has no other: 8 digits that nobody can try keys against."""
+        return self._digest("name", digest)[:8]
+
+    def _digest(self, *parts: str | int) -> str:
+        text = json.dumps(parts).encode()  # so that no two lists of parts are one text
+        return hmac.new(self.secret, text, hashlib.sha256).hexdigest()[:_DIGITS]
+
+
+SALTED_TOKENS: Final = 1 << 18
+"""Capacity of the cache of one ``cache_salt``; of a tenant's own where that is less."""
+
+SALTS_AT_ONCE: Final = 8
+"""Caches of salts that one tenant has open."""
+
+_RETIRED_S: Final = 60.0
+"""For so long after a deletion its old names are swept: a request may just have been on its way, here or elsewhere."""
+_MOST_RETIRED: Final = 1024
+
+
+class CacheUse(NamedTuple):
+    """Which cache a request uses, on what terms; None neither drafts from one nor learns."""
+
+    namespace: str | None
+    terms: NamespaceTerms
+
+
+class Caches(Protocol):
+    """What a deletion needs of the caches."""
+
+    def discard(self, name: str) -> None:
+        """Forget a namespace and those of its group, and its files."""
+        ...
+
+
+class Sharing(Protocol):
+    """What a deletion needs of the log that replicas share."""
+
+    def forget(self, namespace: str) -> None:
+        """Remove what is shared of a namespace."""
+        ...
+
+
+class Tenants:
+    """Who may come in, and with what. Safe from any thread; finding one waits for nobody.
+
+    A server that has none is open to everybody, and stays so; one that has some is never open, whatever is reloaded.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], tuple[Tenant, ...]] = tuple,
+        *,
+        names: NamespaceNames | None = None,
+        generations: Generations | None = None,
+        bases: tuple[str, ...] = (),
+        share_cache: bool = False,
+    ) -> None:
+        """``read`` : the tenants as they are written now; raises ConfigError.
+
+        ``bases`` : namespaces that are served, what tenants' own are derived from. ``share_cache`` : all tenants use
+        these, and none has its own.
+        """
+        self._read = read
+        self._names = names or NamespaceNames(secrets.token_bytes(32))
+        self._generations = generations or Generations(None, None)
+        self._bases = bases
+        self._share_cache = share_cache
+        self._process_secret = secrets.token_bytes(32)
+        self._lock = threading.Lock()  # held while rules are replaced
+        self._accounts: dict[str, Account] = {}
+        self._by_key: dict[bytes, Account] = {}
+        self._retired: list[tuple[float, str]] = []
+        self.everybody = Account(EVERYBODY)
+        """Who pays where no key is needed."""
+        self.caches: Callable[[], Caches | None] = lambda: None
+        """The caches, once they are open; told by whoever has them."""
+        self.sharing: Callable[[], Sharing | None] = lambda: None
+        """The log that replicas share, if there is one."""
+        self._replace(read())
+        self.is_closed: Final = bool(self._accounts)
+        """Whether a key is needed."""
+
+    # -- finding -------------------------------------------------------------------------------------------------------
+
+    def find(self, key: str) -> Account | None:
+        """Whose key it is. How long it takes tells nothing about the keys: what is looked up is a keyed digest."""
+        return self._by_key.get(self._keyed(digest_of(key)))
+
+    def accounts(self) -> list[Account]:
+        """All tenants, by name."""
+        return sorted(self._accounts.values(), key=lambda account: account.name)
+
+    def cache_use(self, account: Account, base: str | None, salt: str | None) -> CacheUse:
+        """The cache of a tenant's request to what is served under ``base``."""
+        if base is None:
+            return CacheUse(None, DEFAULT_TERMS)
+        main, terms = base, DEFAULT_TERMS
+        tenant = account.tenant
+        if not (self._share_cache or tenant is EVERYBODY or tenant.is_operator):
+            main = self._namespace(tenant, base)
+            terms = NamespaceTerms(
+                capacity_tokens=tenant.quotas.cache_tokens, reads_shared=tenant.reads_shared, is_kept=True
+            )
+        if salt is None:
+            return CacheUse(main, terms)
+        # What is said under a salt stays in memory: clients choose salts, and as many as they like.
+        salted = NamespaceTerms(
+            capacity_tokens=min(SALTED_TOKENS, terms.capacity_tokens or SALTED_TOKENS),
+            reads_shared=terms.reads_shared,
+            is_kept=False,
+            group=main,
+            most_in_group=SALTS_AT_ONCE,
+        )
+        return CacheUse(self._names.salted(main, salt), salted)
+
+    def labels(self) -> Mapping[str, str]:
+        """What metrics call namespaces that are tenants' own: the names of those. O(tenants)."""
+        return {
+            self._namespace(account.tenant, base): name if base == self._bases[0] else f"{name}/{base}"
+            for name, account in self._accounts.items()
+            for base in self._bases
+            if not account.tenant.is_operator
+        }
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every tenant, its rules and use; never a key."""
+        found = []
+        for account in self.accounts():
+            tenant, use = account.tenant, account.use
+            found.append(
+                {
+                    "name": tenant.name,
+                    "operator": tenant.is_operator,
+                    "reads_shared": tenant.reads_shared,
+                    "num_keys": len(tenant.digests),
+                    "quotas": asdict(tenant.quotas),
+                    "namespaces": [self.cache_use(account, base, None).namespace for base in self._bases],
+                    "use": {
+                        "in_flight": use.num_in_flight,
+                        "requests": use.num_requests,
+                        "prompt_tokens": use.num_prompt_tokens,
+                        "output_tokens": use.num_output_tokens,
+                        "refused": dict(use.num_refused),
+                    },
+                    "left": account.headers(),
+                }
+            )
+        return found
+
+    # -- reloading -----------------------------------------------------------------------------------------------------
+
+    def reload(self) -> int:
+        """Read the rules again; returns the number of tenants. Raises ConfigError, and then all stays as it was."""
+        tenants = self._read()
+        if self.is_closed and not tenants:
+            raise ConfigError("there would be no key left: a server that needs keys keeps those it has")
+        if not self.is_closed and tenants:
+            raise ConfigError("the server was started without keys and stays open: start it again")
+        self._replace(tenants)
+        return len(tenants)
+
+    def _replace(self, tenants: tuple[Tenant, ...]) -> None:
+        with self._lock:
+            accounts = {}
+            for tenant in tenants:
+                if (account := self._accounts.get(tenant.name)) is None:
+                    account = Account(tenant)
+                else:
+                    account.change(tenant)
+                accounts[tenant.name] = account
+            self._accounts = accounts
+            # One assignment: a key opens what it opened before, or what it opens now. Who is in flight goes on.
+            self._by_key = {
+                self._keyed(digest): account for account in accounts.values() for digest in account.tenant.digests
+            }
+
+    # -- deleting ------------------------------------------------------------------------------------------------------
+
+    def delete_cache(self, name: str) -> dict[str, Any]:
+        """Forget what a tenant's requests have taught, here and on disk at once, at replicas within seconds.
+
+        Nothing of it is drafted from once this has returned. Waits for files and for Redis. Raises ApiError.
+        """
+        account = self._accounts.get(name)
+        if account is None:
+            raise ApiError(404, f"there is no tenant {shown(name)}", code="tenant_not_found")
+        if self._share_cache or account.tenant.is_operator:
+            raise ApiError(
+                409,
+                f"{shown(name)} has no cache of its own: the one it shares is removed with the server stopped",
+                code="cache_is_shared",
+            )
+        old = [self._namespace(account.tenant, base) for base in self._bases]
+        try:
+            counters = [self._names.counter(base, account.tenant.seed) for base in self._bases]
+            told = [self._generations.advance(counter)[1] for counter in counters]
+        except OSError as error:
+            raise ApiError(
+                500, f"nothing was deleted: that cannot be written down: {error}", kind="server_error"
+            ) from error
+        failures = self._retire(old)
+        log.info("the cache of tenant %s was deleted%s", name, f", but {failures[0]}" if failures else "")
+        if failures:
+            raise ApiError(500, failures[0], kind="server_error", code="cache_left_over")
+        return {"object": "cache", "tenant": name, "deleted": True, "replicas_told": all(told)}
+
+    def sweep(self) -> None:
+        """What is to be done every second or so: deletions at replicas, and what came late of those here. May wait."""
+        counted = {
+            self._names.counter(base, account.tenant.seed): (account.tenant, base)
+            for account in self.accounts()
+            for base in self._bases
+        }
+        for counter, former in self._generations.absorb(counted).items():
+            tenant, base = counted[counter]
+            log.info("the cache of tenant %s was deleted at a replica", tenant.name)
+            self._retire([self._names.tenant(base, tenant.seed, former)])
+        with self._lock:
+            now = time.monotonic()
+            if self.caches() is None:  # they are still being opened: what is theirs is swept later
+                self._retired = [(now + _RETIRED_S, name) for _, name in self._retired]
+            self._retired = [(until, name) for until, name in self._retired if until > now]
+            due = [name for _, name in self._retired]
+        for name in due:
+            self._remove(name)
+
+    def _retire(self, namespaces: list[str]) -> list[str]:
+        with self._lock:
+            self._retired += [(time.monotonic() + _RETIRED_S, name) for name in namespaces]
+            del self._retired[:-_MOST_RETIRED]
+        return [failure for name in namespaces if (failure := self._remove(name)) is not None]
+
+    def _remove(self, namespace: str) -> str | None:
+        """Remove all of a namespace that nobody asks for any more; returns what is left over of it."""
+        failure = None
+        caches, sharing = self.caches(), self.sharing()
+        try:
+            if caches is not None:
+                caches.discard(namespace)
+        except SSDError as error:
+            failure = str(error)
+        try:
+            if sharing is not None:
+                sharing.forget(namespace)
+        except Exception as error:  # Redis is away: the next sweep tries again
+            log.debug("namespace %s is still in Redis: %s", namespace, type(error).__name__)
+        return failure
+
+    def _namespace(self, tenant: Tenant, base: str) -> str:
+        if tenant.is_operator or self._share_cache:
+            return base
+        generation = self._generations.of(self._names.counter(base, tenant.seed))
+        return self._names.tenant(base, tenant.seed, generation)
+
+    def _keyed(self, digest: str) -> bytes:
+        return hmac.new(self._process_secret, digest.encode(), hashlib.sha256).digest()

@@ -1,0 +1,419 @@
+"""Answers of one HTTP request, whole and as streams: what all have in common, and those of completions."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from server.answers.wire import encode_event
+from server.base.errors import error_body
+from server.base.record import current_record
+from server.base.settings import ServerSettings
+from server.running.generation import Choice, Generation, Usage
+from server.schema.generate import StreamOptions
+from ssd.errors import SSDError
+from ssd.text.token_text import TokenTexts
+
+if TYPE_CHECKING:
+    from ssd.engine import RequestOutput, RequestStats, TokenLogprobs
+    from ssd.text.stream import TextStream
+
+log = logging.getLogger(__name__)
+
+_FEW_CHOICES = 16
+_GOING_ON = Choice()
+
+
+def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, Any] | None:
+    """Counts over the passes that had a draft; None where nothing was kept. O(passes).
+
+    ``is_detailed`` : also of each draft, in order, how long it was and how much was accepted.
+    """
+    if stats is None or stats.steps is None:
+        return None
+    drafted = [length for length, _ in stats.steps]
+    accepted = [length for _, length in stats.steps]
+    histogram = [0] * (max(accepted, default=0) + 1)
+    for length in accepted:
+        histogram[length] += 1
+    found: dict[str, Any] = {
+        "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else None,
+        "draft_acceptance_rate": sum(accepted) / sum(drafted) if drafted else None,
+        "acceptance_histogram": histogram if accepted else [],
+        "num_spec_steps": len(accepted),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+    }
+    if is_detailed:
+        found |= {"per_step_accepted": accepted, "per_step_drafted": drafted}
+    return found
+
+
+class DraftWriter:
+    """Describes the drafts of one request's choices; one that begins anew with each stream."""
+
+    def __init__(self, make_stream: Callable[[], TextStream]) -> None:
+        """``make_stream`` : a fresh stream with the stop strings of the request, to spell a choice once more."""
+        self._make_stream = make_stream
+        self._streams: dict[int, TextStream] = {}
+
+    def describe(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
+        """The field ``draft`` of a chunk; None where no pass made it. O(tokens).
+
+        "texts" is what each token added to the text of the chunk, which they make up together; the first
+        "num_accepted" of them were drafted. "pass" is the number among the passes of the choice, from 1. Of a pass
+        for which nothing was drafted the source is None.
+        """
+        draft = output.draft
+        if draft is None:
+            return None
+        return {
+            "pass": draft.number,
+            "source": draft.source if draft.num_drafted else None,
+            "num_drafted": draft.num_drafted,
+            "num_accepted": draft.num_accepted,
+            "texts": self._texts(index, output),
+        }
+
+    def _texts(self, index: int, output: RequestOutput) -> list[str]:
+        if index not in self._streams:
+            self._streams[index] = self._make_stream()
+        stream, texts, rest = self._streams[index], [], output.text
+        for token_id in output.token_ids:
+            length = len(stream.push_token(token_id))
+            texts.append(rest[:length])
+            rest = rest[length:]
+        if texts:  # at the end of the output, what was held back
+            texts[-1] += rest
+        return texts
+
+
+class LogprobsWriter:
+    """Writes those of one HTTP request. Not thread-safe."""
+
+    def __init__(self, texts: TokenTexts, *, as_token_ids: bool) -> None:
+        """``as_token_ids`` : tokens are written as "token_id:123", which is unambiguous where their text is not."""
+        self._texts = texts
+        self._as_token_ids = as_token_ids
+
+    def completion(self, entries: Sequence[TokenLogprobs | None], first: int | None, offset: int) -> dict[str, Any]:
+        """``logprobs`` of /v1/completions.
+
+        entries : None for a prompt's first token, which nothing predicts and which is then token ``first``.
+        offset : characters of the text before the first token. Each entry of ``top_logprobs`` holds the token itself as
+        well; where several tokens have the same text, the most probable.
+        """
+        token_ids = [first if entry is None else entry.token_id for entry in entries]
+        tokens = [self._text(token_id) if token_id is not None else "" for token_id in token_ids]
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(offset)
+            offset += self._texts.shown_length(token_id) if token_id is not None else 0
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """``logprobs`` of a chat completion's choice."""
+        content = [
+            {**self._token(entry.token_id, entry.logprob), "top_logprobs": [self._token(*each) for each in entry.top]}
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+        """``prompt_logprobs``: for each token an object by token id, the token itself first."""
+        return [None if entry is None else self._by_id(entry) for entry in entries]
+
+    def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:
+        ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)}
+        chosen = {entry.token_id: (entry.logprob, entry.rank)}
+        return {
+            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": self._text(token_id)}
+            for token_id, (logprob, rank) in {**chosen, **ranked, **chosen}.items()
+        }
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, logprob in sorted({*entry.top, (entry.token_id, entry.logprob)}, key=lambda pair: -pair[1]):
+            top.setdefault(self._text(token_id), logprob)
+        return top
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._text(token_id), "logprob": logprob, "bytes": list(self._texts.bytes_of(token_id))}
+
+    def _text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_token_ids else self._texts.text_of(token_id)
+
+    def length_of(self, token_ids: Sequence[int]) -> int:
+        """Characters of the text they are."""
+        return sum(map(self._texts.shown_length, token_ids))
+
+
+class Answer(ABC):
+    """Writes the answer of one HTTP request, all of which has its id and time; whole, or as a stream of events.
+
+    ``end`` : what goes last of all. ``keep_alive`` : what goes while there is nothing to say.
+    """
+
+    id_prefix: str
+    object_name: str
+    chunk_name: str
+    end = b"data: [DONE]\n\n"
+    keep_alive = b": keep-alive\n\n"
+
+    generation: Generation
+    """Set once it was begun."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        return_token_ids: bool = False,
+        logprobs: LogprobsWriter | None = None,
+        prompt_logprobs: LogprobsWriter | None = None,
+    ) -> None:
+        """``logprobs``, ``prompt_logprobs`` : write them; None where they were not asked for."""
+        # As vLLM does, so that an answer is found by the id of its request, which clients choose: two may be alike.
+        self.id = self.id_prefix + (current_record().request_id or uuid.uuid4().hex)
+        self.return_token_ids = return_token_ids
+        self.logprobs = logprobs
+        self.prompt_logprobs = prompt_logprobs
+        self.pad = False
+        """The events are obfuscated."""
+        self._options = StreamOptions()
+        self._drafts: DraftWriter | None = None
+        self._spec_decode_metrics = settings.spec_decode_metrics
+        self._common: dict[str, Any] = {
+            "created": int(time.time()),
+            "model": settings.model_name,
+            "system_fingerprint": settings.system_fingerprint,
+        }
+
+    # -- whole -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the whole answer is little but the texts of a few choices."""
+        is_plain = self.logprobs is None and self.prompt_logprobs is None and not self.return_token_ids
+        return is_plain and len(self.generation.choices) <= _FEW_CHOICES
+
+    def whole(self) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        choices = []
+        for index, choice in enumerate(self.generation.choices):
+            body = {"index": index, **self.whole_choice(index), **self.ending(index, choice)}
+            if self.return_token_ids:
+                body |= {"token_ids": choice.token_ids, "prompt_token_ids": self.prompt_of(index)}
+            choices.append(body)
+        return {
+            "id": self.id, "object": self.object_name, **self._common, "choices": choices,
+            "usage": self.generation.usage.body(), **self.whole_extras(), **self._draft_metrics(),
+        }  # fmt: skip
+
+    @abstractmethod
+    def whole_choice(self, index: int) -> dict[str, Any]:
+        """The content fields of a finished choice."""
+
+    def whole_extras(self) -> dict[str, Any]:
+        """Fields beside the choices."""
+        return {}
+
+    def ending(self, _index: int, choice: Choice) -> dict[str, Any]:
+        """How a choice ended; nulls before."""
+        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+    def prompt_of(self, index: int) -> tuple[int, ...]:
+        """The prompt of a choice."""
+        return self.generation.prompts[self.prompt_index(index)]
+
+    def prompt_index(self, index: int) -> int:
+        """Which prompt it is of: each has equally many choices, in order."""
+        return index // (len(self.generation.choices) // len(self.generation.prompts))
+
+    def _draft_metrics(self) -> dict[str, Any]:
+        """The field ``metrics`` of an answer that has ended, where the operator lets answers have it."""
+        choices = self.generation.choices
+        if self._spec_decode_metrics == "none" or len(choices) != 1:
+            return {}
+        found = draft_counts(choices[0].stats, is_detailed=self._spec_decode_metrics == "detailed")
+        return {} if found is None else {"metrics": {"speculative_decoding": found}}
+
+    # -- streamed ----------------------------------------------------------------------------------------------------
+
+    def stream(self, options: StreamOptions, drafts: DraftWriter | None = None) -> None:
+        """It will be streamed. ``drafts`` : says of each pass what was drafted, where the client wants to know it."""
+        self.pad, self._options, self._drafts = bool(options.include_obfuscation), options, drafts
+
+    async def beginning(self) -> bytes:
+        """What goes before everything, at once."""
+        return b""
+
+    async def opening(self, index: int, usage: Usage | None = None) -> bytes:
+        """What goes before the first text of a choice; ``usage`` : so far, where it is not the generation's.
+
+        Where it holds a prompt's tokens it is written aside.
+        """
+
+        def write() -> bytes:
+            return b"".join(self._event(self._choice(index, each), usage) for each in self.first_chunks(index))
+
+        return await self.written(write)
+
+    async def written(self, write: Callable[[], bytes]) -> bytes:
+        """What ``write`` returns; run aside where it may take long."""
+        return write() if self.is_short else await self.generation.aside.run(write)
+
+    def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
+        """What a choice has said; ``usage`` as for `opening`. One event where they are padded."""
+        ended = self.generation.choices[index] if output.finish_reason is not None else None
+        contents = [self.text_chunk(index, output)] if self.pad else self.text_chunks(index, output)
+        if not contents:
+            if self._drafts is None:
+                return b""
+            contents = [self.text_chunk(index, replace(output, text=""))]
+        *first, last = contents
+        choices = [self._choice(index, content) for content in first]
+        choices.append(self._choice(index, last, output.token_ids, ended))
+        if self._drafts is not None:
+            choices[-1]["draft"] = self._drafts.describe(index, output)
+        return b"".join([self._event(choice, usage) for choice in choices])
+
+    @abstractmethod
+    def first_chunks(self, index: int) -> list[dict[str, Any]]:
+        """Content fields of chunks that go before the first text of a choice."""
+
+    @abstractmethod
+    def text_chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """The content fields of a chunk with what a step produced for a choice; its text may be empty."""
+
+    def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """`text_chunk` as several chunks, where clients expect that; none where there is nothing to show yet."""
+        return [self.text_chunk(index, output)]
+
+    def is_shown(self, output: RequestOutput) -> bool:
+        """Whether an output has anything that the client asked to see."""
+        asked_for_tokens = self.return_token_ids or self.logprobs is not None
+        is_told = self._drafts is not None and output.draft is not None
+        return bool(output.text or output.finish_reason or (asked_for_tokens and output.token_ids) or is_told)
+
+    async def closing(self) -> bytes:
+        """The last event but the end mark: usage, where it was asked for."""
+        if not self._options.include_usage:
+            return b""
+        last = {**self._chunk([]), "usage": self.generation.usage.body(), **self._draft_metrics()}
+        return encode_event(last, pad=self.pad)
+
+    def failure(self, error: Exception) -> bytes:
+        """An error is an event, too."""
+        if not isinstance(error, SSDError):
+            log.error("a stream failed", exc_info=error)
+        return self.failed(error)
+
+    def failed(self, error: Exception) -> bytes:
+        """The event of an error."""
+        return encode_event(error_body(error), pad=False)
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": self.chunk_name, **self._common, "choices": choices}
+
+    def _choice(
+        self, index: int, content: dict[str, Any], token_ids: tuple[int, ...] = (), ended: Choice | None = None
+    ) -> dict[str, Any]:
+        """One choice of a chunk; ``ended`` is the choice when this is its last chunk."""
+        body = {"index": index, **content, **self.ending(index, ended or _GOING_ON)}
+        if self.return_token_ids:
+            body["token_ids"] = list(token_ids)
+        return body
+
+    def _event(self, choice: dict[str, Any], usage: Usage | None) -> bytes:
+        chunk = self._chunk([choice])
+        if self._options.include_usage:
+            is_told = self._options.continuous_usage_stats
+            chunk["usage"] = (usage or self.generation.usage).body() if is_told else None
+        return encode_event(chunk, pad=self.pad)
+
+
+async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
+    """The events of a generation: chunks, usage if asked for, and the end mark."""
+    begun: set[int] = set()
+    ready = bytearray()
+    try:
+        if beginning := await answer.beginning():
+            yield beginning
+        async for arrived in answer.generation.outputs(wait_s=keep_alive_s):
+            if arrived is None:
+                yield answer.keep_alive
+                continue
+            index, output = arrived
+            if index not in begun:
+                begun.add(index)
+                ready += await answer.opening(index)
+            if answer.is_shown(output):
+                ready += answer.piece(index, output)
+            # What arrived together goes out together: a write costs more than all the rest of an event.
+            if ready and not answer.generation.has_more_now:
+                yield bytes(ready)
+                ready.clear()
+        ready += await answer.closing()
+    except Exception as error:
+        ready += answer.failure(error)
+    yield bytes(ready + answer.end)
+
+
+class CompletionAnswer(Answer):
+    """/v1/completions. ``echo`` : the texts of the prompts where they are to be repeated."""
+
+    id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, settings: ServerSettings, *, echo: Sequence[str] | None = None, **options: Any) -> None:
+        super().__init__(settings, **options)
+        self._echo = echo
+        self._offsets: dict[int, int] = {}
+
+    def whole_choice(self, index: int) -> dict[str, Any]:
+        """``text`` and ``logprobs``, the prompt's before them if it is repeated."""
+        choice = self.generation.choices[index]
+        text = self._echoed(index) + "".join(choice.text)
+        body: dict[str, Any] = {"text": text, "logprobs": None}
+        if self.logprobs is not None:
+            before = choice.prompt_logprobs if self._echo is not None else ()
+            entries = [*before, *choice.logprobs]
+            body["logprobs"] = self.logprobs.completion(entries, self.prompt_of(index)[0], 0)
+        if self.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self.prompt_logprobs.prompt(choice.prompt_logprobs)
+        return body
+
+    def first_chunks(self, index: int) -> list[dict[str, Any]]:
+        """The prompt, where its text or its ids were asked for."""
+        if not self.return_token_ids and self._echo is None:
+            return []
+        prompt = self.prompt_of(index)
+        body: dict[str, Any] = {"text": self._echoed(index), "logprobs": None}
+        if self.return_token_ids:
+            body["prompt_token_ids"] = prompt
+        if self.logprobs is not None and self._echo is not None:
+            entries = self.generation.choices[index].prompt_logprobs
+            body["logprobs"] = self.logprobs.completion(entries, prompt[0], 0)
+            self._offsets[index] = self.logprobs.length_of(prompt)
+        return [body]
+
+    def text_chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """``text`` and ``logprobs``."""
+        body: dict[str, Any] = {"text": output.text, "logprobs": None}
+        if self.logprobs is not None:
+            offset = self._offsets.get(index, 0)
+            body["logprobs"] = self.logprobs.completion(output.logprobs or (), None, offset)
+            self._offsets[index] = offset + self.logprobs.length_of(output.token_ids)
+        return body
+
+    def _echoed(self, index: int) -> str:
+        return "" if self._echo is None else self._echo[self.prompt_index(index)]

@@ -1,0 +1,166 @@
+"""What is sent back for a generation, a stream or an answer in one piece; work ends when its client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.admission.account import Budget, Share
+from server.admission.lanes import Lanes
+from server.answers.answer import Answer, DraftWriter, events
+from server.answers.obfuscation import EvenPieces, Pace, finish_at_a_tick, obfuscated_events
+from server.answers.wire import json_text, padded
+from server.base.record import current_record
+from server.base.settings import ServerSettings
+from server.running.engine_thread import Worker
+from server.running.generation import Generation
+from server.running.texts import codec_of
+from server.schema.generate import StreamOptions
+from ssd.text.stream import TextStream
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PIECE_BYTES = 1 << 18
+"""Of a whole answer so much is handed to the connection at once: what it holds beyond that is paid for."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` while the client is there; raises ClientGone, with the work cancelled, once it is not.
+
+    The request's body must have been read.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        current_record().is_gone = True
+        raise ClientGone
+    finally:
+        for running in (task, watch):
+            running.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come. The generation is closed at the end, whoever caused it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, events: AsyncGenerator[bytes, None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._generation = generation
+        self._events = events
+        # Proxies must neither store nor collect events.
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
+        """As a response without a body of its own, hence without content-length."""
+        self.body = b""
+        super().init_headers(headers)
+        del self.headers["content-length"]
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the events end or the client goes."""
+        try:
+            await until_disconnect(receive, self._send(send))
+        except ClientGone:
+            log.debug("client left a stream")
+        finally:
+            self._generation.close()
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _PaidAnswer(Response):
+    """A long answer, sent as it is taken: who reads slowly holds a share of what all may."""
+
+    def __init__(self, content: bytes, share: Share) -> None:
+        super().__init__(media_type="application/json", headers={"content-length": str(len(content))})
+        self._content, self._share = content, share
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; the share is given back at the end, whatever that is."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for at in range(0, len(self._content), _PIECE_BYTES):
+                piece = self._content[at : at + _PIECE_BYTES]
+                more = at + _PIECE_BYTES < len(self._content)
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+        finally:
+            self._share.give_back()
+
+
+class Answers:
+    """Sends them, as evenly and as late as the operator wants."""
+
+    def __init__(self, worker: Worker, settings: ServerSettings, lanes: Lanes) -> None:
+        self._worker, self._settings, self._lanes = worker, settings, lanes
+        self._unsent = Budget(settings.limits.max_answers_bytes, "long answers")
+
+    def stream(self, answer: Answer, options: StreamOptions) -> Response:
+        """The answer as events, while they come."""
+        settings, engine, generation = self._settings, self._worker.loaded_engine, answer.generation
+        is_declined = options.include_obfuscation is False or options.include_drafts  # which tell what it hides
+        if settings.obfuscation == "always" or (settings.obfuscation == "default" and not is_declined):
+            options = options.model_copy(update={"include_obfuscation": True})
+
+        def spelling() -> TextStream:
+            assert engine is not None and generation.sampling is not None  # every generation was submitted
+            return TextStream.following(codec_of(engine), generation.sampling)
+
+        answer.stream(options, DraftWriter(spelling) if options.include_drafts else None)
+        if not answer.pad:
+            return EventStream(generation, events(answer, settings.keep_alive_s))
+        pieces = EvenPieces([spelling() for _ in generation.choices], settings.obfuscation_tokens)
+        return EventStream(generation, obfuscated_events(answer, pieces, self._pace(), settings.keep_alive_s))
+
+    async def whole(self, answer: Answer, receive: Receive) -> Response:
+        """The answer in one piece, once all choices have ended; raises ClientGone."""
+        await until_disconnect(receive, self._finish(answer.generation))
+
+        def write() -> bytes:
+            content = json_text(answer.whole())
+            return padded(content) if self._settings.obfuscation == "always" else content
+
+        return self.response(write() if answer.is_short else await self._lanes.answers.run(write))
+
+    def response(self, content: bytes) -> Response:
+        """An answer of JSON; raises QueueFull where too many long ones wait to be taken."""
+        if len(content) <= _PIECE_BYTES:
+            return Response(content, media_type="application/json")
+        share = self._unsent.share()
+        share.grow(len(content))
+        return _PaidAnswer(content, share)
+
+    async def _finish(self, generation: Generation) -> None:
+        if self._settings.obfuscation == "always":
+            await finish_at_a_tick(generation, self._pace(), self._settings.obfuscation_tokens)
+        else:
+            await generation.finish()
+
+    def _pace(self) -> Pace:
+        return Pace(self._settings.obfuscation_interval_s, lambda: self._worker.hurries)

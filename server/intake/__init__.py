@@ -1,1 +1,0 @@
-"""What a request passes first: the gate, its body, its texts."""

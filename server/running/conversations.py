@@ -1,0 +1,224 @@
+"""Conversations on their way into the engine: the prompt, what the answer must look like, and who takes it apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from server.admission.lanes import Lanes
+from server.base.limits import Limits
+from server.base.settings import ServerSettings
+from server.running.texts import Texts, codec_of
+from server.schema.chat import ChatBody, ChatTemplateFields, TokenizeChatBody, ToolUse
+from server.tools.formats import AUTO, OFF, detect, make_parser, special_tokens
+from server.tools.grammars import call_grammar, count_reasoning_tokens, reasoning_rule
+from server.tools.messages import Messages, call_id, short_call_id, with_short_call_ids
+from server.tools.values import Functions
+from ssd.config import StructuredOutput
+from ssd.errors import RequestError
+from ssd.text.messages import knows_tools
+
+if TYPE_CHECKING:
+    from ssd.engine import Engine
+    from ssd.text.codec import TextCodec
+
+
+IN_WORDS = "hermes"
+"""The format of calls where the template knows of no tools, see `ssd.text.messages`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """Names of parsers, None for none. ``in_words`` : the template is not told of tools, the model is all the same."""
+
+    tool_call: str | None = None
+    reasoning: str | None = None
+    in_words: bool = False
+
+    @property
+    def has_short_call_ids(self) -> bool:
+        """Whether the template takes calls of short names alone."""
+        return self.tool_call == "mistral"
+
+
+class MessageFormats:
+    """The formats of the templates that are in use."""
+
+    def __init__(self, tool_call: str, reasoning: str) -> None:
+        """``tool_call``, ``reasoning`` : a parser's name, or "auto" for what the template speaks of, or "none"."""
+        self._tool_call, self._reasoning = tool_call, reasoning
+        self._of_template = lru_cache(maxsize=8)(self._find)
+
+    def of(self, codec: TextCodec, chat_template: str | None, *, with_tools: bool) -> MessageFormat:
+        """The format of a conversation; ``chat_template`` : the request's own. O(characters) for a new one."""
+        if self._tool_call == self._reasoning == OFF:
+            return MessageFormat()
+        template = codec.chat_template(chat_template, with_tools=with_tools)
+        return MessageFormat() if template is None else self._of_template(template)
+
+    def _find(self, template: str) -> MessageFormat:
+        tool_call, reasoning = detect(template)
+        if self._tool_call != AUTO:
+            tool_call = None if self._tool_call == OFF else self._tool_call
+        if self._reasoning != AUTO:
+            reasoning = None if self._reasoning == OFF else self._reasoning
+        # Who names another format has told the model of it, and of the tools, himself.
+        in_words = not knows_tools(template) and (self._tool_call == AUTO or tool_call == IN_WORDS)
+        return MessageFormat(IN_WORDS if in_words else tool_call, reasoning, in_words)
+
+
+_JSON_CALLS = "json"
+"""The format of forced calls where the model's own has no grammar."""
+_TAIL_TOKENS = 32
+"""Of the prompt: enough to see whether it ends within what the model thinks."""
+_SCHEMAS = frozenset({"json_object", "json_schema"})
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """How the answer to a conversation is made and read.
+
+    ``messages`` : takes it apart; None where all of it is content. ``output`` : what it must look like.
+    ``shown_special_ids`` : special tokens that whoever takes it apart must see. ``count_reasoning`` : how many tokens
+    of an output were thought; None where the model does not think.
+    """
+
+    messages: Messages | None
+    output: StructuredOutput | None
+    shown_special_ids: tuple[int, ...] = ()
+    count_reasoning: Callable[[Sequence[int]], int] | None = None
+
+
+def plan_answer(
+    body: ChatBody, form: MessageFormat, codec: TextCodec, prompt: Sequence[int], limits: Limits
+) -> AnswerPlan:
+    """What ``body`` asks for, of a model that writes as ``form`` says, after ``prompt``. O(characters of the tools).
+
+    Raises RequestError for what cannot be held to.
+    """
+    use, asked = body.tool_use(), body.structured_output()
+    mode = "none" if use is None else use.mode
+    if mode == "none" and form.reasoning is None:
+        return AnswerPlan(None, asked)
+    tail = codec.decode(prompt[-_TAIL_TOKENS:]) if form.reasoning is not None else ""
+    functions: Functions = {}
+    reader, calls = form.tool_call if mode != "none" else None, None
+    if use is not None and mode != "none":
+        functions = {function.name: function.schema_of_arguments for function in use.functions}
+        if mode == "required" or asked is not None:
+            reader, calls = _calls(use, form, functions, codec, limits)
+        elif reader is None:
+            raise _no_parser()
+    seen = special_tokens(reader, form.reasoning)
+    thought = reasoning_rule(form.reasoning, tail, codec.added_tokens)
+    output = _output(calls, None if mode == "required" else asked, thought)
+    messages = Messages(
+        partial(make_parser, reader, form.reasoning, functions=functions, prompt=tail),
+        parallel=use is None or use.parallel,
+        only_calls=mode == "required",
+        show_reasoning=body.include_reasoning,
+        make_id=short_call_id if form.has_short_call_ids else call_id,
+    )
+    count = None
+    if form.reasoning is not None:
+        count = partial(_count_reasoning, form.reasoning, tail, codec)
+    ids = {token_id for text, token_id in codec.added_tokens.items() if text in seen}
+    shown = tuple(sorted(ids & codec.special_ids))
+    return AnswerPlan(messages, output, shown, count)
+
+
+def _count_reasoning(name: str, tail: str, codec: TextCodec, token_ids: Sequence[int]) -> int:
+    return count_reasoning_tokens(name, tail, token_ids, codec.decode)
+
+
+def _calls(
+    use: ToolUse, form: MessageFormat, functions: Functions, codec: TextCodec, limits: Limits
+) -> tuple[str, StructuredOutput]:
+    """The format that calls are to be written in, and its grammar: the model's own if possible."""
+    param = "functions" if use.is_older else "tools"
+    for name in (form.tool_call, _JSON_CALLS):
+        markers = special_tokens(name, None)  # of all added tokens, of which there may be thousands
+        added = {text: token_id for text, token_id in codec.added_tokens.items() if text in markers}
+        grammar = call_grammar(name, functions, parallel=use.parallel, special=added)
+        if name is not None and grammar is not None:
+            if len(grammar) > limits.max_grammar_characters:
+                raise RequestError(
+                    f"the grammar of these functions has {len(grammar)} characters, at most "
+                    f"{limits.max_grammar_characters} are compiled: name fewer of them in tool_choice",
+                    param=param,
+                )
+            return name, StructuredOutput("grammar", grammar, param)
+        if use.mode != "required":  # then nothing tells the model of another format
+            break
+    raise RequestError(
+        "response_format together with tools that may be called is not possible in this model's format of calls: "
+        "leave out one of them",
+        param="response_format",
+    )
+
+
+def _output(
+    calls: StructuredOutput | None, asked: StructuredOutput | None, reasoning: str | None
+) -> StructuredOutput | None:
+    """One grammar of what may be thought before, of calls, and of what was asked for where nothing is called."""
+    if calls is not None and asked is not None and asked.kind not in _SCHEMAS:
+        raise RequestError(f"{asked.param} with tools must be a schema: leave out one of them", param=asked.param)
+    parts = {name: part for name, part in (("calls", calls), ("answer", asked)) if part is not None}
+    if not parts:
+        return None
+    first = next(iter(parts.values()))
+    if len(parts) == 1 and reasoning is None:
+        return first
+    choices = " | ".join(f"@{name}" for name in parts)
+    rules = f"start: ({choices})" if reasoning is None else f"start: reasoning ({choices})\n{reasoning}"
+    return StructuredOutput.parts(rules, parts, first.param)
+
+
+def _no_parser() -> RequestError:
+    return RequestError(
+        "the calls of this model cannot be read: the server was started without a parser of its format "
+        '(--tool-call-parser). Send tool_choice "required", "none" or a name',
+        param="tool_choice",
+    )
+
+
+B = TypeVar("B", bound=ChatTemplateFields)
+
+
+class Chats:
+    """Tells the model of tools in the way its chat template does, or in words where that knows of none."""
+
+    def __init__(self, texts: Texts, lanes: Lanes, settings: ServerSettings) -> None:
+        self._texts, self._lanes, self._settings = texts, lanes, settings
+        self._formats = MessageFormats(settings.tool_call_parser, settings.reasoning_parser)
+
+    async def prepare(self, engine: Engine, body: ChatBody) -> tuple[list[int], AnswerPlan]:
+        """Token ids of the conversation, and the plan of its answer; raises RequestError."""
+        body, form = self._told(engine, body)
+        prompt = await self._texts.messages(engine, body, tools_in_words=form.in_words)
+        codec, limits, use = codec_of(engine), self._settings.limits, body.tool_use()
+        if use is not None and (use.mode == "required" or body.response_format is not None):  # a grammar of all tools
+            return prompt, await self._lanes.answers.run(plan_answer, body, form, codec, prompt, limits)
+        return prompt, plan_answer(body, form, codec, prompt, limits)
+
+    async def tokenize(self, engine: Engine, body: TokenizeChatBody) -> tuple[list[int], Any]:
+        """Token ids of the conversation, and each one's text where that is asked for."""
+        body, form = self._told(engine, body)
+        return await self._texts.tokenize(engine, body, tools_in_words=form.in_words)
+
+    def _told(self, engine: Engine, body: B) -> tuple[B, MessageFormat]:
+        """The conversation as the template is given it, and the format of its messages."""
+        use = body.tool_use()
+        if use is not None and use.mode == "none" and self._settings.exclude_tools_when_tool_choice_none:
+            body, use = body.without_tools(), None
+        codec = codec_of(engine)
+        if body.documents and "documents" not in (codec.chat_template(body.chat_template) or "documents"):
+            raise RequestError(
+                "the chat template of this model does not read documents: put them into a message", param="documents"
+            )
+        form = self._formats.of(codec, body.chat_template, with_tools=use is not None)
+        if form.has_short_call_ids:
+            body = body.model_copy(update={"messages": with_short_call_ids(body.messages)})
+        return body, form

@@ -1,0 +1,232 @@
+"""Between text and token ids, beside the event loop and within limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from server.admission.lanes import LONG_CHARACTERS, Lanes
+from server.base.counting import num_values
+from server.base.settings import ServerSettings
+from server.schema.chat import ChatTemplateFields, TokenizeTextBody
+from ssd.errors import ContextTooLong, RequestError
+from ssd.text.codec import encode_bad_words
+
+if TYPE_CHECKING:
+    from ssd.engine import Engine
+    from ssd.text.codec import TextCodec
+
+
+_MAX_CHARACTERS_PER_TOKEN = 512
+"""No tokenizer in use has a longer token; those that come near are runs of spaces."""
+_USUAL_CHARACTERS_PER_TOKEN = 4
+_MOST_DETOKENIZED = 1 << 16
+"""Token ids of a call of /detokenize, or the context where that is more: the tokenizer keeps all threads waiting."""
+_TOKENS_CUT = 64
+"""The beginning of a text may have a few tokens more than the text has there: the last ones were cut."""
+_CHARACTERS_A_TEXT = 64
+"""What every text costs beside its length, as characters."""
+
+
+class Texts:
+    """Tokenises and detokenises for requests. Whatever is too much is refused, early and by name."""
+
+    def __init__(self, lanes: Lanes, settings: ServerSettings) -> None:
+        self._lanes, self._limits, self._settings = lanes, settings.limits, settings
+
+    async def prompts(self, engine: Engine, prompts: Sequence[str | list[int]], *, special: bool) -> list[list[int]]:
+        """Token ids of prompts, texts with the tokenizer's own special tokens around them if ``special``."""
+        most = self.most_tokens(engine)
+        if sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)) > most:
+            raise self._too_many(most)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if not texts:
+            return [prompt for prompt in prompts if not isinstance(prompt, str)]
+        codec = codec_of(engine)
+        encode = codec.encode_prompt if special else codec.encode_completion
+        num_characters = max(map(len, texts))
+        _require_plausible_length(engine, num_characters, "prompt")
+
+        def call(some: Sequence[str]) -> list[list[int]]:
+            found: list[list[int]] = []
+            for text in some:
+                require_fits(codec, text, engine.max_model_len, "prompt")
+                found.append(encode(text))
+            return found
+
+        cost = sum(len(text) + _CHARACTERS_A_TEXT for text in texts)
+        found: list[list[int]] = []
+        num_tokens = 0
+        for some in _parts(texts):  # others have their turn between
+            found += await self._lanes.run_on_text(cost, partial(call, some))
+            num_tokens += sum(map(len, found[-len(some) :]))
+            if num_tokens > most:
+                raise self._too_many(most)
+        return found
+
+    async def messages(self, engine: Engine, body: ChatTemplateFields, *, tools_in_words: bool = False) -> list[int]:
+        """Token ids of a conversation. ``tools_in_words`` : its template knows of no tools."""
+        call, num_characters = self._conversation(engine, body, tools_in_words=tools_in_words)
+        return await self._lanes.run_on_text(num_characters, call)
+
+    async def prediction(self, engine: Engine, text: str) -> tuple[int, ...]:
+        """Token ids of what the output is expected to be."""
+        codec = codec_of(engine)
+        _require_plausible_length(engine, len(text), "prediction")
+
+        def call() -> tuple[int, ...]:
+            require_fits(codec, text, engine.max_model_len, "prediction")
+            return tuple(codec.encode_completion(text))
+
+        return await self._lanes.run_on_text(len(text), call)
+
+    async def bad_words(self, engine: Engine, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of words that must not be said."""
+        cost = sum(len(word) + _CHARACTERS_A_TEXT for word in words)
+        return await self._lanes.run_on_text(2 * cost, partial(encode_bad_words, codec_of(engine), words))
+
+    async def echoes(self, engine: Engine, prompts: Sequence[str | list[int]]) -> list[str]:
+        """The texts of prompts that are to be repeated."""
+        codec = codec_of(engine)
+
+        def text_of(prompt: str | list[int]) -> str:
+            if isinstance(prompt, str):
+                return prompt
+            known = [token for token in prompt if 0 <= token < codec.vocab_size]  # others are refused by the engine
+            return codec.decode(known, skip_special_tokens=True)
+
+        if all(isinstance(prompt, str) for prompt in prompts):
+            return [text_of(prompt) for prompt in prompts]
+        return await self._lanes.run_on_text(sum(map(len, prompts)), lambda: [text_of(prompt) for prompt in prompts])
+
+    async def tokenize(
+        self, engine: Engine, body: TokenizeTextBody | ChatTemplateFields, *, tools_in_words: bool = False
+    ) -> tuple[list[int], Any]:
+        """Ids of a text or a conversation, and each one's text where that is asked for."""
+        codec = codec_of(engine)
+        most = self.most_tokens(engine)
+        if isinstance(body, TokenizeTextBody):
+            text, encode = body.prompt, codec.encode_prompt if body.add_special_tokens else codec.encode_completion
+            wants_texts = body.return_token_strs
+
+            def ids() -> list[int]:
+                require_fits(codec, text, most, "prompt")
+                return encode(text)
+
+        else:
+            wants_texts = getattr(body, "return_token_strs", False)
+            ids, _ = self._conversation(engine, body, tools_in_words=tools_in_words)
+
+        def call() -> tuple[list[int], Any]:
+            tokens = ids()
+            return tokens, [codec.decode([token]) for token in tokens] if wants_texts else None
+
+        return await self._lanes.tools.run(call)
+
+    async def detokenize(self, engine: Engine, tokens: list[int]) -> str:
+        """The text of token ids."""
+        codec, most = codec_of(engine), max(_MOST_DETOKENIZED, engine.max_model_len)
+        if len(tokens) > most:
+            raise RequestError(
+                f"tokens has {len(tokens)} token ids, at most {most} are taken: send parts", param="tokens"
+            )
+        if tokens and not (min(tokens) >= 0 and max(tokens) < codec.vocab_size):
+            raise RequestError(f"tokens has a token id outside 0..{codec.vocab_size - 1}", param="tokens")
+        return await self._lanes.tools.run(codec.decode, tokens)
+
+    def most_tokens(self, engine: Engine) -> int:
+        """Prompt tokens that one request may have."""
+        return max(self._limits.max_request_tokens, engine.max_model_len)
+
+    def _conversation(
+        self, engine: Engine, body: ChatTemplateFields, *, tools_in_words: bool
+    ) -> tuple[Callable[[], list[int]], int]:
+        """What tokenises a conversation, and about how many characters it has."""
+        contents = [str(message.get("content")) for message in body.messages]
+        contents += [text for document in body.documents for text in document.values()]
+        contents += [str(calls) for message in body.messages if (calls := message.get("tool_calls"))]
+        contents += [str(function.told()) for function in (*(tool.function for tool in body.tools), *body.functions)]
+        num_characters = sum(map(len, contents))
+        _require_plausible_length(engine, num_characters, "messages")
+        if body.chat_template is not None and not self._settings.trust_request_chat_template:
+            raise RequestError(
+                "chat templates of requests are not run here: a template is a program. "
+                "Leave chat_template out, or start the server with --trust-request-chat-template",
+                param="chat_template",
+            )
+        codec = codec_of(engine)
+        arguments = {
+            **body.template_arguments(),
+            "allow_special_tokens": self._settings.allow_special_tokens,
+            "tools_in_words": tools_in_words,
+        }
+
+        def call() -> list[int]:
+            self._require_few_values(body.messages)
+            if num_characters > _USUAL_CHARACTERS_PER_TOKEN * engine.max_model_len:
+                require_fits(codec, "\n".join(contents), engine.max_model_len, "messages")
+            return codec.encode_chat(body.messages, **arguments)
+
+        return call, num_characters + _CHARACTERS_A_TEXT * len(contents)
+
+    def _require_few_values(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Refuse more in the arguments of tool calls, each JSON in a string, than a body may have."""
+        lists = [calls for message in messages if isinstance(calls := message.get("tool_calls"), list)]
+        functions = [call.get("function") for calls in lists for call in calls if isinstance(call, dict)]
+        functions += [message.get("function_call") for message in messages]
+        written = [function.get("arguments") for function in functions if isinstance(function, dict)]
+        text = ",".join(arguments for arguments in written if isinstance(arguments, str))
+        most = self._limits.max_body_values
+        if len(text) > most and num_values(text.encode(errors="replace")) > most:
+            raise RequestError(
+                f"the arguments of all tool calls have more than {most} values: leave some out", param="messages"
+            )
+
+    def _too_many(self, most: int) -> RequestError:
+        return RequestError(
+            f"the prompts of a request may have {most} tokens together: send several requests", param="prompt"
+        )
+
+
+def require_fits(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
+    """Raise ContextTooLong for a text of clearly more tokens, as soon as its beginning has more.
+
+    Beginnings of four times the length each are tokenised, so that a text that is far too long costs no more than one
+    that is a little too long. Nothing is done for a text of usual length.
+    """
+    size = max(1 << 14, _USUAL_CHARACTERS_PER_TOKEN * most_tokens)
+    while size < len(text):
+        if len(codec.encode_completion(text[:size])) > most_tokens + _TOKENS_CUT:
+            raise ContextTooLong(
+                f"{param} has more than the {most_tokens} tokens that can be taken: shorten it", param=param
+            )
+        size *= 4
+
+
+def _parts(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The texts, as many together as are short together, in order."""
+    first = num_characters = 0
+    for place, text in enumerate(texts):
+        num_characters += len(text) + _CHARACTERS_A_TEXT
+        if num_characters > LONG_CHARACTERS and place > first:
+            yield texts[first:place]
+            first, num_characters = place, len(text) + _CHARACTERS_A_TEXT
+    yield texts[first:]
+
+
+def _require_plausible_length(engine: Engine, num_characters: int, param: str) -> None:
+    """Refuse text that cannot fit before time is spent on it."""
+    limit = engine.max_model_len * _MAX_CHARACTERS_PER_TOKEN
+    if num_characters > limit:
+        raise ContextTooLong(
+            f"{param} has {num_characters} characters, which cannot fit this model's maximum context length of "
+            f"{engine.max_model_len} tokens: shorten it",
+            param=param,
+        )
+
+
+def codec_of(engine: Engine) -> TextCodec:
+    """The tokenizer, which the engine of a server always has."""
+    assert engine.codec is not None
+    return engine.codec
