@@ -25,7 +25,7 @@ from benchmarks.replay.job import Plan, Result, run_all
 from benchmarks.replay.plots import plot_curves
 from benchmarks.replay.settings import CONTENDER_NAMES, MEASURED_PATH, OURS
 from benchmarks.traces import all_traces, find_tokenizer, find_trace, trace_name
-from cache_builder.evaluation.costs import CostCurve, flat, read_curve
+from cache_builder.evaluation.costs import CostCurve, flat, read_step_costs
 from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
@@ -64,7 +64,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
             raise ConfigError(f"--{name.replace('_', '-')} must be within {least:,}..{most:,}, got {value}")
-    curves: dict[str, CostCurve] = {"flat": flat(_FLAT_WIDTH), "measured": read_curve(MEASURED_PATH)}
+    curves: dict[str, CostCurve] = {"flat": flat(_FLAT_WIDTH), "measured": read_step_costs(MEASURED_PATH).curve}
     return Plan(
         drafters=list(dict.fromkeys(options.drafter or [OURS])),
         draft=DraftConfig(num_speculative_tokens=options.max_draft),

@@ -17,7 +17,7 @@ from benchmarks.replay.contenders import Contender, PeerDrafter, calibrate
 from benchmarks.replay.settings import PEERS, PeerSetting, settings_of
 from benchmarks.traces import TraceTokenizer, limited, read_records, read_sessions, trace_name
 from benchmarks.walk import Counts
-from cache_builder.evaluation.costs import CostCurve, speed_up
+from cache_builder.evaluation.costs import CostCurve, StepCosts
 from cache_builder.evaluation.log import Row
 from cache_builder.evaluation.oracle import oracle_steps
 from ssd.config import DraftConfig, IndexConfig
@@ -158,7 +158,9 @@ def summary(counts: Counts, costs: Sequence[CostCurve]) -> Result:
         "drafted_per_step": counts.num_drafted_tokens / steps,
         "accepted_per_step": counts.num_accepted_tokens / steps,
         "acceptance_rate": counts.num_accepted_tokens / max(1, counts.num_drafted_tokens),
-        "speed_up": {cost.name: speed_up(counts.num_output_tokens, counts.steps_by_drafted, cost) for cost in costs},
+        "speed_up": {
+            cost.name: StepCosts(cost, "").speed_up(counts.num_output_tokens, counts.steps_by_drafted) for cost in costs
+        },
         "propose_us_p50": round(float(np.percentile(times_us, 50)), 1),
         "propose_us_p99": round(float(np.percentile(times_us, 99)), 1),
         "cached_tokens": counts.num_cached_tokens,

@@ -24,7 +24,7 @@ from benchmarks.exactness import TIE_MARGIN
 from benchmarks.replay.settings import MEASURED_PATH
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
-from ssd.engine.measured_costs import decode, time_rounds
+from ssd.engine.measured import decode, time_rounds
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 
