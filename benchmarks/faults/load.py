@@ -1,166 +1,196 @@
-"""Concurrent clients that verify every answer, and notes: texts with a number, found again as they lie in a cache."""
+"""Concurrent clients that ask for every kind of answer and verify each, and send notes: texts with a number."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import random
-import shutil
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
-from benchmarks.faults.history import History
+from benchmarks.faults.history import History, note
 from benchmarks.processes import Server, headers_of
-from ssd.config import CacheConfig, IndexConfig
-from ssd.retrieval.cache import CacheSet, SuffixCache
-from ssd.retrieval.files import MANIFEST_NAME
-from ssd.retrieval.segment import SEPARATOR
+from benchmarks.workloads import snippets
+from ssd.bundled import MODEL_PATH
+from ssd.config import DraftConfig, EngineConfig, SamplingParams, StructuredOutput
+from ssd.engine import Engine, Request
 from ssd.text.codec import TextCodec
 
-PROMPTS = (
-    "import os\n",
-    "def read_lines(path):\n",
-    "class Connection:\n    def close(self):\n",
-    "for name, value in options.items():\n    ",
-    "# A queue for several threads\nclass Queue:\n",
-    "def test_an_empty_list():\n    assert ",
-    "try:\n    import json\nexcept ImportError:\n",
-    "SELECT name FROM users WHERE ",
-)
+SERVER_OPTIONS: Final = ("--device", "cpu", "--dtype", "float32", "--exact", "on")
+"""With which a server says what `questions` says it must."""
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_PROMPT_CHARACTERS = 160
+_REGEX = r"[a-z]{3,8}\([a-z]{1,4}, [0-9]{1,3}\)"
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["add", "remove", "list"]}, "count": {"type": "integer", "maximum": 99}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+
+
+_TIMEOUT_S = 300.0
+_KEPT_FAILURES = 20
+_NOTE_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one choice must be."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request's body and what it must be answered with."""
+    """A request, and the answer of every choice."""
 
-    body: dict[str, Any]
-    text: str
-    finish_reason: str
-
-    def judge(self, text: str, finish_reason: str) -> str:
-        """ "right" or "changed"."""
-        return "right" if (text, finish_reason) == (self.text, self.finish_reason) else "changed"
+    kind: str
+    path: str
+    body: Mapping[str, Any]
+    answers: tuple[Answer, ...]
 
 
-def ask_all(server: Server, num_tokens: int, seeds: Sequence[int]) -> list[Question]:
-    """Every prompt greedily and with each seed, answered by a server that does not speculate."""
-    questions = []
-    for prompt in PROMPTS:
-        bodies: list[dict[str, Any]] = [
-            {"temperature": 0},
-            *({"temperature": 0.8, "top_p": 0.95, "seed": seed} for seed in seeds),
-        ]
-        for fields in bodies:
-            body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, **fields}
-            choice = server.post(body)["choices"][0]
-            questions.append(Question(body, choice["text"], choice["finish_reason"]))
-    return questions
-
-
-_NOTE = "# note {} of this log\n"
-_MARGIN = 24  # characters of a sequence that may hold a note's number
-
-
-def note(number: int) -> str:
-    """The prompt of a note; no other text begins like it."""
-    return _NOTE.format(number)
-
-
-def number_of(text: str) -> int | None:
-    """The number of the note that ``text`` begins with; None for other text."""
-    words = text[:_MARGIN].split(" ", 4)
-    is_note = len(words) > 3 and words[:2] == ["#", "note"] and words[3].startswith("of") and words[2].isdecimal()
-    return int(words[2]) if is_note else None
-
-
-def sequences(cache: SuffixCache) -> Iterator[npt.NDArray[np.int32]]:
-    """The sequences a cache holds."""
-    snapshot = cache.snapshot()
-    tail = snapshot.ring[np.arange(snapshot.tail_start, snapshot.tail_stop) & (len(snapshot.ring) - 1)]
-    text = np.concatenate([*(segment.tokens for segment in snapshot.segments), tail])
-    return (part[part != SEPARATOR] for part in np.split(text, np.flatnonzero(text == SEPARATOR) + 1))
-
-
-def notes_in(cache: SuffixCache, codec: TextCodec) -> list[int]:
-    """The number of each note that a cache holds, as often as it does."""
-    texts = (
-        codec.decode(sequence[:_MARGIN].tolist(), skip_special_tokens=True)
-        for sequence in sequences(cache)
-        if len(sequence)
+def questions(number: int, max_tokens: int) -> list[Question]:
+    """So many, of each kind as many, answered by the engine called directly without drafts."""
+    codec = TextCodec.load(str(MODEL_PATH))
+    engine = Engine.from_pretrained(
+        MODEL_PATH,
+        device="cpu",
+        dtype="float32",
+        codec=codec,
+        config=EngineConfig(max_num_seqs=8, max_model_len=512, enable_prefix_caching=False, exact="on"),
+        draft=DraftConfig(num_speculative_tokens=0),
     )
-    return [number for text in texts if (number := number_of(text)) is not None]
+    kinds = _kinds(max_tokens)
+    with closing(engine):
+        return [_question(engine, codec, *next(kinds)) for _ in range(number)]
 
 
-def notes_on_disk(directory: Path, codec: TextCodec, num_tokens: int) -> list[tuple[str, int]]:
-    """(namespace, number) of every note in the files of a cache directory, whether a server writes it or not.
+def _kinds(max_tokens: int) -> Iterator[tuple[str, str, str, dict[str, Any], StructuredOutput | None, int]]:
+    """(kind, path, text, fields of body and sampling, structured output, choices), in turn."""
+    sampled = {"temperature": 0.8, "top_p": 0.95}
+    for number, text in enumerate(snippets(seed=13)):
+        asked, limit = text[-_PROMPT_CHARACTERS:], {"max_tokens": max_tokens}
+        greedy = {**limit, "temperature": 0.0}
+        seeded = {**limit, **sampled, "seed": number}
+        yield "completion, greedy", COMPLETIONS, asked, greedy, None, 1
+        yield "completion, sampled", COMPLETIONS, asked, seeded, None, 1
+        yield "completion, n=3", COMPLETIONS, asked, seeded, None, 3
+        yield "completion, stop", COMPLETIONS, asked, {**greedy, "stop": ("\n\n", "return")}, None, 1
+        yield "completion, penalties", COMPLETIONS, asked, {**seeded, "presence_penalty": 0.5}, None, 1
+        yield "chat, greedy", CHAT, asked, greedy, None, 1
+        yield "chat, n=2", CHAT, asked, seeded, None, 2
+        yield "chat, schema", CHAT, asked, greedy, StructuredOutput("json_schema", json.dumps(_SCHEMA)), 1
+        yield "completion, regex", COMPLETIONS, asked, seeded, StructuredOutput("regex", _REGEX), 1
 
-    Reads a copy. ``num_tokens`` : the cache's capacity.
+
+def _question(
+    engine: Engine,
+    codec: TextCodec,
+    kind: str,
+    path: str,
+    text: str,
+    fields: dict[str, Any],
+    output: StructuredOutput | None,
+    n: int,
+) -> Question:
+    body: dict[str, Any] = {**fields, "n": n, "return_token_ids": True}
+    if path == CHAT:
+        body["messages"] = [{"role": "user", "content": text}]
+        prompt = codec.encode_chat(body["messages"])
+    else:
+        body["prompt"] = text
+        prompt = codec.encode_prompt(text)
+    if output is not None and output.kind == "json_schema":
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "call", "schema": _SCHEMA}}
+    elif output is not None:
+        body["structured_outputs"] = {output.kind: output.source}
+    sampling = SamplingParams(**fields, structured_output=output)
+    return Question(kind, path, body, tuple(_answers(engine, prompt, sampling, n)))
+
+
+def _answers(engine: Engine, prompt: Sequence[int], sampling: SamplingParams, n: int) -> list[Answer]:
+    found = _Found(n)
+    for index in range(n):
+        request = Request(
+            request_id=str(index), prompt_token_ids=tuple(prompt), sampling=sampling, choice_index=index, namespace=None
+        )
+        engine.submit(request)
+    while engine.has_work():
+        for step in engine.step():
+            reason = None if step.finish_reason is None else str(step.finish_reason)
+            found.add_part(int(step.request_id), step.token_ids, step.text, reason)
+    return found.answers()
+
+
+class _Found:
+    """What the choices of a request have said."""
+
+    def __init__(self, n: int) -> None:
+        self._ids: list[list[int]] = [[] for _ in range(n)]
+        self._texts, self._reasons = [""] * n, [""] * n
+
+    def add(self, body: dict[str, Any]) -> None:
+        """A whole answer, or a chunk of one. Raises ValueError for an error."""
+        if "error" in body:
+            raise ValueError(str(body["error"]))
+        for choice in body["choices"]:
+            said = choice.get("message") or choice.get("delta") or choice
+            text = said.get("text") or said.get("content") or ""
+            self.add_part(choice["index"], choice.get("token_ids") or (), text, choice.get("finish_reason"))
+
+    def add_part(self, index: int, token_ids: Sequence[int], text: str, reason: str | None) -> None:
+        """More of one choice."""
+        self._ids[index] += token_ids
+        self._texts[index] += text
+        self._reasons[index] = reason or self._reasons[index]
+
+    def answers(self) -> list[Answer]:
+        """Of every choice."""
+        return [Answer(tuple(self._ids[i]), self._texts[i], self._reasons[i]) for i in range(len(self._ids))]
+
+
+@dataclass(slots=True, kw_only=True)
+class Traffic:
+    """What clients ask with, beside their questions.
+
+    ``keys`` : of each request one; None sends none. ``salts`` : every fifth request has one of these. ``history`` :
+    gets notes, which are sent to ``namespace``.
     """
-    found: list[tuple[str, int]] = []
-    with tempfile.TemporaryDirectory(prefix="faults-copy-") as copy:
-        for namespace in _copy(directory, Path(copy)):
-            config = CacheConfig(directory=Path(copy), index=IndexConfig(capacity_tokens=num_tokens))
-            with CacheSet(config, codec.fingerprint, inline=True) as caches:
-                found += ((namespace, number) for number in notes_in(caches.get(namespace), codec))
-    return found
+
+    keys: Sequence[str | None] = (None,)
+    salts: Sequence[str] = ()
+    history: History | None = None
+    namespace: str = ""
 
 
-def _copy(directory: Path, copy: Path) -> Iterable[str]:
-    """Copies each namespace as its manifest has it; files of a merge come and go meanwhile."""
-    namespaces = [path.parent.name for path in directory.glob(f"*/{MANIFEST_NAME}")]
-    for namespace in namespaces:
-        for _ in range(50):
-            target = copy / namespace
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir()
-            manifest = (directory / namespace / MANIFEST_NAME).read_bytes()
-            names = [segment["id"] for segment in json.loads(manifest)["manifest"]["segments"]]
-            try:
-                for name in names:
-                    shutil.copyfile(directory / namespace / f"{name}.seg", target / f"{name}.seg")
-                (target / MANIFEST_NAME).write_bytes(manifest)
-                break
-            except FileNotFoundError:
-                time.sleep(0.02)
-        else:
-            raise TimeoutError(f"{namespace} changed faster than it could be copied")
-    return namespaces
-
-
-_NOTE_TOKENS = 4
-
-
+@dataclass(slots=True)
 class Load:
-    """Clients of one server: completions, streams, streams that are left early, and notes.
+    """Clients of one server: answers whole and streamed, some left before they end, and notes.
 
-    ``counts`` : "right", "changed", "cancelled", "noted"; "failed" where the server ought to have answered, and
-    "interrupted" where it was being killed.
+    ``counts`` : "right", "changed", "cancelled", "noted", "failed" where the server ought to have answered, and
+    "interrupted" where it was being killed. ``kinds`` : requests of each kind. ``num_tokens`` : of right answers.
     """
 
-    def __init__(
-        self, server: Server, questions: Sequence[Question], history: History, namespace: str, key: str | None = None
-    ) -> None:
-        """``namespace`` : where notes belong; ``key`` : what requests bring."""
-        self.counts: Counter[str] = Counter()
-        self.failures: list[str] = []
-        self.history = history
-        self._server = server
-        self._questions = questions
-        self._namespace = namespace
-        self._lock = threading.Lock()
-        self._key = key
-        self._num_outages = 0
-        self._is_down = False
+    server: Server
+    questions: Sequence[Question]
+    traffic: Traffic
+    counts: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _num_outages: int = 0
+    _is_down: bool = False
 
     @contextmanager
     def running(self, num_clients: int, seed: int | str) -> Iterator[None]:
@@ -190,75 +220,80 @@ class Load:
         finally:
             self._is_down = False
 
-    def take_note(self) -> int | None:
-        """Sends one note; its number if it was acknowledged."""
-        number = self.history.begin(self._namespace)
-        asked = {"prompt": note(number), "max_tokens": _NOTE_TOKENS, "temperature": 0, "ignore_eos": True}
-        if not self._count(lambda: "noted" if self._server.post(asked, key=self._key) else "failed"):
-            return None
-        self.history.acknowledge(number)
-        return number
-
     def _ask_until(self, stopping: threading.Event, chance: random.Random) -> None:
+        history = self.traffic.history
         while not stopping.is_set():
             if self._is_down:
                 time.sleep(0.05)
-                continue
-            question = chance.choice(self._questions)
-            kind = chance.choices(("whole", "stream", "leave", "note"), (4, 3, 1, 3))[0]
-            if kind == "note":
-                self.take_note()
-            elif kind == "whole":
-                self._count(lambda: self._whole(question))  # noqa: B023
+            elif history is not None and chance.random() < 0.3:
+                self._take_note(history, chance)
             else:
-                leave_after = chance.randint(1, 6) if kind == "leave" else None
-                self._count(lambda: self._stream(question, leave_after))  # noqa: B023
+                question = chance.choice(self.questions)
+                self._count(question.kind, lambda: self._ask(question, chance))  # noqa: B023
 
-    def _count(self, ask: Callable[[], str]) -> bool:
+    def _take_note(self, history: History, chance: random.Random) -> None:
+        number = history.begin(self.traffic.namespace)
+        asked = {"prompt": note(number), "max_tokens": _NOTE_TOKENS, "temperature": 0, "ignore_eos": True}
+        key = chance.choice(self.traffic.keys)
+        if self._count("note", lambda: "noted" if self.server.post(asked, key=key) else "failed"):
+            history.acknowledge(number)
+
+    def _count(self, kind: str, ask: Callable[[], str]) -> bool:
+        """Whether it was answered, however."""
         with self._lock:
             outages = self._num_outages
         try:
-            outcome = ask()
+            outcome, failure = ask(), ""
         except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError) as error:
-            with self._lock:
-                was_ended = self._is_down or self._num_outages != outages
-                self.counts["interrupted" if was_ended else "failed"] += 1
-                if not was_ended and len(self.failures) < 20:
-                    self.failures.append(f"{type(error).__name__}: {error}"[:200])
-            time.sleep(0.05)
-            return False
+            was_ended = self._is_down or self._num_outages != outages
+            outcome, failure = "interrupted" if was_ended else "failed", f"{kind}: {type(error).__name__}: {error}"
         with self._lock:
             self.counts[outcome] += 1
-        return True
+            self.kinds[kind] += 1
+        if failure:
+            self._note_failure(failure, is_one=outcome == "failed")
+            time.sleep(0.05)
+        return not failure
 
-    def _whole(self, question: Question) -> str:
-        choice = self._server.post(question.body, key=self._key)["choices"][0]
-        return self._judge(question, choice["text"], choice["finish_reason"])
+    def _note_failure(self, failure: str, *, is_one: bool = True) -> None:
+        with self._lock:
+            if is_one and len(self.failures) < _KEPT_FAILURES:
+                self.failures.append(failure[:600])
 
-    def _stream(self, question: Question, leave_after: int | None) -> str:
-        text, finish_reason, num_events = "", "", 0
-        with closing(http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=60)) as connection:
-            body = json.dumps({**question.body, "stream": True})
-            connection.request("POST", "/v1/completions", body, headers_of(self._key))
+    def _ask(self, question: Question, chance: random.Random) -> str:
+        body, is_streamed, leaves = dict(question.body), chance.random() < 0.5, chance.random() < 0.15
+        if self.traffic.salts and chance.random() < 0.2:
+            body["cache_salt"] = chance.choice(self.traffic.salts)
+        if is_streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": chance.random() < 0.5}}
+        last_event = chance.randint(1, 12) if leaves else None
+        found = _Found(len(question.answers))
+        with closing(http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=_TIMEOUT_S)) as connection:
+            connection.request("POST", question.path, json.dumps(body), headers_of(chance.choice(self.traffic.keys)))
+            if leaves and not is_streamed:
+                time.sleep(chance.random() * 0.3)
+                return "cancelled"
             response = connection.getresponse()
             if response.status != 200:
-                raise http.client.HTTPException(f"{response.status}: {response.read(200)!r}")
-            for line in response:
-                if not line.startswith(b"data: "):
-                    continue
-                if line == b"data: [DONE]\n":
-                    return self._judge(question, text, finish_reason)
-                choice = json.loads(line[6:])["choices"][0]
-                text += choice["text"]
-                finish_reason = choice["finish_reason"] or finish_reason
-                num_events += 1
-                if num_events == leave_after:
-                    return "cancelled" if question.text.startswith(text) else "changed"
+                raise http.client.HTTPException(f"{response.status}: {response.read(300)!r}")
+            if not is_streamed:
+                found.add(json.loads(response.read()))
+                return self._judged(question, found)
+            for number, line in enumerate(line for line in response if line.startswith(b"data: ")):
+                if line.strip() == b"data: [DONE]":
+                    return self._judged(question, found)
+                found.add(json.loads(line[6:]))
+                if number == last_event:
+                    return self._judged(question, found, is_whole=False)
         raise http.client.HTTPException("the stream ended before its end mark")
 
-    def _judge(self, question: Question, text: str, finish_reason: str) -> str:
-        verdict = question.judge(text, finish_reason)
-        if verdict == "changed":
-            with self._lock:
-                self.failures.append(f"changed: {question.body} answered {text!r}, expected {question.text!r}"[:600])
-        return verdict
+    def _judged(self, question: Question, found: _Found, *, is_whole: bool = True) -> str:
+        for got, want in zip(found.answers(), question.answers, strict=True):
+            if got != want if is_whole else not want.text.startswith(got.text):
+                self._note_failure(f"changed: {question.kind}: {got}, expected {want}")
+                return "changed"
+        if not is_whole:
+            return "cancelled"
+        with self._lock:
+            self.num_tokens += sum(len(answer.token_ids) for answer in question.answers)
+        return "right"
