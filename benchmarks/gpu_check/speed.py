@@ -16,6 +16,7 @@ from benchmarks.gpu_check.scene import Found, Keep, Scene, let_go
 from benchmarks.growth import repeat
 from benchmarks.profile import profiles as profiled_steps
 from benchmarks.steps import (
+    Rows,
     Shape,
     Tokens,
     at_once,
@@ -29,10 +30,10 @@ from benchmarks.steps import (
     weight_bytes,
 )
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, DraftConfig, SamplingParams
+from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
-from ssd.engine import Engine, Request
+from ssd.engine import Engine
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
@@ -248,7 +249,7 @@ def propose(scene: Scene, model: PreTrainedModel) -> Found:
         engine = Engine(target, drafter=drafter, caches=caches, config=at_once(target, list(prompts)), draft=draft)
         engine.warm_up()
         for traffic in ("new", "again"):
-            steps, drafting = _steps(engine, drafter, list(prompts), num_tokens, traffic)
+            steps, drafting = _steps(engine, drafter, list(prompts), num_tokens)
             caches.flush()
             found[traffic] = {
                 "step_ms_p50": round(1e3 * median(steps), 4),
@@ -272,26 +273,18 @@ def _fill(caches: CacheSet, vocab_size: int, num_tokens: int) -> None:
 
 
 def _steps(
-    engine: Engine,
-    drafter: TimedDrafter,
-    prompts: Sequence[Tokens],
-    num_tokens: int,
-    name: str,
+    engine: Engine, drafter: TimedDrafter, prompts: Sequence[Tokens], num_tokens: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of steps in which every row decodes, and those of the drafter in each."""
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    for row, prompt in enumerate(prompts):
-        engine.submit(Request(request_id=f"{name}-{row}", prompt_token_ids=tuple(prompt.tolist()), sampling=sampling))
-    has_begun: set[str] = set()
+    rows = Rows(engine, prompts, num_tokens)
     steps, drafting = [], []
     while engine.has_work():
-        is_full = len(has_begun) == len(prompts) == engine.metrics.num_running
+        is_full = all(rows.outputs) and engine.metrics.num_running == len(prompts)
         drafter.take_seconds()
         began = time.perf_counter()
-        outputs = engine.step()
+        rows.step()
         synchronize(engine.target.device)
         took = time.perf_counter() - began
-        has_begun |= {output.request_id for output in outputs if output.token_ids}
         if is_full:
             steps.append(took)
             drafting.append(drafter.take_seconds())
