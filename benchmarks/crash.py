@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.processes import children_of
 from benchmarks.run import Option, Run
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheLocked
@@ -247,14 +248,6 @@ class Child:
         os.close(self._pipe)
         return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
-    def rebuild_process(self) -> list[int]:
-        """Ids of the child's own children."""
-        found: list[int] = []
-        for path in Path(f"/proc/{self.process_id}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += map(int, path.read_text().split())
-        return found
-
     def _hear(self) -> bool:
         data = os.read(self._pipe, 1 << 16)
         *lines, self._heard = (self._heard + data).split(b"\n")
@@ -426,12 +419,12 @@ def kill_at_random(setting: Setting, num_kills: int, home: Path, tally: Tally) -
         kill_at = time.monotonic() + chance.uniform(0.0, _WINDOW_S if begins == "running" else _WINDOW_S / 4)
         if victim == "worker":
             child.listen(chance.uniform(time.monotonic(), kill_at))
-            for process_id in child.rebuild_process():
+            for process_id in children_of(child.process_id):
                 tally.seen["rebuild_process_killed_alone"] += 1
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
         child.listen(kill_at)
-        others = child.rebuild_process() if victim == "both" else []
+        others = children_of(child.process_id) if victim == "both" else []
         tally.seen["rebuild_process_killed_too"] += bool(others)
         check(setting, store, child, child.kill(*others), tally, chance)
         if (number + 1) % 20 == 0:

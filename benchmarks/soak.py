@@ -25,7 +25,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.faults.load import SERVER_OPTIONS, Load, Traffic, questions
+from benchmarks.load import SERVER_OPTIONS, Load, Traffic, questions
 from benchmarks.processes import Server
 from benchmarks.run import Option, Run
 

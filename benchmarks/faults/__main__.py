@@ -36,7 +36,7 @@ from typing import Any, Final
 
 from benchmarks.faults import local, remote
 from benchmarks.faults.fleet import Fault, Fleet, SkippedError
-from benchmarks.faults.load import Question, questions
+from benchmarks.load import Question, questions
 from benchmarks.run import Option, Run
 from ssd.bundled import MODEL_PATH
 from ssd.text.codec import TextCodec

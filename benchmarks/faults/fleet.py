@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-from benchmarks.faults.history import History, family, note, notes_on_disk
-from benchmarks.faults.load import SERVER_OPTIONS, Load, Question, Traffic
 from benchmarks.faults.proxy import FaultProxy
+from benchmarks.history import History, family, note, notes_on_disk
+from benchmarks.load import SERVER_OPTIONS, Load, Question, Traffic
 from benchmarks.processes import Redis, Server, headers_of
 from server.tenants.namespace_names import NamespaceNames
 from server.tenants.rules import digest_of

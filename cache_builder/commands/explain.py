@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,8 @@ import numpy as np
 
 from cache_builder.commands.options import CACHE_DIRECTORY, codec_of
 from cache_builder.held import Decode, fingerprint_of, percent, read_learned, shown
-from cache_builder.inputs.record import STANDARD_INPUT, InputError
+from cache_builder.inputs.record import InputError, shown_name
+from cache_builder.inputs.streams import open_raw, readable
 from ssd.bundled import MODEL_PATH
 from ssd.config import MAX_SPECULATIVE_TOKENS, DraftConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
@@ -385,19 +385,10 @@ def _json(name: str, text: str) -> Any:
 
 
 def _read(name: str) -> str:
-    shown = "standard input" if name == STANDARD_INPUT else name
-    try:
-        if name == STANDARD_INPUT:
-            content = sys.stdin.buffer.read(_MOST_BYTES + 1)
-        else:
-            with Path(name).open("rb") as file:
-                content = file.read(_MOST_BYTES + 1)
+    with readable(name), open_raw(name) as file:
+        content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise InputError(f"{shown}: more than {_MOST_BYTES >> 20} MiB, longer than any prompt: give less of it")
+            raise InputError(
+                f"{shown_name(name)}: more than {_MOST_BYTES >> 20} MiB, longer than any prompt: give less of it"
+            )
         return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{shown}: not UTF-8 text ({error.reason}). Convert it first, for instance with iconv"
-        ) from None
-    except OSError as error:
-        raise InputError(f"{shown}: cannot be read: {error.strerror or error}") from None

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from benchmarks.faults.history import History, note
+from benchmarks.history import History, note
 from benchmarks.processes import Server, headers_of
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
