@@ -125,17 +125,17 @@ bench: $(READY)
 # its exact version, as above. llama.cpp comes as llama-cpp-python's source, 77 MB, of which four files are compiled.
 bench-peers: $(PEERS_READY)
 
-$(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/built/build.py $(PEERS_PINS)/built/llama_cpp.cpp
+$(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/build.py $(PEERS_PINS)/llama_cpp.cpp
 	@echo "bench-peers: installing into $(PEERS)"
 	@$(PYTHON) -m venv --clear $(PEERS) && . $(PEERS)/bin/activate \
 		&& export PIP_CONSTRAINT=$(PEERS_PINS)/constraints.txt \
 		&& pip install --quiet torch==2.13.0 \
 		&& pip install --quiet --requirement $(PEERS_PINS)/requirements.txt \
 		&& pip install --quiet --no-deps --no-build-isolation --requirement $(PEERS_PINS)/requirements-no-deps.txt \
-		&& python -m benchmarks.peers.built.build sglang-ngram \
+		&& python -m benchmarks.peers.build sglang-ngram \
 		&& pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(PEERS)/sources \
 			--requirement $(PEERS_PINS)/requirements-sources.txt \
-		&& python -m benchmarks.peers.built.build llama-cpp $(PEERS)/sources/*.tar.gz \
+		&& python -m benchmarks.peers.build llama-cpp $(PEERS)/sources/*.tar.gz \
 		&& rm -r $(PEERS)/sources \
 		|| { echo "bench-peers: the installation failed, see above; needs Python >= 3.11 and a C++ compiler" >&2; exit 1; }
 	@for name in arctic vllm-ngram prompt-lookup sglang-ngram llama-cpp; do \

@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.processes import children_of
 from benchmarks.run import Option, Run
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheLocked
@@ -63,10 +64,11 @@ _LONGEST = 600
 _ALPHABET = 40
 _WIDE_ID = 1 << 20  # in some sequences, so that segments of narrow and of wide ids are merged
 _TAIL_SEALS = 4  # the writer waits while more than this many seals are due
-_WINDOW_S = 1.0  # a writer is killed at the latest this long after it has opened the store
+_WINDOW_S = 1.0  # a writer works so long at most
 _FRESH_EVERY = 20  # one kill in so many gets a new directory
 _NUM_PATTERNS = 20
 _LOCK_WAIT_S = 5.0
+_PHASES = ("starting", "opening", "running", "closing", "closed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +248,6 @@ class Child:
         os.close(self._pipe)
         return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
-    def rebuild_process(self) -> list[int]:
-        """Ids of the child's own children."""
-        found: list[int] = []
-        for path in Path(f"/proc/{self.process_id}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += map(int, path.read_text().split())
-        return found
-
     def _hear(self) -> bool:
         data = os.read(self._pipe, 1 << 16)
         *lines, self._heard = (self._heard + data).split(b"\n")
@@ -412,46 +406,30 @@ def kill_at_every_operation(seed: int, home: Path, tally: Tally) -> int:
 
 
 def kill_at_random(setting: Setting, num_kills: int, home: Path, tally: Tally) -> None:
-    """Kill writers of one store, and of some new ones, at random moments."""
-    chance = random.Random(setting.seed)
-    kept = Store(home / "kept")
-    open_s, close_s = _calibrate(setting, kept, tally, chance)
+    """Kill writers of one store, and of some new ones, at random moments from their opening to their end."""
+    chance, kept = random.Random(setting.seed), Store(home / "kept")
     for number in range(num_kills):
         store = Store(home / f"new-{number}") if number % _FRESH_EVERY == _FRESH_EVERY - 1 else kept
-        phase = chance.choices(("opening", "running", "closing"), (0.2, 0.6, 0.2))[0]
         victim = chance.choices(("server", "worker", "both"), (0.6, 0.2, 0.2))[0]
-        close_after_s = chance.uniform(0.0, _WINDOW_S) if phase == "closing" else 60.0
-        life = random.Random(chance.getrandbits(32))
+        close_after_s, life = chance.uniform(0.0, _WINDOW_S), random.Random(chance.getrandbits(32))
         first = store.durable + 1
         child = Child(lambda say: write(setting, store.directory, first, life, close_after_s, say))  # noqa: B023
-        child.listen(time.monotonic() + 60, ("running", "closing") if phase == "running" else (phase,))
-        delay_s = {"opening": 1.5 * open_s, "running": _WINDOW_S, "closing": 1.5 * close_s}[phase]
-        kill_at = time.monotonic() + chance.uniform(0.0, delay_s)
+        begins = chance.choices(("starting", "opening", "running", "closing"), (0.1, 0.2, 0.5, 0.2))[0]
+        child.listen(time.monotonic() + 60, _PHASES[_PHASES.index(begins) :])
+        kill_at = time.monotonic() + chance.uniform(0.0, _WINDOW_S if begins == "running" else _WINDOW_S / 4)
         if victim == "worker":
-            child.listen(time.monotonic() + chance.uniform(0.0, delay_s))
-            for process_id in child.rebuild_process():
+            child.listen(chance.uniform(time.monotonic(), kill_at))
+            for process_id in children_of(child.process_id):
                 tally.seen["rebuild_process_killed_alone"] += 1
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
         child.listen(kill_at)
-        others = child.rebuild_process() if victim == "both" else []
+        others = children_of(child.process_id) if victim == "both" else []
         tally.seen["rebuild_process_killed_too"] += bool(others)
         check(setting, store, child, child.kill(*others), tally, chance)
         if (number + 1) % 20 == 0:
             wrong = {name: count for name, count in tally.problems.items() if count} or "nothing wrong"
             print(f"{number + 1:>5} kills, sequences up to {kept.durable}: {wrong}", flush=True)
-
-
-def _calibrate(setting: Setting, store: Store, tally: Tally, chance: random.Random) -> tuple[float, float]:
-    """Seconds that opening and closing take, from a life that is not disturbed."""
-    life = random.Random(0)
-    child = Child(lambda say: write(setting, store.directory, 0, life, _WINDOW_S, say))
-    moments = []
-    for phase in ("opening", "running", "closing", "closed"):
-        child.listen(time.monotonic() + 60, (phase,))
-        moments.append(time.monotonic())
-    check(setting, store, child, child.kill(), tally, chance)
-    return moments[1] - moments[0], moments[3] - moments[2]
 
 
 OPTIONS = {

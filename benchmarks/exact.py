@@ -11,20 +11,18 @@ Prints a table; the last line of stdout is one JSON object. Status 1 where a pos
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.environment import head, model_name
+from benchmarks.environment import model_name
+from benchmarks.run import Option, Run, spread_text
 from benchmarks.workloads import snippets
-from ssd.bundled import MODEL_PATH
 from ssd.model.exact.settle import settle_exactness
 from ssd.model.loading.load_target import DTYPES, load_model, open_target
 from ssd.model.loading.threads import settle_threads
@@ -39,22 +37,21 @@ Text = tuple[list[int], list[int], torch.Tensor]
 """A prompt, the text behind its last token, that one first, and the logits at each of its positions."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Every dtype in turn."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.exact", description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default=str(MODEL_PATH), help="(default: bundled)")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=sorted(DTYPES))
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object here too")
-    args = parser.parse_args(argv)
-    codec = TextCodec.load(args.model)
+OPTIONS: dict[str, Any] = {
+    "dtype": Option(default=["float32", "bfloat16"], choices=sorted(DTYPES)),
+    "device": Option(default="cpu", choices=("cpu", "cuda")),
+    "prompts": 16,
+    "max_tokens": 64,
+    "rounds": 15,
+    "seed": 0,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Every dtype in turn. Returns the exit status."""
+    run = Run("exact", __doc__, argv, OPTIONS, has_model=True)
+    args, codec = run.args, TextCodec.load(str(run.args.model))
     prompts = [codec.encode_prompt(text)[-192:] for text in snippets(args.seed)[: args.prompts]]
-    print(f"exact: {len(prompts)} prompts, {args.max_tokens} tokens each, seed {args.seed}")
-    runs = []
     for dtype in args.dtype:
         target = open_target(
             load_model(args.model, dtype=dtype, device=args.device),
@@ -62,35 +59,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         )  # fmt: skip
         settle_threads(target)
         settle_exactness(target, "on")
+        run.say(f"\n{dtype}, {torch.get_num_threads()} threads: {target.exactness}")
         found = dict(compared(target, prompts, args.max_tokens))
-        print(f"\n{dtype}, {torch.get_num_threads()} threads: {target.exactness}")
         for what, (count, different) in found.items():
-            print(f"{what:34} {count:7} positions {different:6} differ")
-        costs = dict(costs_of(target, args.rounds))
-        for what, ratios in costs.items():
-            print(f"{what:34} {median(ratios):.3f}x ({min(ratios):.3f} ... {max(ratios):.3f}) of the rate without")
-        runs.append(
+            run.say(f"{what:34} {count:7} positions {different:6} differ")
+        costs = {what: [median(each), min(each), max(each)] for what, each in costs_of(target, args.rounds)}
+        for what, rates in costs.items():
+            run.say(f"{what:34} {spread_text(rates, 3)} of the rate without")
+        run.row(
             {
                 "dtype": dtype,
                 "positions": {what: list(pair) for what, pair in found.items()},
                 "num_positions": sum(count for count, _ in found.values()),
                 "num_different": sum(different for _, different in found.values()),
-                "rates": {what: [median(each), min(each), max(each)] for what, each in costs.items()},
+                "rates": costs,
             }
         )
-    parameters = {key: value for key, value in vars(args).items() if key not in ("model", "out")}
-    result = {
-        **head("exact"),
-        "parameters": parameters,
-        "model": model_name(args.model),
-        "runs": runs,
-    }
-    line = json.dumps(result)
-    if args.out is not None:
-        args.out.write_text(line + "\n")
-    print(line)
-    if any(run["num_different"] for run in runs):
-        raise SystemExit(1)
+    is_wrong = any(each["num_different"] for each in run.rows)
+    return run.end(model=model_name(args.model), runs=run.rows, is_wrong=is_wrong)
 
 
 @torch.inference_mode()
@@ -230,4 +216,4 @@ def _ratios(target: Target, passes: Callable[[], None], rounds: int) -> list[flo
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

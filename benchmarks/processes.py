@@ -103,12 +103,7 @@ class Server:
 
     def workers(self) -> list[int]:
         """Ids of its own children: the merge worker."""
-        found: list[int] = []
-        if self._process is not None:
-            for path in Path(f"/proc/{self._process.pid}/task").glob("*/children"):
-                with contextlib.suppress(OSError):
-                    found += map(int, path.read_text().split())
-        return found
+        return [] if self._process is None else children_of(self._process.pid)
 
     def processor_s(self) -> float:
         """Of all its threads since it began, in steps of some 10 ms; 0 where it does not run."""
@@ -179,6 +174,15 @@ class Redis:
         """SIGSTOP or SIGCONT."""
         if self._process is not None:
             os.kill(self._process.pid, number)
+
+
+def children_of(process_id: int) -> list[int]:
+    """Ids of a process's own children."""
+    found: list[int] = []
+    for path in Path(f"/proc/{process_id}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
 
 
 def headers_of(key: str | None) -> dict[str, str]:

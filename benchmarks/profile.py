@@ -25,17 +25,27 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-import numpy as np
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
 
 from benchmarks.environment import model_facts
 from benchmarks.run import Option, Run
-from benchmarks.steps import SHAPES, Shape, Tokens, at_once, open_model, passes_of, prompts_of, synchronize
-from ssd.config import CacheConfig, DraftConfig, SamplingParams
+from benchmarks.steps import (
+    SHAPES,
+    KnownText,
+    Rows,
+    Shape,
+    Tokens,
+    at_once,
+    open_model,
+    passes_of,
+    prompts_of,
+    synchronize,
+)
+from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.engine import Engine, Request
+from ssd.engine import Engine
 from ssd.engine.request import RequestOutput
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
@@ -228,20 +238,13 @@ class KnownDrafter(SuffixDrafter):
 
     def __init__(self, known: Sequence[Sequence[int]], draft: int) -> None:
         super().__init__()
-        self._known = [np.array(text, np.int32) for text in known]
-        self._draft = draft
+        self._text = KnownText(known, draft)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """``draft`` tokens for each request; the first, or any, where no more are known."""
+        """``draft`` tokens for each request."""
         with record_function("propose"):
             super().propose(requests)
-            drafts = []
-            for request in requests:
-                done = len(request.context) - request.prompt_length
-                tokens = self._known[int(request.request_id)][done : done + self._draft]
-                missing = np.full(self._draft - len(tokens), 7, np.int32)
-                drafts.append(Draft(np.concatenate([tokens, missing])[: max(0, request.limit)], source="own"))
-            return drafts
+            return self._text.propose(requests)
 
 
 def profile_steps(
@@ -263,22 +266,21 @@ def profile_steps(
             # A step that only decodes asks its drafter too, and gets nothing.
             draft=DraftConfig(num_speculative_tokens=max(1, shape.draft)),
         )
-        outputs = _submit(engine, prompts, num_tokens)
-        while not all(outputs):
-            _step(engine, outputs)
+        rows = Rows(engine, prompts, num_tokens)
+        rows.read_prompts()
         for _ in range(_UNTIMED_STEPS):
-            _step(engine, outputs)
+            rows.step()
         seconds = []
         for _ in range(rounds):
             began = time.perf_counter()
-            _step(engine, outputs)
+            rows.step()
             seconds.append(time.perf_counter() - began)
         synchronize(target.device)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (target.device.type == "cuda")
         with profile(activities=activities) as profiler:
             for _ in range(profiled):
                 with record_function(STEP):
-                    _step(engine, outputs)
+                    rows.step()
             synchronize(target.device)
         while engine.has_work():
             for request in range(len(prompts)):
@@ -305,22 +307,7 @@ def profile_steps(
 def _said(target: Target, prompts: Sequence[Tokens], num_tokens: int) -> list[list[int]]:
     engine = Engine(target, drafter=SuffixDrafter(), config=at_once(target, prompts),
                     draft=DraftConfig(num_speculative_tokens=0))  # fmt: skip
-    outputs = _submit(engine, prompts, num_tokens)
-    while engine.has_work():
-        _step(engine, outputs)
-    return outputs
-
-
-def _submit(engine: Engine, prompts: Sequence[Tokens], num_tokens: int) -> list[list[int]]:
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    for row, prompt in enumerate(prompts):
-        engine.submit(Request(request_id=str(row), prompt_token_ids=tuple(prompt.tolist()), sampling=sampling))
-    return [[] for _ in prompts]
-
-
-def _step(engine: Engine, outputs: list[list[int]]) -> None:
-    for output in engine.step():
-        outputs[int(output.request_id)] += output.token_ids
+    return Rows(engine, prompts, num_tokens).finish()
 
 
 OPTIONS: dict[str, Any] = {

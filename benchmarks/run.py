@@ -63,8 +63,10 @@ class Run:
         *,
         has_model: bool = False,
         unsaid: Sequence[str] = (),
+        program: str | None = None,
     ) -> None:
         """``options`` : defaults by name, or an `Option`. ``unsaid`` : those that are no parameters of the result.
+        ``program`` : its module below `benchmarks`, where that is not ``name``.
 
         A number that is below its least ends the program, as argparse does. Numbers are from 1 where nothing is said,
         ``seed`` from 0.
@@ -73,7 +75,7 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         self._columns = columns
         self.parser = parser = argparse.ArgumentParser(
-            prog=f"python -m benchmarks.{name}",
+            prog=f"python -m benchmarks.{program or name}",
             description=(purpose or "").split("\n")[0],
             epilog="\n".join((purpose or "").split("\n")[2:]),
             formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -218,31 +218,19 @@ def time_steps(
         draft=DraftConfig(num_speculative_tokens=shape.draft),
     )
     num_tokens = tokens_said(rounds, shape.width)
-    for row in range(shape.batch):
-        sampling = SamplingParams(max_tokens=num_tokens + 2, temperature=0.0, ignore_eos=True)
-        engine.submit(Request(request_id=str(row), prompt_token_ids=tuple(prompts[row].tolist()), sampling=sampling))
-    outputs: list[list[int]] = [[] for _ in range(shape.batch)]
-
-    def step() -> int:
-        new = 0
-        for output in engine.step():
-            outputs[int(output.request_id)] += output.token_ids
-            new += len(output.token_ids)
-        return new
-
-    while not all(outputs):
-        step()
+    rows = Rows(engine, prompts[: shape.batch], num_tokens + 2)
+    rows.read_prompts()
     forward = None if library is None else BareForward(library, shape, len(prompts[0]) + num_tokens // 2)
     steps: list[float] = []
     targets: list[float] = []
     outside: list[float] = []
     forwards: list[float] = []
     num_steps = put_out = 0
-    while engine.has_work() and min(map(len, outputs)) <= num_tokens - shape.width + 1:
+    while engine.has_work() and min(map(len, rows.outputs)) <= num_tokens - shape.width + 1:
         turn = num_steps % _TURN
         timed.seconds, timed.waits = 0.0, turn % 2 == 1
         began = time.perf_counter()
-        new = step()
+        new = rows.step()
         synchronize(target.device)
         took = time.perf_counter() - began
         if turn and (timed.waits or not target.runs_beside_host):
@@ -256,9 +244,37 @@ def time_steps(
             forwards += [forward.seconds() for _ in range(_TURN)][1:]
     if forward is not None:
         forwards += [forward.seconds() for _ in range(len(steps) - len(forwards) + 1)][1:]
-    while engine.has_work():
-        step()
-    return Timing(steps, targets, outside, forwards, outputs, put_out)
+    return Timing(steps, targets, outside, forwards, rows.finish(), put_out)
+
+
+class Rows:
+    """A request for each prompt, greedy and as long as asked for, and what each has said so far in ``outputs``."""
+
+    def __init__(self, engine: Engine, prompts: Sequence[Tokens], num_tokens: int) -> None:
+        self._engine = engine
+        self.outputs: list[list[int]] = [[] for _ in prompts]
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        for row, prompt in enumerate(prompts):
+            engine.submit(Request(request_id=str(row), prompt_token_ids=tuple(prompt.tolist()), sampling=sampling))
+
+    def step(self) -> int:
+        """One of the engine's; returns how many tokens it put out."""
+        new = 0
+        for output in self._engine.step():
+            self.outputs[int(output.request_id)] += output.token_ids
+            new += len(output.token_ids)
+        return new
+
+    def read_prompts(self) -> None:
+        """Until every row has said something."""
+        while not all(self.outputs):
+            self.step()
+
+    def finish(self) -> list[list[int]]:
+        """Until all have ended; returns what each said."""
+        while self._engine.has_work():
+            self.step()
+        return self.outputs
 
 
 def at_once(target: Target, prompts: Sequence[Tokens]) -> EngineConfig:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ssd.sharing.connection import masters_of, server_of
 from ssd.sharing.entry import (
@@ -136,7 +136,8 @@ def _persistence(said: dict[str, Any]) -> str:
 _KEY = namespace_key("0" * 32, "status")  # nobody's
 
 
-class Right(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Right:
     """``is_given`` : None where that cannot be told."""
 
     command: str
@@ -247,7 +248,8 @@ _ANY_TOKEN = 1 << 31
 _PUSHED = b"ssd-push"
 
 
-class HeadFacts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class HeadFacts:
     """``about`` : what its writer says of itself."""
 
     tokens: int

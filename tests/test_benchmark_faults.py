@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.faults.__main__ import PROBLEMS
-from benchmarks.faults.history import History, family
 from benchmarks.faults.remote import FAULTS, MEMBERS, NETWORK, STORE, drawn
+from benchmarks.history import History, family
 from benchmarks.processes import find_redis_server
 from benchmarks.report.service import faults_section, fleet_faults_section
 from tests.waiting import PATIENCE_S

@@ -25,6 +25,7 @@ from ssd.retrieval.static import load_static_directory
 from ssd.sharing.published.published import shared_log
 from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
+from tests.reference.text import chat_examples
 from tests.sharing_replica import eventually, stored
 from tests.tokenizers_for_tests import write_model_directory
 from tests.waiting import PATIENCE_S
@@ -115,8 +116,8 @@ def test_a_conversations_history_is_stored_once(model: Path, codec: TextCodec, t
     turns = [{"role": "user", "content": long}, CHAT[1], {"role": "user", "content": "and?"}, CHAT[1]]
     assert build(model, tmp_path / "out", write_lines(tmp_path / "in.jsonl", {"messages": turns})) == 0
     first, second = sequences(tmp_path / "out", codec)
-    assert first == codec.encode_chat_examples(turns)[0].token_ids
-    whole = codec.encode_chat_examples(turns)[1].token_ids
+    assert first == chat_examples(codec, turns)[0].token_ids
+    whole = chat_examples(codec, turns)[1].token_ids
     assert len(second) < len(whole) // 2
     assert whole[-len(second) :] == second
 

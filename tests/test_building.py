@@ -19,7 +19,16 @@ import numpy as np
 import pytest
 
 import ssd
-from cache_builder.building.block import Block, BlockOptions, BlockResult, Stored, build_block, codec_of, plan_of
+from cache_builder.building.block import (
+    Block,
+    BlockOptions,
+    BlockResult,
+    Stored,
+    build_block,
+    codec_of,
+    plan_of,
+    write_stored,
+)
 from cache_builder.building.build import BuildOptions, build, neighbours_of
 from cache_builder.building.unfinished import BuildResult, Finished, Journal, unfinished_directory, working_directory
 from cache_builder.inputs.record import InputError
@@ -358,11 +367,11 @@ def test_adding_again_stores_nothing_however_the_blocks_fall(corpus: Path, model
 def test_stored_sequences_are_each_good_for_one(model: str, corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     build([str(corpus)], out, options_for(model))
-    Stored.of(out, fingerprint=codec_of(model, None).fingerprint).save(tmp_path / "stored.npy")
-    taken = Stored.open(tmp_path / "stored.npy").taken()
+    write_stored(out, tmp_path / "stored.npy", fingerprint=codec_of(model, None).fingerprint)
+    stored = Stored(tmp_path / "stored.npy")
     there = [np.array(sequence, np.int32) for sequence in sequences(out, model)]
-    assert all(taken.take(sequence) for sequence in there)
-    assert not any(taken.take(sequence) for sequence in there)
-    fresh = Stored.open(tmp_path / "stored.npy").taken()
-    assert fresh.take(np.concatenate([[5, 6], there[0]]).astype(np.int32)), "its beginning may be stored elsewhere"
-    assert not fresh.take(np.array([1, 2, 3], np.int32))
+    assert all(stored.take(sequence) for sequence in there)
+    assert not any(stored.take(sequence) for sequence in there)
+    stored.begin()
+    assert stored.take(np.concatenate([[5, 6], there[0]]).astype(np.int32)), "its beginning may be stored elsewhere"
+    assert not stored.take(np.array([1, 2, 3], np.int32))

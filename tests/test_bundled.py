@@ -13,9 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.training import corpus
-from benchmarks.training.evaluate import loop_share
-from benchmarks.training.model_format import END_OF_TEXT_ID, Message, render
+from benchmarks.training.corpus import END_OF_TEXT_ID, Message, is_held_out, render
+from benchmarks.training.measure import looped_tokens
 from ssd.bundled import MODEL_PATH
 
 ODD_TEXTS = [
@@ -109,7 +108,7 @@ def test_an_answer_ends_in_end_of_text() -> None:
 def test_greedy_text_is_the_same_twice_and_does_not_loop_at_once() -> None:
     first = greedy("class Stack:\n", 64)
     assert first == greedy("class Stack:\n", 64)
-    assert loop_share(first) <= 0.3
+    assert looped_tokens(first).mean() <= 0.3
 
 
 def test_positions_up_to_the_limit_are_usable() -> None:
@@ -127,5 +126,5 @@ def test_record_lists_every_file_with_its_hash() -> None:
     for file in record["files"]:
         assert len(bytes.fromhex(file["sha256"])) == 32
         assert not file["path"].startswith("/")
-        assert file["held_out"] == corpus.is_held_out(file["path"])
+        assert file["held_out"] == is_held_out(file["path"])
     assert {file["held_out"] for file in record["files"]} == {True, False}

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.peers.frequency import FrequencyDrafter
 from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
 from ssd.drafting.drafter import SuffixDrafter
-from ssd.drafting.lookup import MAX_SAMPLES, MAX_SEGMENT_SAMPLES
+from ssd.drafting.lookup import MAX_SAMPLES
 from ssd.drafting.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import DraftRequest
 from ssd.errors import ConfigError
@@ -24,21 +23,11 @@ from tests.reference import drafting as reference
 from tests.test_search import contexts, sequences, snapshots
 
 limits = st.integers(0, 12)
-FREQUENCY = FrequencyDrafter()
 LOOKUP = PromptLookupDrafter()
 
 
 def ask(context: list[int], snapshot: object = None, limit: int = 8, request_id: str = "a") -> DraftRequest:
     return DraftRequest(request_id, np.array(context, np.int32), 0, snapshot, limit)  # type: ignore[arg-type]
-
-
-@given(snapshots, contexts, limits)
-@settings(max_examples=200)
-def test_frequency_equals_counting_every_continuation(snapshot: Snapshot, context: list[int], limit: int) -> None:
-    # More places than are sampled are counted by a sample of them.
-    assume(reference.longest_match(snapshot, context, 10)[1] <= MAX_SEGMENT_SAMPLES)
-    draft = FREQUENCY.propose([ask(context, snapshot, limit)])[0]
-    assert tuple(draft.token_ids.tolist()) == reference.most_frequent(snapshot, context, 10, limit)
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), limits)
@@ -117,9 +106,8 @@ def test_suffix_follows_the_majority_and_drops_those_who_disagree() -> None:
 def test_work_is_bounded_when_everything_matches_in_many_segments() -> None:
     segments = [[0] * 50 + [SEPARATOR]] * (2 * MAX_SAMPLES)
     snapshot = reference.make_snapshot(segments, [0] * 60 + [SEPARATOR])
-    for drafter in (SuffixDrafter(), FREQUENCY):
-        draft = drafter.propose([ask([0] * 8, snapshot, 8)])[0]
-        assert set(draft.token_ids.tolist()) <= {0}
+    draft = SuffixDrafter().propose([ask([0] * 8, snapshot, 8)])[0]
+    assert set(draft.token_ids.tolist()) <= {0}
 
 
 @given(st.lists(sequences, max_size=3), st.one_of(st.just([]), sequences), st.integers(0, 2**32 - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from cache_builder.evaluation.costs import (
     step_costs,
 )
 from ssd.bundled import MODEL_PATH
-from ssd.engine import measured_costs
+from ssd.engine import measured
 from ssd.errors import ConfigError, ModelError
 
 MEASURED = {
@@ -147,10 +148,19 @@ def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
         read_step_costs(tmp_path / "x.json")
 
 
-def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert measured_costs.main([str(tmp_path)]) == 2
-    (error,) = json.loads(capsys.readouterr().out).values()
-    assert "\n" not in error
+def measured_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path, **asked: Any
+) -> tuple[int, dict[str, Any]]:
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asked)))
+    status = measured.main(["costs", str(model)])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_model_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = measured_here(monkeypatch, capsys, tmp_path)
+    assert status == 2 and "\n" not in said["error"]
 
 
 @pytest.mark.slow
@@ -165,22 +175,23 @@ def test_a_program_that_says_nothing_is_one_line(monkeypatch: pytest.MonkeyPatch
         measure("some-model", [])
 
 
-def test_costs_are_measured_with_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = tmp_path / "prompts.json"
-    prompts.write_text(json.dumps([[5, 6, 7, 8], [9, 10]]))
-    options = ["--prompts", str(prompts), "--rounds", "2", "--tokens", "6", "--context", "16"]
-    assert measured_costs.main([str(MODEL_PATH), *options]) == 0
-    result = json.loads(capsys.readouterr().out)
+def test_costs_are_measured_with_the_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"prompts": [[5, 6, 7, 8], [9, 10]], "rounds": 2, "tokens": 6, "context": 16}
+    status, result = measured_here(monkeypatch, capsys, MODEL_PATH, **asked)
+    assert status == 0
     costs = step_costs(result, "x.json")
-    assert costs.curve.widths.tolist() == list(measured_costs.WIDTHS)
+    assert costs.curve.widths.tolist() == list(measured.WIDTHS)
     assert (np.diff(costs.curve.costs) >= 0).all()
     assert costs.step_ms is not None and costs.step_ms > 0
     assert costs.overhead is not None and costs.overhead >= 0
     assert costs.source == "measured: model, cpu, float32, 1 threads, batch 1" or "threads" in costs.source
 
 
-@pytest.mark.parametrize("text", ["[", "[[1, 2], [3, -4]]", "[]", "7", '[["a", "b"]]'])
-def test_prompts_that_cannot_be_run_are_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "prompts.json").write_text(text)
-    assert measured_costs.main([str(MODEL_PATH), "--prompts", str(tmp_path / "prompts.json")]) == 2
-    assert "--prompts" in json.loads(capsys.readouterr().out)["error"]
+@pytest.mark.parametrize("prompts", [[[1, 2], [3, -4]], [], 7, [["a", "b"]]])
+def test_prompts_that_cannot_be_run_are_one_line(
+    prompts: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = measured_here(monkeypatch, capsys, MODEL_PATH, prompts=prompts)
+    assert status == 2 and "prompts" in said["error"]

@@ -13,7 +13,7 @@ from cache_builder.evaluation.log import Log
 from cache_builder.evaluation.measured import LEAST_REQUESTS, figures_of, log_of, summarised
 from cache_builder.evaluation.report import headline, page, summary
 from ssd.bundled import MODEL_PATH
-from ssd.engine import measured_log
+from ssd.engine import measured
 from ssd.text.codec import TextCodec
 from tests.test_evaluation_page import EVALUATION
 
@@ -93,7 +93,7 @@ def run(
         "fingerprint": codec.fingerprint, "draft_limit": 16, "warm": [], "learns": True, **changes,
     }  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asked)))
-    status = measured_log.main([str(MODEL_PATH)])
+    status = measured.main(["log", str(MODEL_PATH)])
     return status, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.training.head import Eagle3Training, make_optimizers, save
 from benchmarks.training.measure import chains, read
-from benchmarks.training.train import take_step
+from benchmarks.training.model import take_step
 from ssd.model.heads.layouts import load_head
 from ssd.model.heads.networks import Eagle3Head
 from ssd.model.layers.tap import Tap

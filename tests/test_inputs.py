@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import http.server
@@ -19,10 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.inputs import lines, streams
-from cache_builder.inputs.record import FieldNames, Format, InputError, Record
-from cache_builder.inputs.records import examples_of, read_part, read_records, read_sources
+from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, Format, InputError, Record
+from cache_builder.inputs.records import examples_of, read_part, read_sources
 from cache_builder.inputs.sources import Source, find_sources, parts_of
 from ssd.text.codec import TextCodec
+from tests.reference.text import chat_examples
 from tests.tokenizers_for_tests import write_model_directory
 
 USER = {"role": "user", "content": "hello"}
@@ -35,8 +37,10 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec.load(str(write_model_directory(tmp_path_factory.mktemp("model"))))
 
 
-def records(name: str | Path, format: Format = "auto", **options: Any) -> list[Record]:
-    return list(read_records(str(name), format, lambda num_bytes: None, **options))
+def records(
+    name: str | Path, format: Format = "auto", fields: FieldNames = AS_WE_CALL_THEM, split: str | None = None
+) -> list[Record]:
+    return list(read_sources(find_sources([str(name)], format, split), lambda num_bytes: None, fields))
 
 
 def texts(name: str | Path, **options: Any) -> list[str]:
@@ -70,7 +74,7 @@ def test_tables_hold_what_lines_hold(tmp_path: Path, codec: TextCodec) -> None:
     table = pa.Table.from_pylist(rows)
     pa.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=1)
     pa.feather.write_feather(table, tmp_path / "rows.arrow", compression="uncompressed")
-    expected = [codec.encode_chat_examples([USER, ANSWER]), [codec.encode_text_example("a document")], [([5, 6, 7], 0)]]
+    expected = [chat_examples(codec, [USER, ANSWER]), [codec.encode_text_example("a document")], [([5, 6, 7], 0)]]
     for name in ("rows.parquet", "rows.arrow"):
         found = records(tmp_path / name)
         assert [examples_of(record, codec).examples for record in found] == expected
@@ -168,7 +172,7 @@ def test_a_batchs_two_files_are_joined(tmp_path: Path, codec: TextCodec) -> None
 
     def chat(question: str, answer: str) -> Any:
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return codec.encode_chat_examples(turns)[0]
+        return chat_examples(codec, turns)[0]
 
     assert found == [
         chat("and?", "two"),
@@ -368,11 +372,8 @@ def test_any_bytes_are_read_or_refused(data: bytes, name: str) -> None:
 
     memory = fsspec.filesystem("memory")
     memory.pipe(f"/any/{name}", data)
-    try:
-        for _ in read_records(f"memory://any/{name}", "auto", lambda num_bytes: None):
-            pass
-    except InputError:
-        pass
+    with contextlib.suppress(InputError):
+        records(f"memory://any/{name}")
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from cache_builder.inputs.record import FieldNames, InputError, Record
 from cache_builder.inputs.records import Found, examples_of, read_sources
 from cache_builder.inputs.sources import find_sources
 from ssd.text.codec import Example, TextCodec
+from tests.reference.text import chat_examples
 from tests.tokenizers_for_tests import write_model_directory
 
 ASK = {"role": "user", "content": "Where is the key?"}
@@ -148,7 +149,7 @@ def found_in(line: Any, codec: TextCodec, fields: FieldNames = record.AS_WE_CALL
 @pytest.mark.parametrize("name", CHATS)
 def test_a_chats_prompt_and_answer_are_both_found(name: str, codec: TextCodec) -> None:
     line, asked = CHATS[name]
-    assert found_in(line, codec) == (codec.encode_chat_examples([*asked, SAY]), True, True)
+    assert found_in(line, codec) == (chat_examples(codec, [*asked, SAY]), True, True)
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -214,7 +215,7 @@ def test_claudes_batches_are_joined_and_their_tools_are_known(tmp_path: Path, co
     result = {"custom_id": "a", "result": {"type": "succeeded", "message": CLAUDE_SAYS}}
     (tmp_path / "results.jsonl").write_text(json.dumps(result) + "\n")
     (joined,) = read_sources(find_sources([str(tmp_path)]), lambda num_bytes: None)
-    assert examples_of(joined, codec).examples == codec.encode_chat_examples([SYSTEM, ASK, SAY])
+    assert examples_of(joined, codec).examples == chat_examples(codec, [SYSTEM, ASK, SAY])
     tool = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
     (exchange,) = exchanges.exchanges_of({"request": {**CLAUDE, "tools": [tool]}, "response": CLAUDE_SAYS}) or []
     assert exchange.tools == [
@@ -225,7 +226,7 @@ def test_claudes_batches_are_joined_and_their_tools_are_known(tmp_path: Path, co
 def test_other_names_reach_into_records(codec: TextCodec) -> None:
     line = {"call": {"asked": [ASK], "answers": [{"said": "Under the mat."}]}}
     fields = FieldNames.parse(["messages=call.asked", "completion=call.answers.0.said"])
-    assert found_in(line, codec, fields).examples == codec.encode_chat_examples([ASK, SAY])
+    assert found_in(line, codec, fields).examples == chat_examples(codec, [ASK, SAY])
 
 
 def test_a_build_says_what_records_lack_and_a_table_holds_what_lines_hold(

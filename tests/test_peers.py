@@ -15,8 +15,7 @@ import pytest
 from benchmarks.peers import PEER_NAMES, Peer, PeerError, PeerUnavailable
 from benchmarks.peers.check import WAYS
 from benchmarks.peers.client import environment
-from benchmarks.peers.frames import FrameError, read_frame, write_frame
-from benchmarks.peers.local import Setting, Speculation, chain
+from benchmarks.peers.local import FrameError, Setting, Speculation, chain, read_frame, write_frame
 from benchmarks.peers.process import Server, serve
 from benchmarks.walk import Steps
 
@@ -200,7 +199,7 @@ def fake_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 ANSWER_OPEN = """
 import os, sys
 sys.path.insert(0, os.getcwd())
-from benchmarks.peers.frames import read_frame, write_frame
+from benchmarks.peers.local import read_frame, write_frame
 def answer(header):
     write_frame(sys.stdout.buffer, header)
 read_frame(sys.stdin.buffer)

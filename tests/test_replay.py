@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from benchmarks.drafters import OurDrafters, Setting, replay_stream
-from benchmarks.peers.frequency import FrequencyDrafter
 from benchmarks.replay import digest
 from benchmarks.replay.__main__ import main
 from benchmarks.replay.contenders import PeerDrafter
-from benchmarks.replay.settings import FREQUENCY, PeerSetting, settings_of
+from benchmarks.replay.settings import PeerSetting, settings_of
 from benchmarks.report.replay import others_section
 from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.log import Row
@@ -25,12 +24,9 @@ from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, Drafter, make_drafter
 from ssd.drafting.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.retrieval.segment import SEPARATOR
 from tests.reference import drafting as reference
 from tests.reference import walk as slow
 from tests.test_peers import needs_peers
-
-OURS_AND_BASELINES = (*DRAFTER_NAMES, FREQUENCY)
 
 
 def made_rows(num_rows: int = 12) -> list[tuple[list[int], list[int]]]:
@@ -47,21 +43,10 @@ def as_rows(rows: list[tuple[list[int], list[int]]]) -> list[Row]:
     return [Row(np.array(context, np.int32), np.array(output, np.int32)) for context, output in rows]
 
 
-def replay(rows: Sequence[Row], drafter: Drafter, *, max_draft: int, index: IndexConfig | None = None) -> Counts:
-    settings, index = [Setting("", "", max_draft)], index or IndexConfig()
-    with OurDrafters(settings, draft=DraftConfig(), index=index, drafters=[drafter]) as contender:
+def replay(rows: Sequence[Row], drafter: Drafter, *, max_draft: int) -> Counts:
+    settings = [Setting("", "", max_draft)]
+    with OurDrafters(settings, draft=DraftConfig(), index=IndexConfig(), drafters=[drafter]) as contender:
         return replay_stream(rows, contender)[0]
-
-
-def test_frequency_replay_equals_the_slow_one() -> None:
-    rows, steps = made_rows(), np.zeros(3, np.int64)
-    stored: list[int] = []
-    for row in rows:
-        snapshot = reference.make_snapshot([stored] if stored else [])
-        steps += reference.replay([row], lambda c, s=snapshot: reference.most_frequent(s, c, 10, 4))  # type: ignore[misc]
-        stored += [*row[0], *row[1], SEPARATOR]
-    counts = replay(as_rows(rows), FrequencyDrafter(), max_draft=4, index=IndexConfig(dedup_block_tokens=0))
-    assert (counts.num_verify_steps, counts.num_drafted_tokens, counts.num_accepted_tokens) == tuple(steps.tolist())
 
 
 def test_prompt_lookup_replay_equals_the_slow_one() -> None:
@@ -166,7 +151,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def run_whole(trace: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
-    drafters = [argument for name in OURS_AND_BASELINES for argument in ("--drafter", name)]
+    drafters = [argument for name in DRAFTER_NAMES for argument in ("--drafter", name)]
     assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--max-draft", "4", *drafters, *more]) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
     return result
@@ -197,8 +182,8 @@ def test_a_curve_has_a_result_for_each_setting_and_is_compared(trace: Path, caps
     assert ("ssd", "price 0.05") in named
     assert ("ssd", "priced by measured") in named
     assert ("prompt-lookup", "draft 2") in named
-    assert [name for name, _ in named] == sorted((name for name, _ in named), key=OURS_AND_BASELINES.index)
-    assert set(result["comparison"]) == {"frequency", "prompt-lookup"}
+    assert [name for name, _ in named] == sorted((name for name, _ in named), key=DRAFTER_NAMES.index)
+    assert set(result["comparison"]) == {"prompt-lookup"}
     for each in result["results"]:
         assert each["accepted_per_step"] == pytest.approx(each["mean_acceptance_length"] - 1)
         assert set(each["speed_up"]) == {"flat 32", "measured"}

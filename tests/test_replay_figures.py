@@ -16,7 +16,7 @@ from benchmarks.replay.comparison import compare, compare_results, envelope, geo
 from benchmarks.replay.contenders import calibrate
 from benchmarks.replay.settings import CONTENDER_NAMES, settings_of
 from benchmarks.walk import Counts, Steps
-from cache_builder.evaluation.costs import CostCurve, flat, read_curve, speed_up
+from cache_builder.evaluation.costs import CostCurve, StepCosts, flat, read_step_costs
 from ssd.drafting.protocol import Draft
 from ssd.errors import ConfigError
 from tests.reference import walk as reference
@@ -47,8 +47,7 @@ def test_estimates_of_the_first_tokens_are_not_judged() -> None:
 def test_speed_up_is_plain_cost_over_the_cost_of_the_steps() -> None:
     line = CostCurve("line", np.array([1.0, 2.0]), np.array([1.0, 1.5]))
     # Ten tokens in two steps without a draft (cost 1 each) and one that drafted four (cost 1 + 4 / 2).
-    assert speed_up(10, np.array([2, 0, 0, 0, 1]), line) == pytest.approx(10 / 5)
-    assert speed_up(0, np.zeros(1, np.int64), line) == 1.0
+    assert StepCosts(line, "").speed_up(10, np.array([2, 0, 0, 0, 1])) == pytest.approx(10 / 5)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +57,13 @@ def test_speed_up_is_plain_cost_over_the_cost_of_the_steps() -> None:
 def test_a_curve_that_cannot_be_used_says_how_to_measure_one(text: str, tmp_path: Path) -> None:
     (tmp_path / "verify-cost.json").write_text(text)
     with pytest.raises(ConfigError, match="measure_cost"):
-        read_curve(tmp_path / "verify-cost.json")
+        read_step_costs(tmp_path / "verify-cost.json")
 
 
 def test_a_measured_curve_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert measure_cost.main(["--rounds", "2", "--context", "32", "--out", str(tmp_path / "cost.json")]) == 0
     result = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
-    assert read_curve(tmp_path / "cost.json").costs.tolist() == result["costs"]
+    assert read_step_costs(tmp_path / "cost.json").curve.costs.tolist() == result["costs"]
     assert result["widths"] == list(measure_cost.WIDTHS)
     assert min(result["ms_p50"]) > 0
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ssd.drafting.acceptance import KNOTS, KNOTS_PER_UNIT
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.seen import CONTEXT_END, OWN_TEXT, Position, Seen, see
+from ssd.drafting.seen import OWN_TEXT, Position, Seen, path_to, see
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot
@@ -26,20 +26,12 @@ def request_of(snapshot: Snapshot, context: list[int], limit: int, tree: bool, p
     return DraftRequest("a", np.array(context, np.int32), prompt_length, snapshot, limit, tree=tree)
 
 
-def path_to(seen: Seen, node: int) -> list[int]:
-    parents, path = seen.draft.parents_of_all(), list[int]()
-    while node != CONTEXT_END:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
-
-
 def votes_by_hand(seen: Seen, position: Position) -> dict[int, float]:
     """Votes of the places that are said to agree."""
     lookup = seen.lookups[position.lookup]
     passed = position.depth - lookup.depth
     found: dict[int, float] = {}
-    for number in position.alive:
+    for number in position.agreeing_places:
         place = lookup.places[number]
         if len(place.goes_on) > passed:
             found[place.goes_on[passed]] = found.get(place.goes_on[passed], 0.0) + place.weight
@@ -71,7 +63,7 @@ def test_what_is_said_is_what_is_drafted(
     if len(draft.token_ids):
         assert draft.probabilities is not None
         chances, estimates = draft.chances().tolist(), draft.probabilities.tolist()
-        assert [taken[node].token for node in sorted(taken)] == draft.token_ids.tolist()
+        assert [taken[node].token_id for node in sorted(taken)] == draft.token_ids.tolist()
         assert [taken[node].chance for node in sorted(taken)] == estimates
         assert [taken[node].product for node in sorted(taken)] == pytest.approx(chances)
     left = seen.best_left_out()
@@ -85,7 +77,7 @@ def test_what_is_said_is_what_is_drafted(
     for position in seen.positions:
         by_hand = votes_by_hand(seen, position)
         for candidate in position.candidates:
-            assert sum(candidate.own) + sum(candidate.index) == pytest.approx(by_hand[candidate.token])
+            assert sum(candidate.own_votes) + sum(candidate.index_votes) == pytest.approx(by_hand[candidate.token_id])
         assert len(position.candidates) == min(len(by_hand), 12 if tree else 4)
 
 
@@ -120,10 +112,10 @@ def test_places_and_chances_are_those_of_the_slow_twin(
     for position in seen.positions:
         if position.lookup != 0 or not position.candidates:
             continue
-        path = [int(seen.draft.token_ids[node]) for node in path_to(seen, position.after)]
+        path = [int(seen.draft.token_ids[node]) for node in path_to(position.after, seen.draft)]
         expected = slow.candidates(levels, asked, path, model)
         for candidate in position.candidates:
-            assert candidate.chance == pytest.approx(expected[candidate.token][0], rel=1e-9)
+            assert candidate.chance == pytest.approx(expected[candidate.token_id][0], rel=1e-9)
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
@@ -143,7 +135,7 @@ def test_many_places_are_sampled_and_say_for_how_many_they_stand() -> None:
     first = seen.lookups[0]
     assert len(first.places) < 60
     assert 64 <= sum(place.weight for place in first.places) <= 200  # beyond 24, at least so many
-    votes = {each.token: sum(each.index) for each in seen.positions[0].candidates}
+    votes = {each.token_id: sum(each.index_votes) for each in seen.positions[0].candidates}
     assert sum(votes.values()) == pytest.approx(sum(place.weight for place in first.places))
     assert set(votes) == {10, 11}
 

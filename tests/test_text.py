@@ -258,11 +258,12 @@ def test_examples_begin_with_what_the_server_would_encode(codec: TextCodec) -> N
     assert example.token_ids == [*codec.encode_prompt("Say hi"), *codec.encode_completion(" hi"), 0]
     assert example.prompt_length == len(codec.encode_prompt("Say hi"))
     messages = [USER, {"role": "assistant", "content": "one"}, USER, {"role": "assistant", "content": "two"}]
-    first, second = codec.encode_chat_examples(messages)
+    first, second = (
+        codec.encode_answer_example(codec.encode_chat(messages[:turn]), messages[turn]["content"]) for turn in (1, 3)
+    )
     assert first.token_ids == [*codec.encode_chat(messages[:1]), *codec.encode_completion("one"), 0]
     assert second.token_ids[: second.prompt_length] == codec.encode_chat(messages[:3])
     assert second.token_ids[: len(first.token_ids)] == first.token_ids  # so it need not be stored again
-    assert codec.encode_chat_examples([USER]) == []
     assert codec.encode_text_example("abc").token_ids == [*codec.encode_prompt("abc"), 0]
 
 

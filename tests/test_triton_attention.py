@@ -35,6 +35,7 @@ pytestmark = [runs_loops, pytest.mark.filterwarnings("default")]
 
 # The interpreter computes with numpy, which has no bfloat16.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3} | ({torch.bfloat16: 3e-2} if HAS_GPU else {})
+LONGEST, LARGE_DIMS = (8192, [(64, 64), (80, 80), (128, 128), (256, 256)]) if HAS_GPU else (150, [])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,13 +50,13 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     rows = draw(st.integers(1, 3))
     drafts = draw(st.one_of(st.none(), st.lists(trees(max_size=9), min_size=rows, max_size=rows)))
     return {
-        "lengths": draw(st.lists(st.integers(0, 150), min_size=rows, max_size=rows)),
+        "lengths": draw(st.lists(st.integers(0, LONGEST), min_size=rows, max_size=rows)),
         "width": 10 if drafts else draw(st.sampled_from([1, 2, 3, 7, 20])),
         "parents": [parents for _, parents in drafts] if drafts else None,
         "kv_heads": draw(st.sampled_from([1, 2, 3])),
         "groups": draw(st.sampled_from([1, 2, 3, 4])),
-        "dims": draw(st.sampled_from([(16, 16), (8, 8), (24, 16), (40, 40)])),
-        "window": draw(st.sampled_from([None, None, 1, 6, 70])),
+        "dims": draw(st.sampled_from([(16, 16), (8, 8), (24, 16), (40, 40), *LARGE_DIMS])),
+        "window": draw(st.sampled_from([None, None, 1, 6, 70, LONGEST // 2])),
         "chunk": draw(st.sampled_from([None, None, 8, 50])),
         "softcap": draw(st.sampled_from([None, 20.0])),
         "has_sinks": draw(st.booleans()),
@@ -84,10 +85,10 @@ def attend(problem: dict[str, Any], kernel: Any) -> torch.Tensor:
     lengths, width, kv_heads = problem["lengths"], problem["width"], problem["kv_heads"]
     heads, (dim, value_dim) = kv_heads * problem["groups"], problem["dims"]
     slots = list(range(len(lengths) + 1))[::-1][: len(lengths)]
-    kv_cache = SlotKVCache(len(lengths) + 1, 200, DEVICE)
+    kv_cache = SlotKVCache(len(lengths) + 1, LONGEST + 50, DEVICE)
     kv_cache._layers[0] = (
-        numbers(len(lengths) + 1, kv_heads, 200, dim),
-        numbers(len(lengths) + 1, kv_heads, 200, value_dim),
+        numbers(len(lengths) + 1, kv_heads, LONGEST + 50, dim),
+        numbers(len(lengths) + 1, kv_heads, LONGEST + 50, value_dim),
     )
     kv_cache.lengths[slots] = lengths
     shape = None

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.faults [--servers N] [--rounds N] [--seed S] [--only NAME ...]``
 
-Real servers (bundled model, float32) with durable caches, and clients that ask for completions and streams, leave some
-of them early and verify every answer against one computed before without speculation: greedy and sampled with a seed.
+Real servers (bundled model, float32) with durable caches, and clients that ask for answers of every kind, whole and
+streamed, leave some of them early and verify each against one that the engine gave before without speculation.
 Beside their questions they send *notes*, texts with a number. Every note that was on disk before a fault, or was
 acknowledged before an orderly close, must afterwards be in the cache once, and none in another namespace.
 
@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.faults import local, remote
-from benchmarks.faults.fleet import Fault, Fleet, SkippedError, server
-from benchmarks.faults.load import Question, ask_all
+from benchmarks.faults.fleet import Fault, Fleet, SkippedError
+from benchmarks.load import Question, questions
 from benchmarks.run import Option, Run
 from ssd.bundled import MODEL_PATH
 from ssd.text.codec import TextCodec
@@ -45,6 +45,7 @@ OUTCOMES: Final = ("right", "cancelled", "noted", "refused", "interrupted")
 PROBLEMS: Final = ("failed", "changed", "died", "lost", "twice", "elsewhere", "deaf")
 """A request failed; an answer changed; a server ended by itself; a promised note is gone, is there twice, or lies in
 another namespace; a text did not reach all servers in time after the fault."""
+_QUESTIONS: Final = 27
 NAMES: Final = tuple(fault.name for fault in (*local.FAULTS, *remote.FAULTS))
 
 OPTIONS: dict[str, Any] = {
@@ -132,17 +133,6 @@ class Row:
         }
 
 
-def reference(num_tokens: int) -> list[Question]:
-    """Questions, answered by a server that does not speculate."""
-    with tempfile.TemporaryDirectory(prefix="faults-reference-") as home:
-        plain = server(Path(home) / "server.log", "--no-speculation", "--no-enable-prefix-caching")
-        try:
-            plain.start()
-            return ask_all(plain, num_tokens, seeds=(1, 2))
-        finally:
-            plain.kill()
-
-
 @contextmanager
 def _fleet(codec: TextCodec, questions: Sequence[Question], size: int, seed: str, **more: bool) -> Iterator[Fleet]:
     with (
@@ -190,9 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.rounds, args.clients = args.rounds or (1 if is_alone else 20), args.clients or (4 if is_alone else 1)
     run.parameters |= {"rounds": args.rounds, "clients": args.clients}
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of the proxies, which are meant to be in trouble
-    codec, questions = TextCodec.load(str(MODEL_PATH)), reference(args.tokens)
-    run.say(f"{len(questions)} questions answered without speculation")
-    for row in (_of_one if is_alone else _of_several)(codec, questions, args):
+    codec, asked = TextCodec.load(str(MODEL_PATH)), questions(_QUESTIONS, args.tokens)
+    run.say(f"{len(asked)} questions answered without speculation")
+    for row in (_of_one if is_alone else _of_several)(codec, asked, args):
         run.row(row.facts())
         for reason in row.reasons[:5]:
             run.say(f"    {reason}")

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-from benchmarks.faults.history import History, family
-from benchmarks.faults.load import Load, Question, note, notes_on_disk
 from benchmarks.faults.proxy import FaultProxy
+from benchmarks.history import History, family, note, notes_on_disk
+from benchmarks.load import SERVER_OPTIONS, Load, Question, Traffic
 from benchmarks.processes import Redis, Server, headers_of
 from server.admission.registry import NamespaceNames
 from server.admission.rules import digest_of
@@ -51,8 +51,8 @@ _PERSISTENT = ("--appendonly", "yes", "--appendfsync", "always")
 
 _DISK_BYTES: Final = 32 << 20
 _SERVER: Final = (
-    *("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "256"),
-    *("--num-speculative-tokens", "16", "--exact", "on"),
+    *SERVER_OPTIONS,
+    *("--max-num-seqs", "4", "--max-model-len", "256", "--num-speculative-tokens", "16"),
 )
 ALONE: Final = "faults"
 """The namespace of one server."""
@@ -72,11 +72,6 @@ class Fault(NamedTuple):
     inject: Callable[[Fleet], None]
     needs_small_disk: bool = False
     is_alone: bool = False
-
-
-def server(log: Path, *options: str) -> Server:
-    """A small one, with the bundled model."""
-    return Server(log, *_SERVER, *options)
 
 
 @dataclass(slots=True)
@@ -161,9 +156,9 @@ class Fleet:
                 options += [word for key in KEYS for word in ("--api-key", key)]
             options += ["--cache-dir", str(directory), "--rebuild-interval", "0.3"]
             options += ["--cache-tokens", str(_CACHE_TOKENS)]
-            one = server(home / f"server-{number}.log", *options)
+            one = Server(home / f"server-{number}.log", *_SERVER, *options)
             loads = [
-                Load(one, questions, history, namespace, key)
+                Load(one, questions, Traffic(keys=(key,), history=history, namespace=namespace))
                 for namespace, key in zip(self.namespaces, keys, strict=True)
             ]
             self.members.append(Member(one, directory, history, loads, wire))

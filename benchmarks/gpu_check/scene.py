@@ -7,82 +7,32 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Final
 
 import torch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Each is an option of the command line; tuples take several numbers. The defaults are a GPU's."""
-
-    prompts: int = 32
-    """Of the comparison of outputs, in each type of numbers."""
-    max_tokens: int = 48
-    """Of its outputs."""
-    requests: int = 80
-    """Of the stream of growth."""
-    repeated: int = 24
-    """Requests that are asked again."""
-    rounds: int = 16
-    """Timed passes or steps of each shape."""
-    batch: tuple[int, ...] = (1, 4, 16)
-    """Rows of the small model's timed passes."""
-    width: tuple[int, ...] = (1, 2, 5, 9, 17, 65)
-    """Positions of a row of these."""
-    large: str = "8b"
-    """Shape of the large model, see `benchmarks.steps`."""
-    small: str = "1b"
-    """Shape of the small one."""
-    context: int = 1024
-    """Tokens that a row of the two holds."""
-    step_widths: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    """Positions of timed steps at batch 1."""
-    step_batches: tuple[int, ...] = (8, 32, 64)
-    """Larger batches of timed steps."""
-    longest: int = 8192
-    """Longest text of the comparison of attentions with float32."""
-    copy_mb: int = 2048
-    """Size of the copy that tells what the memory can do."""
-    index_tokens: int = 1_000_000
-    """Tokens that the index holds while drafting is timed."""
-    propose_rows: int = 64
-    """Rows that are drafted for in one step."""
-    overhead_batch: tuple[int, ...] = (1, 4, 16, 64)
-    """Of speculation that gains nothing."""
-    pairs: int = 8
-    """Of the same requests with and without speculation."""
-    profile_batch: tuple[int, ...] = (1, 32)
-    """Of the profiled steps."""
-    soak_requests: int = 2000
-    """Of the soak; every seventh is cancelled."""
-    reopened: int = 4
-    """Times that the engine is opened and closed again."""
-
-
-ON_CPU = Sizes(
-    prompts=2,
-    max_tokens=8,
-    requests=3,
-    repeated=2,
-    rounds=2,
-    batch=(1, 3),
-    width=(1, 4),
-    large="tiny",
-    small="tiny",
-    context=64,
-    step_widths=(1, 4),
-    step_batches=(2,),
-    longest=96,
-    copy_mb=16,
-    index_tokens=4000,
-    propose_rows=4,
-    overhead_batch=(1,),
-    pairs=1,
-    profile_batch=(1, 2),
-    soak_requests=24,
-    reopened=2,
-)
+SIZES: Final[dict[str, tuple[Any, Any, str]]] = {
+    "prompts": (32, 2, "of the comparison of outputs, in each type of numbers"),
+    "max_tokens": (48, 8, "of its outputs"),
+    "requests": (80, 3, "of the stream of growth"),
+    "repeated": (24, 2, "requests that are asked again"),
+    "rounds": (16, 2, "timed steps of each shape"),
+    "large": ("8b", "tiny", "shape of the large model, see benchmarks.steps"),
+    "small": ("1b", "tiny", "shape of the small one"),
+    "context": (1024, 64, "tokens that a row of the two holds"),
+    "step_widths": ((1, 2, 4, 8, 16, 32, 64), (1, 4), "positions of timed steps at batch 1"),
+    "step_batches": ((8, 32, 64), (2,), "larger batches of timed steps"),
+    "copy_mb": (2048, 16, "size of the copy that tells what the memory can do"),
+    "index_tokens": (1_000_000, 4000, "that the index holds while drafting is timed"),
+    "propose_rows": (64, 4, "that are drafted for in one step"),
+    "overhead_batch": ((1, 4, 16, 64), (1,), "of speculation that gains nothing"),
+    "pairs": (8, 1, "of the same requests with and without speculation"),
+    "profile_batch": ((1, 32), (1, 2), "of the profiled steps"),
+    "soak_requests": (2000, 24, "of the soak; every seventh is cancelled"),
+    "reopened": (4, 2, "times that the engine is opened and closed again"),
+}
+"""Each is an option of the command line; tuples take several numbers. On a GPU, for a look on a CPU, and what it is."""
 
 
 Found = dict[str, Any]
@@ -96,13 +46,14 @@ Keep = Callable[[Found], None]
 class Scene:
     """``model`` : directory or id of the small model. ``real`` : of a pretrained one, None where there is none.
 
-    ``device`` : "cuda" or "cpu". ``out`` : where files beside the result go, None for nowhere.
+    ``device`` : "cuda" or "cpu". ``sizes`` : a value of each of `SIZES`. ``out`` : where files beside the result go,
+    None for nowhere.
     """
 
     model: str
     real: str | None
     device: str
-    sizes: Sizes
+    sizes: SimpleNamespace
     out: Path | None
 
     @property

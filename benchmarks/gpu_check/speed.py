@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from benchmarks import overhead
 from benchmarks.gpu_check.scene import Found, Keep, Scene, let_go
+from benchmarks.growth import repeat
 from benchmarks.profile import profiles as profiled_steps
-from benchmarks.run import in_turn
 from benchmarks.steps import (
+    Rows,
     Shape,
     Tokens,
     at_once,
@@ -28,12 +29,11 @@ from benchmarks.steps import (
     tokens_said,
     weight_bytes,
 )
-from benchmarks.ways import Tally, ask, open_engine, requests_of
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, DraftConfig, SamplingParams
+from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
-from ssd.engine import Engine, Request
+from ssd.engine import Engine
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
@@ -47,7 +47,9 @@ def speed_large(scene: Scene, keep: Keep) -> Found:
     found["steps"] = steps(scene, model, found, keep, scene.sizes.step_batches)
     keep(found)
     let_go(model.device)
-    found["repeats"] = repeats(scene, model)
+    tokens = _REPEATED_TOKENS if scene.device != "cpu" else 24
+    found["repeats"] = repeat(model, _numbers(), 4, tokens, DraftConfig().num_speculative_tokens)
+    print(f"  repeats at batch 1: {found['repeats']['speedup_second']}x", flush=True)
     keep(found)
     let_go(model.device)
     found["propose"] = propose(scene, model)
@@ -190,44 +192,6 @@ def pass_seconds(target: Target, shape: Shape, rounds: int) -> float:
 
 
 _REPEATED_TOKENS = 256
-
-
-def repeats(scene: Scene, model: PreTrainedModel) -> Found:
-    """Greedy requests, prompt included; the first round teaches, the next two are timed, by turns with plain ones."""
-    sizes = scene.sizes
-    num_tokens = _REPEATED_TOKENS if scene.device != "cpu" else 24
-    random, length = np.random.default_rng(0), sizes.context + num_tokens + 8
-    prompts = [random.integers(3, model.config.vocab_size, sizes.context).tolist() for _ in range(4)]
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    requests = requests_of(prompts, [params] * len(prompts))
-    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
-        on, off = (
-            open_engine(model, name, slots=1, length=length, caches=known)
-            for name, known in (("ssd", caches), ("none", None))
-        )
-        ask(on, requests)
-        caches.flush()
-        ratios, num_differing, taught = [], 0, on.metrics.num_verify_steps
-        for number in range(2):
-            for index, request in enumerate(requests):
-                tallies = {id(engine): Tally() for engine in (on, off)}
-                order = in_turn((off, on), number + index)
-                said = {id(engine): ask(engine, [request], tallies[id(engine)]) for engine in order}
-                ratios.append(tallies[id(off)].seconds / tallies[id(on)].seconds)
-                num_differing += said[id(on)] != said[id(off)]
-        num_steps = on.metrics.num_verify_steps - taught
-    found = {
-        "speedup_p50": round(median(ratios), 2),
-        "speedup_min_max": [round(min(ratios), 2), round(max(ratios), 2)],
-        "tokens_per_step": round(2 * len(prompts) * num_tokens / num_steps, 2),
-        "differing_outputs": num_differing,
-        "requests": len(ratios),
-    }
-    print(f"  repeats at batch 1: {found['speedup_p50']}x, {found['tokens_per_step']} tokens a step, "
-          f"{num_differing} of {len(ratios)} outputs differ", flush=True)  # fmt: skip
-    return found
-
-
 _OUTPUT_TOKENS = 96
 _UNTIMED_STEPS = 8
 
@@ -285,7 +249,7 @@ def propose(scene: Scene, model: PreTrainedModel) -> Found:
         engine = Engine(target, drafter=drafter, caches=caches, config=at_once(target, list(prompts)), draft=draft)
         engine.warm_up()
         for traffic in ("new", "again"):
-            steps, drafting = _steps(engine, drafter, list(prompts), num_tokens, traffic)
+            steps, drafting = _steps(engine, drafter, list(prompts), num_tokens)
             caches.flush()
             found[traffic] = {
                 "step_ms_p50": round(1e3 * median(steps), 4),
@@ -309,26 +273,18 @@ def _fill(caches: CacheSet, vocab_size: int, num_tokens: int) -> None:
 
 
 def _steps(
-    engine: Engine,
-    drafter: TimedDrafter,
-    prompts: Sequence[Tokens],
-    num_tokens: int,
-    name: str,
+    engine: Engine, drafter: TimedDrafter, prompts: Sequence[Tokens], num_tokens: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of steps in which every row decodes, and those of the drafter in each."""
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    for row, prompt in enumerate(prompts):
-        engine.submit(Request(request_id=f"{name}-{row}", prompt_token_ids=tuple(prompt.tolist()), sampling=sampling))
-    has_begun: set[str] = set()
+    rows = Rows(engine, prompts, num_tokens)
     steps, drafting = [], []
     while engine.has_work():
-        is_full = len(has_begun) == len(prompts) == engine.metrics.num_running
+        is_full = all(rows.outputs) and engine.metrics.num_running == len(prompts)
         drafter.take_seconds()
         began = time.perf_counter()
-        outputs = engine.step()
+        rows.step()
         synchronize(engine.target.device)
         took = time.perf_counter() - began
-        has_begun |= {output.request_id for output in outputs if output.token_ids}
         if is_full:
             steps.append(took)
             drafting.append(drafter.take_seconds())
@@ -339,8 +295,12 @@ def _steps(
 def overhead_large(scene: Scene, keep: Keep) -> Found:
     """On the large shape: what random weights say at temperature 1 never comes again."""
     model = random_model(scene.sizes.large, dtype=scene.served_dtype, device=scene.device)
-    # The prompts are numbers to it: those of the bundled tokenizer are in every vocabulary that is larger.
-    return _overhead(scene, model, TextCodec.load(str(MODEL_PATH)), keep)
+    return _overhead(scene, model, _numbers(), keep)
+
+
+def _numbers() -> TextCodec:
+    """Prompts for random weights: those of the bundled tokenizer are in every vocabulary that is larger."""
+    return TextCodec.load(str(MODEL_PATH))
 
 
 def overhead_small(scene: Scene, keep: Keep) -> Found:

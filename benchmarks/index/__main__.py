@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.index.asked import compare, measure, sample_contexts
 from benchmarks.index.stored import FINGERPRINT, LAST_COMPLETIONS, TOKENS_PER_S, fill, warm_up, watch_traffic
 from benchmarks.made_text import LONGEST, completions, sequences_within
-from benchmarks.peers.names import PEER_NAMES
+from benchmarks.peers.local import PEER_NAMES
 from benchmarks.run import Option, Run
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DraftRequest, make_drafter

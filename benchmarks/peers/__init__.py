@@ -4,8 +4,7 @@
 the other end, run by the peers' own interpreter. Nothing here imports ``ssd``.
 """
 
-from benchmarks.peers.answers import Draft, Insertion, PeerError, PeerUnavailable, Proposals
-from benchmarks.peers.client import Peer
-from benchmarks.peers.names import PEER_NAMES
+from benchmarks.peers.client import Draft, Insertion, Peer, PeerError, PeerUnavailable, Proposals
+from benchmarks.peers.local import PEER_NAMES
 
 __all__ = ["PEER_NAMES", "Draft", "Insertion", "Peer", "PeerError", "PeerUnavailable", "Proposals"]

@@ -8,8 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from benchmarks.peers.frames import TokenIds
-from benchmarks.peers.local import Setting, Speculation
+from benchmarks.peers.local import Setting, Speculation, TokenIds
 
 _SETTINGS = {"max_spec_factor", "max_spec_offset", "min_token_prob", "use_tree_spec"}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.names import PEER_NAMES
+from benchmarks.peers.local import PEER_NAMES
 from benchmarks.peers.process import Server
 
 _PERIOD = np.arange(10, dtype=np.int32)

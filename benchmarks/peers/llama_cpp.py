@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.built.places import FOLDER, LLAMA_CPP_LIBRARY, require
-from benchmarks.peers.frames import TokenIds
-from benchmarks.peers.local import Setting, Speculation, chain
+from benchmarks.peers.build import FOLDER, LLAMA_CPP_LIBRARY, require
+from benchmarks.peers.local import Setting, Speculation, TokenIds, chain
 
 _LOOKUP = "lookup"
 _POOL = "ngram-mod"

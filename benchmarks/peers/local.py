@@ -1,11 +1,24 @@
-"""What a peer looks like inside its own process."""
+"""What both ends of the pipes know: which peers there are, what a peer looks like in its process, and frames.
+
+A frame is a header and arrays of token ids, pickled behind a mark. Both ends are ours and on one machine; the mark is
+there because a library that prints to the wrong descriptor, or a process that dies half way, must be an error and not
+a wrong figure.
+"""
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import IO, Any, Final, Protocol, Self
 
-from benchmarks.peers.frames import TokenIds
+import numpy as np
+import numpy.typing as npt
+
+PEER_NAMES = ("arctic", "vllm-ngram", "prompt-lookup", "sglang-ngram", "llama-cpp")
+
+TokenIds = npt.NDArray[np.int32]
+_MARK: Final = b"PEER"
 
 Setting = dict[str, float | str]
 """Names and values of a peer's own knobs; a boolean counts as a number, as it does in JSON and in Python."""
@@ -60,3 +73,34 @@ class LocalPeer(Protocol):
 def chain(num_tokens: int) -> list[int]:
     """Parents of a draft without branches."""
     return list(range(-1, num_tokens - 1))
+
+
+class FrameError(Exception):
+    """The stream is out of step, or ended inside a frame."""
+
+
+def write_frame(stream: IO[bytes], header: dict[str, Any], arrays: Sequence[TokenIds] = ()) -> None:
+    """Write one frame and flush. Raises TypeError for anything but int32 in one dimension."""
+    for array in arrays:
+        if array.dtype != np.int32 or array.ndim != 1:
+            raise TypeError(f"token ids must be int32[n], got {array.dtype}{list(array.shape)}")
+    stream.write(_MARK)
+    pickle.dump((header, [array.tobytes() for array in arrays]), stream, protocol=5)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> tuple[dict[str, Any], list[TokenIds]] | None:
+    """The next frame, or None where the stream ends between two frames; the arrays are contiguous and writable.
+
+    Raises FrameError on anything else than a whole frame.
+    """
+    mark = stream.read(len(_MARK))
+    if not mark:
+        return None
+    if mark != _MARK:
+        raise FrameError(f"not a frame: {mark!r}")
+    try:
+        header, parts = pickle.load(stream)
+        return header, [np.frombuffer(bytearray(part), np.int32) for part in parts]
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        raise FrameError(f"the stream ended inside a frame, or holds another thing: {error}") from error

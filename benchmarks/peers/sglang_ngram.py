@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.built.sglang_sources import load_corpus_class
-from benchmarks.peers.frames import TokenIds
-from benchmarks.peers.local import Setting, Speculation
+from benchmarks.peers.build import load_corpus_class
+from benchmarks.peers.local import Setting, Speculation, TokenIds
 
 _DRAFT_TOKENS = 12
 _SHIFT = 1  # of token ids, so that no real one is the 0 that it fills drafts with

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from benchmarks.replay.comparison import PLACES, compare_results
 from benchmarks.replay.job import Plan, Result, run_all
 from benchmarks.replay.plots import plot_curves
 from benchmarks.replay.settings import CONTENDER_NAMES, MEASURED_PATH, OURS
+from benchmarks.run import Columns, cells_of
 from benchmarks.traces import all_traces, find_tokenizer, find_trace, trace_name
-from cache_builder.evaluation.costs import CostCurve, flat, read_curve
+from cache_builder.evaluation.costs import CostCurve, flat, read_step_costs
 from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
@@ -64,7 +65,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
             raise ConfigError(f"--{name.replace('_', '-')} must be within {least:,}..{most:,}, got {value}")
-    curves: dict[str, CostCurve] = {"flat": flat(_FLAT_WIDTH), "measured": read_curve(MEASURED_PATH)}
+    curves: dict[str, CostCurve] = {"flat": flat(_FLAT_WIDTH), "measured": read_step_costs(MEASURED_PATH).curve}
     return Plan(
         drafters=list(dict.fromkeys(options.drafter or [OURS])),
         draft=DraftConfig(num_speculative_tokens=options.max_draft),
@@ -116,14 +117,15 @@ def _run(
     plan: Plan, traces: Sequence[Path], tokenizers: Sequence[Path], num_jobs: int, *, quiet: bool
 ) -> dict[str, Any]:
     parameters = _parameters(plan, traces, tokenizers)
+    columns = _columns(plan.costs)
     if not quiet:
         print(f"replay: {json.dumps(parameters)}")
-        print(_head([cost.name for cost in plan.costs]), flush=True)
+        print(" | ".join(heading for heading, _ in columns), flush=True)
     results = []
     for some in run_all(plan, traces, tokenizers, num_jobs):
         results += some
         if not quiet:
-            print(*map(_line, some), sep="\n", flush=True)
+            print(*(_line(columns, result) for result in some), sep="\n", flush=True)
     comparison = compare_results(results, OURS) if plan.curve else None
     if comparison and not quiet:
         print(*_comparison_lines(comparison), sep="\n")
@@ -135,53 +137,39 @@ def _run(
     }
 
 
-def _head(costs: Sequence[str]) -> str:
-    """The first line of the table of results."""
-    columns = [
-        "output",
-        "tokens/step",
-        "of oracle",
-        "drafted/step",
-        "accepted",
-        *(f"x {cost}" for cost in costs),
-        "ECE",
-        "us p50",
-    ]
-    return f"{'trace':<18} {'tokenizer':<15} {'drafter':<16} {'setting':<18}" + "".join(f" {c:>12}" for c in columns)
+def _columns(costs: Sequence[CostCurve]) -> Columns:
+    """Of the table of results."""
+    return (
+        *((name, f"{{{name}}}") for name in ("trace", "tokenizer", "drafter", "setting")),
+        ("output", "{output_tokens}"),
+        ("tokens/step", "{mean_acceptance_length:.3f}"),
+        ("of oracle", "{shown_of_oracle}"),
+        ("drafted/step", "{drafted_per_step:.2f}"),
+        ("accepted", "{acceptance_rate:.3f}"),
+        *((f"x {cost.name}", f"{{speed_up[{cost.name}]:.2f}}") for cost in costs),
+        ("ECE", "{shown_error}"),
+        ("us p50", "{propose_us_p50}"),
+    )
 
 
-def _line(result: Result) -> str:
-    """One result."""
-    calibration = result["calibration"]
-    cells = [
-        f"{result['output_tokens']}",
-        f"{result['mean_acceptance_length']:.3f}",
-        "-" if result["of_oracle"] is None else f"{result['of_oracle']:.3f}",
-        f"{result['drafted_per_step']:.2f}",
-        f"{result['acceptance_rate']:.3f}",
-        *(f"{value:.2f}" for value in result["speed_up"].values()),
-        "-" if calibration is None else f"{calibration['error']:.3f}",
-        f"{result['propose_us_p50']}",
-    ]
-    name = f"{result['trace']:<18} {result['tokenizer']:<15} {result['drafter']:<16} {result['setting']:<18}"
-    return name + "".join(f" {cell:>12}" for cell in cells)
+def _line(columns: Columns, result: Result) -> str:
+    error = (result["calibration"] or {}).get("error")
+    shown = {f"shown_{name}": "-" if value is None else f"{value:.3f}"
+             for name, value in (("of_oracle", result["of_oracle"]), ("error", error))}  # fmt: skip
+    return " | ".join(cells_of(columns, {**result, **shown}))
 
 
-def _comparison_lines(comparison: dict[str, Any]) -> list[str]:
+def _comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
     """Ours against each other drafter: ratios of accepted tokens a step, and where."""
-    lines = []
     for drafter, found in comparison.items():
-        places = "".join(f" {f'at {place:.0%}':>18}" for place in PLACES)
-        lines += ["", f"accepted per step, ours / {drafter} @ drafted per step, on the overlap of both curves", ""]
-        lines.append(f"{'trace':<18} {'tokenizer':<15}{places}")
+        places = ", ".join(f"{place:.0%}" for place in PLACES)
+        yield f"\naccepted per step, ours / {drafter} @ drafted per step, at {places} of the overlap of both curves"
         for row in found["rows"]:
             pairs = zip(row["ratios"] or (), row["drafted"] or (), strict=True)
-            cells = "".join(f" {f'{ratio:.3f} @ {drafted:.2f}':>18}" for ratio, drafted in pairs)
-            lines.append(f"{row['trace']:<18} {row['tokenizer']:<15}{cells or '   no overlap'}")
-        means = found["geometric_means"] or ()
-        if means:
-            lines.append(f"{'geometric mean':<34}" + "".join(f" {f'{mean:.3f}':<7}{'':>11}" for mean in means))
-    return lines
+            cells = [f"{ratio:.3f} @ {drafted:.2f}" for ratio, drafted in pairs] or ["no overlap"]
+            yield " | ".join([row["trace"], row["tokenizer"], *cells])
+        if means := found["geometric_means"]:
+            yield " | ".join(["geometric mean", *(f"{mean:.3f}" for mean in means)])
 
 
 if __name__ == "__main__":

@@ -13,16 +13,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.drafters import OurDrafters, Setting, replay_stream
-from benchmarks.peers.frequency import FrequencyDrafter
 from benchmarks.replay.contenders import Contender, PeerDrafter, calibrate
-from benchmarks.replay.settings import FREQUENCY, PEERS, PeerSetting, settings_of
+from benchmarks.replay.settings import PEERS, PeerSetting, settings_of
 from benchmarks.traces import TraceTokenizer, limited, read_records, read_sessions, trace_name
 from benchmarks.walk import Counts
-from cache_builder.evaluation.costs import CostCurve, speed_up
+from cache_builder.evaluation.costs import CostCurve, StepCosts
 from cache_builder.evaluation.log import Row
 from cache_builder.evaluation.oracle import oracle_steps
 from ssd.config import DraftConfig, IndexConfig
-from ssd.drafting import Drafter, make_drafter
 
 Result = dict[str, Any]
 
@@ -106,8 +104,7 @@ def _contenders(plan: Plan, rows: Sequence[Row]) -> Iterator[Contender]:
 
     ours = [setting for drafter in plan.drafters if drafter not in PEERS for setting in settings(drafter)]
     if ours:
-        drafters = [_drafter(setting.drafter, plan.draft) for setting in ours]
-        yield OurDrafters(ours, draft=plan.draft, index=plan.index, tree=plan.tree, drafters=drafters)
+        yield OurDrafters(ours, draft=plan.draft, index=plan.index, tree=plan.tree)
     options: dict[str, Callable[[], dict[str, int]]] = {
         "arctic": lambda: {"depth": plan.arctic_depth},
         "vllm-ngram": lambda: {"max_draft": limit, "max_context_tokens": _longest(rows)},
@@ -119,10 +116,6 @@ def _contenders(plan: Plan, rows: Sequence[Row]) -> Iterator[Contender]:
             yield from _sglang(settings(drafter), rows)
         elif drafter in PEERS:
             yield PeerDrafter(settings(drafter), **options[drafter]())
-
-
-def _drafter(name: str, draft: DraftConfig) -> Drafter:
-    return FrequencyDrafter() if name == FREQUENCY else make_drafter(name, draft)
 
 
 def _sglang(settings: Sequence[Setting], rows: Sequence[Row]) -> Iterator[Contender]:
@@ -165,7 +158,9 @@ def summary(counts: Counts, costs: Sequence[CostCurve]) -> Result:
         "drafted_per_step": counts.num_drafted_tokens / steps,
         "accepted_per_step": counts.num_accepted_tokens / steps,
         "acceptance_rate": counts.num_accepted_tokens / max(1, counts.num_drafted_tokens),
-        "speed_up": {cost.name: speed_up(counts.num_output_tokens, counts.steps_by_drafted, cost) for cost in costs},
+        "speed_up": {
+            cost.name: StepCosts(cost, "").speed_up(counts.num_output_tokens, counts.steps_by_drafted) for cost in costs
+        },
         "propose_us_p50": round(float(np.percentile(times_us, 50)), 1),
         "propose_us_p99": round(float(np.percentile(times_us, 99)), 1),
         "cached_tokens": counts.num_cached_tokens,

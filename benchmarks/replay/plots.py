@@ -14,7 +14,7 @@ Result = dict[str, Any]
 _COLOURS = dict(
     zip(
         CONTENDER_NAMES,
-        ("tab:green", "tab:gray", "tab:olive", "black", "tab:blue", "tab:purple", "tab:brown", "tab:red", "tab:orange"),
+        ("tab:green", "tab:gray", "tab:olive", "tab:blue", "tab:purple", "tab:brown", "tab:red", "tab:orange"),
         strict=True,
     )
 )

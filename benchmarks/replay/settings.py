@@ -23,10 +23,7 @@ PEERS = {
 }
 """What other people's drafters are called here, and in `benchmarks.peers`."""
 
-FREQUENCY = "frequency"
-"""A baseline that runs in our process, `benchmarks.peers.frequency`."""
-
-CONTENDER_NAMES = (*DRAFTER_NAMES, FREQUENCY, *PEERS)
+CONTENDER_NAMES = (*DRAFTER_NAMES, *PEERS)
 
 PRICED_BY = "priced by "
 

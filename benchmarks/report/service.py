@@ -187,8 +187,3 @@ def _peers(run: Result) -> str:
         "is the slower one."
     )
     return f"{head}\n\n{section(columns, rows, note)}"
-
-
-"""Of a machine."""
-"""US dollars, as clouds ask for one of a machine with 4 GB for each core; an assumption."""
-"""US dollars for 10^9 bytes of network SSD; an assumption."""

@@ -1,19 +1,12 @@
-"""What the bundled model learns from: Python's standard library, as files and as question-and-answer pairs.
-
-The list of files with their hashes ships with the model (``CORPUS.json``), and so do the licence and the copyright
-notices found in the files (``PYTHON-LICENSE.txt``, ``NOTICES.txt``)."""
+"""What the bundled model and its head learn from: Python's standard library, as files and as questions with answers."""
 
 from __future__ import annotations
 
 import ast
-import builtins
 import hashlib
-import json
-import platform
-import re
 import sysconfig
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +15,10 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.training.model_format import END_OF_TEXT, Message, render
+END_OF_TEXT = "<|endoftext|>"
+ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+SPECIAL_TOKENS = [END_OF_TEXT, *ROLES.values()]
+END_OF_TEXT_ID = 0
 
 # Left out: tests and example programs, tables written by generators, text that is not Python, foreign packages, and
 # the parts that distributors move into packages of their own.
@@ -33,10 +29,25 @@ MAX_FILE_BYTES = 400_000
 HELD_OUT_ONE_IN = 24
 """One file in this many, chosen by the hash of its path, is never trained on."""
 MAX_ANSWER_LINES = 40
-MAX_NOTICE_LINES = 30
 CONVERSATION_PERCENT = 45
 """Share of the documented functions that are also shown as conversations."""
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "You write Python code.", "Answer with Python source code only.")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, as the chat template takes it."""
+
+    role: str
+    content: str
+
+
+def render(messages: Iterable[Message]) -> str:
+    """What ``CHAT_TEMPLATE`` renders, without Jinja."""
+    return "".join(
+        ROLES[message.role] + message.content + (END_OF_TEXT if message.role == "assistant" else "")
+        for message in messages
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,63 +137,6 @@ def _question(function: ast.FunctionDef, docstring: str, number: int) -> str:
     )[number % 4]
 
 
-def write_record(files: list[SourceFile], out: Path) -> None:
-    """Write the list of files with hashes, the licence of Python, and the notices found in the files."""
-    record = {
-        "source": "Python standard library",
-        "python": platform.python_version(),
-        "files": [
-            {
-                "path": file.path,
-                "sha256": hashlib.sha256(file.text.encode()).hexdigest(),
-                "bytes": file.num_bytes,
-                "held_out": file.held_out,
-            }
-            for file in files
-        ],
-    }
-    # One file a line: a change of the corpus is then readable in a diff.
-    text = json.dumps(record, separators=(",", ":")).replace('{"path"', '\n{"path"')
-    (out / "CORPUS.json").write_text(text + "\n")
-    (out / "PYTHON-LICENSE.txt").write_text(_python_license())
-    notices = [f"==== {file.path}\n{notice}\n" for file in files if (notice := _notice(file.text))]
-    (out / "NOTICES.txt").write_text(
-        "Copyright and licence notices found in the files of the standard library that the model was trained on.\n"
-        "The library as a whole is under the licence in PYTHON-LICENSE.txt.\n\n" + "\n".join(notices)
-    )
-
-
-def _python_license() -> str:
-    """Full licence text of the running interpreter."""
-    printer = getattr(builtins, "license")  # noqa: B009 - installed by `site`, unknown to type checkers
-    printer._Printer__setup()
-    return "\n".join(printer._Printer__lines).strip() + "\n"
-
-
-def _notice(text: str) -> str:
-    """The comments and docstring parts that claim copyright, to their end; empty when there are none."""
-    # Code that merely prints the word is no notice.
-    claims = re.compile(r"copyright.*(\d{4}|\(c\)|rights reserved)|\(c\) copyright|:copyright:", re.IGNORECASE)
-    lines = text.splitlines()
-    kept: list[str] = []
-    end = 0
-    for number, line in enumerate(lines):
-        if number < end or not claims.search(line):
-            continue
-        start, end = number, number + 1
-        if line.lstrip().startswith("#"):
-            while start and lines[start - 1].lstrip().startswith("#"):
-                start -= 1
-            while end < len(lines) and lines[end].lstrip().startswith("#"):
-                end += 1
-        else:
-            # Terms may run over several paragraphs of the docstring.
-            while end < min(len(lines), number + MAX_NOTICE_LINES) and not re.search(r'"""|\'\'\'', lines[end - 1]):
-                end += 1
-        kept += [*(line.rstrip() for line in lines[start:end]), ""]
-    return "\n".join(kept).strip("\n")
-
-
 class TokenStream:
     """Documents in a new random order each epoch, end to end, cut into rows that are dealt out in random order.
 
@@ -211,6 +165,41 @@ class TokenStream:
         starts = deal[index * num_rows : (index + 1) * num_rows] * row_length
         rows = torch.from_numpy(self._tokens[starts[:, None] + np.arange(row_length + 1)])
         return rows[:, :-1], rows[:, 1:]
+
+
+MAX_PREFIX_TOKENS = 48
+
+
+class Prefixes:
+    """Openings from which the model is let to write: any place of the corpus, or a question of a conversation."""
+
+    def __init__(self, documents: list[npt.NDArray[np.int64]], seed: int, num_rows: int) -> None:
+        self._documents = documents
+        self._seed = seed
+        self._num_rows = num_rows
+        assistant = SPECIAL_TOKENS.index("<|assistant|>")
+        self._questions = [document[: np.argmax(document == assistant) + 1] for document in documents]
+        self._questions = [question for question in self._questions if 1 < len(question) <= MAX_PREFIX_TOKENS]
+        self._weights = np.array([len(document) for document in documents], np.float64)
+        self._weights /= self._weights.sum()
+
+    def batch(self, step: int) -> torch.Tensor:
+        """Prefixes of one length, int64[num_rows, length]; a function of the seed and the step."""
+        random = np.random.default_rng([self._seed, 1, step])
+        length = int(random.integers(4, MAX_PREFIX_TOKENS + 1))
+        # Every fourth step asks questions, cut at the front to the same length.
+        if step % 4 == 3:
+            fitting = [question for question in self._questions if len(question) >= length]
+            if len(fitting) >= self._num_rows:
+                chosen = random.choice(len(fitting), self._num_rows, replace=False)
+                return torch.from_numpy(np.stack([fitting[i][-length:] for i in chosen]))
+        rows: list[npt.NDArray[np.int64]] = []
+        while len(rows) < self._num_rows:
+            document = self._documents[random.choice(len(self._documents), p=self._weights)]
+            if len(document) > length:
+                start = int(random.integers(0, len(document) - length))
+                rows.append(document[start : start + length])
+        return torch.from_numpy(np.stack(rows))
 
 
 def training_documents(files: list[SourceFile], tokenizer: Tokenizer) -> list[npt.NDArray[np.int64]]:

@@ -25,8 +25,7 @@ from torch.nn import functional
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from benchmarks.training import corpus
-from benchmarks.training.corpus import TokenStream, training_documents
+from benchmarks.training.corpus import TokenStream, standard_library, training_documents
 from benchmarks.training.measure import (
     ROW_LENGTH,
     TEMPERATURES,
@@ -36,7 +35,7 @@ from benchmarks.training.measure import (
     unroll,
     write_batches,
 )
-from benchmarks.training.train import take_step
+from benchmarks.training.model import log, take_step
 from ssd.bundled import MODEL_PATH
 from ssd.model.heads.networks import Eagle3Head
 from ssd.model.layers.tap import Tap
@@ -218,14 +217,6 @@ def save(training: Eagle3Training, out: Path) -> int:
     return sum((out / name).stat().st_size for name in ("config.json", "model.safetensors"))
 
 
-def log(out: Path, **record: object) -> None:
-    """One JSON line to the screen and to ``training.jsonl``."""
-    line = json.dumps(record)
-    print(line, flush=True)
-    with (out / "training.jsonl").open("a") as file:
-        file.write(line + "\n")
-
-
 def parse_args() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training.head", description=__doc__)
@@ -254,7 +245,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     target = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32).eval().requires_grad_(False)
     tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
-    files = corpus.standard_library()
+    files = standard_library()
     documents = training_documents(files, tokenizer)
     written = own_text(target, documents, args)
     draft_ids = frequent_tokens(written, args.draft_vocab_size)

@@ -1,7 +1,9 @@
-"""How far a head's drafts agree with text that the target wrote and that no training has seen."""
+"""What is measured of the model and of its head: loops, bits, and how far drafts agree with text that the model wrote
+and that no training has seen."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +15,61 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.training.corpus import SourceFile, conversations, held_out_documents
-from benchmarks.training.evaluate import looped_tokens
-from benchmarks.training.model_format import END_OF_TEXT_ID, render
-from benchmarks.training.train import Prefixes
+from benchmarks.training.corpus import (
+    END_OF_TEXT_ID,
+    Prefixes,
+    SourceFile,
+    conversations,
+    held_out_documents,
+    render,
+)
 from ssd.model.heads.head import RecurrentHead
 from ssd.model.layers.tap import Tap
+
+# A small model decoded greedily soon repeats itself, and repeated text is what a retrieval drafter predicts best. The
+# share in loops says how far a speed-up may be trusted; training uses the same definition to push loops away.
+MAX_PERIOD = 32
+"""Longest repeated unit that counts as a loop, in tokens."""
+MIN_LOOP_TOKENS = 8
+"""Shortest looped stretch, in tokens: keeps ``))))`` and dashed lines of a table from counting."""
+
+
+def looped_tokens(
+    token_ids: Sequence[int] | npt.NDArray[np.integer], *, first_copy: bool = True
+) -> npt.NDArray[np.bool_]:
+    """Mark the tokens of every stretch that is two or more whole copies of a unit of 1 to ``MAX_PERIOD`` tokens.
+
+    Returns bool[n], True inside a loop. ``first_copy`` False leaves out what a model may say: the first time. A stretch
+    has at least ``MIN_LOOP_TOKENS`` tokens.
+    """
+    tokens = np.asarray(token_ids)
+    mask = np.zeros(len(tokens), np.bool_)
+    for period in range(1, min(MAX_PERIOD, len(tokens) // 2) + 1):
+        same = tokens[period:] == tokens[:-period]
+        # Edges of the runs of True: a run [lo, hi) of `same` is the looped stretch [lo, hi + period) of the text.
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], same.astype(np.int8), [0]])))
+        for lo, hi in zip(edges[::2], edges[1::2], strict=True):
+            if hi - lo >= period and hi - lo + period >= MIN_LOOP_TOKENS:
+                mask[lo if first_copy else lo + period : hi + period] = True
+    return mask
+
+
+@torch.inference_mode()
+def bits_per_byte(
+    model: PreTrainedModel, documents: list[npt.NDArray[np.int64]], num_bytes: int, row_length: int
+) -> float:
+    """Cost of the held-out text, all documents end to end, cut into rows that are read without what came before."""
+    tokens = torch.from_numpy(np.concatenate(documents)).to(model.device)
+    training = model.training
+    model.eval()
+    nats = 0.0
+    for start in range(0, len(tokens) - 1, row_length):
+        row = tokens[start : start + row_length + 1]
+        logits = model(input_ids=row[None, :-1], use_cache=False).logits[0].float()
+        nats += functional.cross_entropy(logits, row[1:], reduction="sum").item()
+    model.train(training)
+    return nats / math.log(2) / num_bytes
+
 
 ROW_LENGTH = 256
 TEMPERATURES = (0.7, 0.0, 1.0, 0.7)

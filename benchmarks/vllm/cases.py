@@ -1,4 +1,4 @@
-"""Our drafter on vLLM's V2 runner, case by case, against no speculation. ``python -m benchmarks.vllm.cases [NAME ...]``
+"""Our drafter on vLLM's V2 runner, case by case, against no speculation. ``python -m benchmarks.vllm.cases``
 
 The bundled model in float32, greedy, in Triton's interpreter: 15 to 40 s a case. Outputs are those of the V1 runner
 without speculation, token for token, and what is learned is what clients got. Prints a table; the last line of stdout
@@ -7,12 +7,12 @@ is one JSON object. Status 1 where something differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -24,7 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from benchmarks.environment import describe, head
+from benchmarks.environment import describe
+from benchmarks.run import Option, Run
 from benchmarks.vllm.client import ROOT, VllmEngine, interpreter, versions
 from benchmarks.vllm.engines import ENVIRONMENT, METHODS
 from benchmarks.vllm.interpreter import in_every_process
@@ -78,32 +79,27 @@ CASES = {
     "core process": Case(("process",)),
     "two ranks": Case(("process",), {"tensor_parallel_size": 2}),
 }
-"""Beside these "aborts", "restart" and "serve"."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run them and compare."""
-    names = [*CASES, "aborts", "restart", "serve"]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm.cases", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
-    parser.add_argument("--prompts", type=int, default=len(TEXTS), help="so many of the requests only")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object here too")
-    args = parser.parse_args(argv)
-    prompts = _prompts()[: args.prompts]
-    special = {"aborts": aborts, "restart": restart, "serve": serve}
-    rows = []
-    print(f"{'case':24} {'accepted':>8} {'drafted':>7} {'learned':>8} {'preempted':>9} {'equal':>6}")
-    for name in args.names or names:
-        row = special[name]() if name in special else run(CASES[name], prompts)
-        rows.append({"case": name, **row})
-        print(f"{name:24} {row['accepted']:>8} {row['drafted']:>7} {row['learned']:>8} {row['preempted']:>9} "
-              f"{row['equal']!s:>6}", flush=True)  # fmt: skip
-    line = json.dumps({**head("vllm_cases"), "environment": {**describe(), "vllm": versions()}, "results": rows})
-    if args.out is not None:
-        args.out.write_text(line + "\n")
-    print(line)
-    if not all(row["equal"] for row in rows):
-        raise SystemExit("outputs differ, or what was learned is not what clients got")
+NAMES = (*CASES, "aborts", "restart", "serve")
+OPTIONS: dict[str, Any] = {
+    "cases": Option(default=list(NAMES), choices=NAMES, metavar="NAME", help="of these"),
+    "prompts": Option(default=len(TEXTS), help="so many of the requests only"),
+}
+COLUMNS = (
+    ("case", "{case}"), (">accepted", "{accepted}"), (">drafted", "{drafted}"), (">learned", "{learned}"),
+    (">preempted", "{preempted}"), ("equal", "{equal}"),
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run them and compare. Returns the exit status: 1 where outputs differ, or what was learned is another text."""
+    this = Run("vllm_cases", __doc__, argv, OPTIONS, COLUMNS, unsaid=("cases",), program="vllm.cases")
+    prompts, special = _prompts()[: this.args.prompts], {"aborts": aborts, "restart": restart, "serve": serve}
+    for name in this.args.cases:
+        this.row({"case": name, **(special[name]() if name in special else run(CASES[name], prompts))})
+    is_wrong = not all(row["equal"] for row in this.rows)
+    return this.end(environment={**describe(), "vllm": versions()}, results=this.rows, is_wrong=is_wrong)
 
 
 def _engine(case: Case, runner: str = "v2", method: str = "ssd", **more: Any) -> VllmEngine:
@@ -246,4 +242,4 @@ def _metric(port: int, name: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

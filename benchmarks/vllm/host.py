@@ -10,17 +10,16 @@ JSON object.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.environment import describe, head
+from benchmarks.run import Option, Run
 from benchmarks.vllm.states import HandMadeRunner, LateEvent, Scripted, vllm_config
 from ssd.bundled import MODEL_PATH
 from ssd.integrations.vllm_v2 import Speculator
@@ -28,36 +27,28 @@ from ssd.integrations.vllm_v2 import Speculator
 _LENGTH, _PROMPT, _OUTPUT, _KINDS = 1024, 128, 128, 24
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+OPTIONS: dict[str, Any] = {
+    "rows": [64, 256],
+    "late": Option(default=[0, 1, 2], least=0, help="steps that the device is ahead"),
+    "width": Option(default=5, help="tokens of a draft"),
+    "steps": 300,
+    "seed": 0,
+}
+COLUMNS = (
+    (">rows", "{rows}"), (">late", "{late}"), (">host us", "{host_us_p50:.0f}"), (">p95", "{host_us_p95:.0f}"),
+    (">us a row", "{host_us_per_row:.2f}"), (">device part us", "{device_part_us_p50:.0f}"),
+    (">not arrived", "{not_arrived:.2f}"), (">tokens per step", "{tokens_per_step:.2f}"),
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm.host", description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--late", type=int, nargs="+", default=[0, 1, 2], help="steps that the device is ahead")
-    parser.add_argument("--width", type=int, default=5, help="tokens of a draft")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object here too")
-    args = parser.parse_args(argv)
+    run = Run("vllm_host", __doc__, argv, OPTIONS, COLUMNS, program="vllm.host")
     torch.set_num_threads(1)
-    print(
-        f"{'rows':>5} {'late':>5} {'host us':>8} {'p95':>7} {'us a row':>9} {'device part us':>15} {'not arrived':>12} "
-        f"{'tokens per step':>16}"
-    )
-    rows = []
-    for count in args.rows:
-        for late in args.late:
-            row = measure(count, late, args)
-            rows.append(row)
-            print(
-                f"{count:5} {late:5} {row['host_us_p50']:8.0f} {row['host_us_p95']:7.0f} "
-                f"{row['host_us_per_row']:9.2f} {row['device_part_us_p50']:15.0f} {row['not_arrived']:12.2f} "
-                f"{row['tokens_per_step']:16.2f}"
-            )
-    parameters = {name: value for name, value in vars(args).items() if name != "out"}
-    line = json.dumps({**head("vllm_host"), "environment": describe(), "parameters": parameters, "results": rows})
-    if args.out is not None:
-        args.out.write_text(line + "\n")
-    print(line)
+    for count in run.args.rows:
+        for late in run.args.late:
+            run.row(measure(count, late, run.args))
+    return run.end(results=run.rows)
 
 
 def measure(count: int, late: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -115,4 +106,4 @@ def _timed(speculator: Speculator, name: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

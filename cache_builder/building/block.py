@@ -8,10 +8,9 @@ from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from cache_builder.building.unfinished import BuildResult, Finished, Journal, usable
@@ -85,47 +84,31 @@ _TAIL_TOKENS = 32
 _ROW = np.dtype([("tail", "<u8"), ("whole", "<u8"), ("length", "<i8")])
 
 
-class Stored:
-    """The sequences of a directory, 24 bytes each, in a file that workers map.
+def write_stored(directory: Path, path: Path, *, fingerprint: str) -> None:
+    """Write the sequences of ``directory`` to ``path`` for `Stored`. Raises CacheError, OSError. O(tokens)."""
+    found = [
+        (_digest(sequence[-_TAIL_TOKENS:]), _digest(sequence), len(sequence))
+        for sequence in sequences_of(load_static_directory(directory, fingerprint=fingerprint))
+    ]
+    np.save(path, np.sort(np.array(found, _ROW), order="tail"), allow_pickle=False)
 
-    64 bits of hash, so that a collision is not expected below 10^9 sequences.
+
+class Stored:
+    """The sequences of a directory, 24 bytes each, in a file that workers map; and which of them were found.
+
+    Each is good for one that is equal: how often a text occurs ranks drafts. 64 bits of hash, so that a collision is
+    not expected below 10^9 sequences.
     """
 
-    def __init__(self, rows: npt.NDArray[np.void]) -> None:
-        """``rows`` : sorted by ``tail``."""
-        self._rows = rows
-        self._tails = rows["tail"]
-
-    @classmethod
-    def of(cls, directory: Path, *, fingerprint: str) -> Self:
-        """Raises CacheError. O(tokens)."""
-        found = [
-            (_digest(sequence[-_TAIL_TOKENS:]), _digest(sequence), len(sequence))
-            for sequence in sequences_of(load_static_directory(directory, fingerprint=fingerprint))
-        ]
-        return cls(np.sort(np.array(found, _ROW), order="tail"))
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """What ``save`` wrote; raises OSError."""
-        return cls(np.load(path, mmap_mode="r", allow_pickle=False))
-
-    def save(self, path: Path) -> None:
-        """To be opened by others; raises OSError."""
-        np.save(path, self._rows, allow_pickle=False)
-
-    def taken(self) -> Taken:
-        """None yet."""
-        return Taken(self._rows, self._tails)
-
-
-class Taken:
-    """Which stored sequences were found: each is good for one that is equal. How often a text occurs ranks drafts."""
-
-    def __init__(self, rows: npt.NDArray[np.void], tails: npt.NDArray[np.uint64]) -> None:
-        self._rows = rows
-        self._tails = tails
+    def __init__(self, path: Path) -> None:
+        """``path`` : of what `write_stored` wrote. Raises OSError."""
+        self._rows = np.load(path, mmap_mode="r", allow_pickle=False)
+        self._tails = self._rows["tail"]
         self._places: set[int] = set()
+
+    def begin(self) -> None:
+        """None was found yet."""
+        self._places.clear()
 
     def take(self, tokens: Tokens) -> bool:
         """Whether ``tokens`` are stored, or their end is where their beginning was stored once for many.
@@ -231,7 +214,7 @@ class _Builder:
         self._journal = journal
         self._progress = progress
         self._codec = codec_of(options.tokenizer, options.chat_template)
-        self._stored = None if options.stored is None else Stored.open(options.stored)
+        self._stored = None if options.stored is None else Stored(options.stored)
         self._held = np.empty(options.segment_tokens, np.int32)
         self._num_segments = len(known)
         self._num_read = known[-1].num_read if known else 0
@@ -279,7 +262,7 @@ class _Builder:
         kept: list[Tokens] = []
         for token_ids, prompt_length in found.examples:
             tokens = np.array(token_ids, np.int32)
-            if self._taken is not None and self._taken.take(tokens):
+            if self._stored is not None and self._stored.take(tokens):
                 counts.num_stored_sequences += 1
                 continue
             pieces = self._known.pieces(tokens, prompt_length, 0)
@@ -296,7 +279,8 @@ class _Builder:
         index = IndexConfig()
         self._lead_in = index.lead_in_tokens
         self._known = PrefixFilter(index.dedup_block_tokens, index.lead_in_tokens)
-        self._taken = None if self._stored is None else self._stored.taken()
+        if self._stored is not None:
+            self._stored.begin()
         self._num_held = 0
         self._counts = BuildResult()
 

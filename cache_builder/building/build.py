@@ -17,11 +17,11 @@ from cache_builder.building.block import (
     Block,
     BlockOptions,
     BlockResult,
-    Stored,
     build_block,
     codec_of,
     plan_of,
     write_new_segment,
+    write_stored,
 )
 from cache_builder.building.unfinished import BuildResult, check_new, check_out, replace_directory, working_directory
 from cache_builder.inputs.record import AS_WE_CALL_THEM, STANDARD_INPUT, FieldNames, Format, InputError
@@ -199,7 +199,7 @@ def _check_out(out: Path, *, add: bool, force: bool) -> bool:
 
 def _what_is_stored(out: Path, working: Path, codec: TextCodec) -> Path:
     path = working.absolute() / "stored.npy"
-    Stored.of(out, fingerprint=codec.fingerprint).save(path)
+    write_stored(out, path, fingerprint=codec.fingerprint)
     return path
 
 

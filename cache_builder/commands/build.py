@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from cache_builder.building.build import BuildOptions, build
 from cache_builder.building.unfinished import unfinished_directory
-from cache_builder.commands.options import add_log_arguments, build_progress, chat_template_of
+from cache_builder.commands.options import BuildProgress, add_log_arguments, chat_template_of
 from cache_builder.inputs.record import FieldNames
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
@@ -88,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
         executor = ray_executor(options.ray_address)
     try:
-        with build_progress(quiet=options.quiet) as bar:
+        with closing(BuildProgress(quiet=options.quiet)) as bar:
             result = build(
                 options.inputs, options.out, build_options, begin=bar.begin, progress=bar.tell, executor=executor
             )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,13 +13,14 @@ import numpy as np
 
 from cache_builder.commands.options import CACHE_DIRECTORY, codec_of
 from cache_builder.held import Decode, fingerprint_of, percent, read_learned, shown
-from cache_builder.inputs.record import STANDARD_INPUT, InputError
+from cache_builder.inputs.record import InputError, shown_name
+from cache_builder.inputs.streams import open_raw, readable
 from ssd.bundled import MODEL_PATH
 from ssd.config import MAX_SPECULATIVE_TOKENS, DraftConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.seen import CONTEXT_END, OWN_TEXT, Candidate, Lookup, Place, Position, Seen, see
+from ssd.drafting.seen import CONTEXT_END, OWN_TEXT, Lookup, Place, Seen, path_to, see
 from ssd.errors import CacheError, ConfigError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.directory import load_segments
@@ -126,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
         "hint": _hint(options, codec, prompt, output),
     }
     decode = None if codec is None else codec.decode
-    report = {**facts, **_Explained(see(drafter, request, options.price), context, snapshot, decode).report(facts)}
+    report = _report(see(drafter, request, options.price), facts, context, snapshot, decode)
     print(json.dumps(report, indent=1) if options.json else "\n".join(_as_text(report, context, decode)))
     return 0
 
@@ -176,103 +177,82 @@ def _learned(path: Path) -> tuple[LearnedState, int | None]:
         return LearnedState(None), None
 
 
-class _Explained:
-    """What was seen, in words of the report. ``decode`` : from ids to text, None leaves texts out."""
+def _report(
+    seen: Seen, facts: dict[str, Any], context: Sequence[int], snapshot: Snapshot, decode: Decode
+) -> dict[str, Any]:
+    """``facts``, the draft, why it ended, and all that was looked up and judged; texts where they can be decoded."""
+    draft, ids = seen.draft, seen.draft.token_ids.tolist()
 
-    def __init__(self, seen: Seen, context: Sequence[int], snapshot: Snapshot, decode: Decode) -> None:
-        self._seen, self._context, self._snapshot, self._decode = seen, context, snapshot, decode
+    def text(name: str, ids: Sequence[int]) -> dict[str, str]:
+        return {} if decode is None else {name: decode(ids)}
 
-    def report(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """The draft, why it ended, and all that was looked up and judged."""
-        draft, ids = self._seen.draft, self._seen.draft.token_ids.tolist()
+    def shown_place(place: Place, lookup: Lookup) -> dict[str, Any]:
+        before, goes_on = _before(place, lookup, seen, context, snapshot), list(place.goes_on[:_SHOWN_TOKENS])
         return {
-            "draft": {
-                "token_ids": ids,
-                **({} if self._decode is None else {"texts": [self._decode([token]) for token in ids]}),
-                "parents": draft.parents_of_all(),
-                "chances": [] if draft.probabilities is None else draft.probabilities.tolist(),
-                "products": draft.chances().tolist() if ids else [],
-                "source": draft.source,
-                "match_length": draft.match_length,
-            },
-            "ended": {"reason": self._seen.ended, "sentence": self._why_ended(facts["draft_limit"], facts["price"])},
-            "lookups": [
-                {
-                    "after": lookup.after,
-                    "lengths": list(lookup.lengths),
-                    "places": [self._place(place, lookup) for place in lookup.places],
-                }
-                for lookup in self._seen.lookups
-            ],
-            "positions": [self._position(position) for position in self._seen.positions],
-            "unknown": _UNKNOWN,
-        }
-
-    def _why_ended(self, limit: int, price: float) -> str:
-        if self._seen.ended == "limit":
-            return f"the draft limit of {limit} tokens is reached"
-        left = self._seen.best_left_out()
-        if left is not None:
-            return (
-                f"the most probable token left out is {shown([left.token], self._decode)}: it comes, with all before "
-                f"it, in {percent(left.product)} of cases, and drafting it costs {price:g} of an accepted token"
-            )
-        if not self._seen.lookups[0].lengths:
-            return "the last token stands nowhere else, neither in the cache nor earlier in the text"
-        return "the texts that agree with the draft end there, and what the draft ends with stands nowhere else"
-
-    def _said(self, name: str, ids: Sequence[int]) -> dict[str, Any]:
-        return {name: list(ids)} | ({} if self._decode is None else {f"{name}_text": self._decode(ids)})
-
-    def _place(self, place: Place, lookup: Lookup) -> dict[str, Any]:
-        is_own = place.segment == OWN_TEXT
-        return {
-            "where": _OWN if is_own else self._snapshot.segments[place.segment].segment_id,
+            "where": _OWN if place.segment == OWN_TEXT else snapshot.segments[place.segment].segment_id,
             "position": place.position,
             "length": lookup.lengths[place.level],
             "stands_for": place.weight,
-            **self._said("before", self._before(place, lookup)),
-            **self._said("goes_on", place.goes_on[:_SHOWN_TOKENS]),
+            "before": before,
+            **text("before_text", before),
+            "goes_on": goes_on,
+            **text("goes_on_text", goes_on),
         }
 
-    def _before(self, place: Place, lookup: Lookup) -> list[int]:
-        """The last tokens before a place."""
-        first = max(0, place.position - _SHOWN_TOKENS)
-        if place.segment == OWN_TEXT:
-            parents, path, node = self._seen.draft.parents_of_all(), list[int](), lookup.after
-            while node != CONTEXT_END:
-                path.append(int(self._seen.draft.token_ids[node]))
-                node = parents[node]
-            return [*self._context, *path[::-1]][first : place.position]
-        segment = self._snapshot.segments[place.segment]
-        tokens: list[int] = unpack(segment.text, place.position - first, segment.width, start=first).tolist()
-        return tokens[max((i + 1 for i, token in enumerate(tokens) if token < 0), default=0) :]
+    positions = [asdict(position) for position in seen.positions]
+    for position in positions:
+        position["candidates"] = [
+            {"token_id": each["token_id"], **text("text", [each["token_id"]]), **each}
+            for each in position["candidates"]
+        ]
+    return {
+        **facts,
+        "draft": {
+            "token_ids": ids,
+            **({} if decode is None else {"texts": [decode([token]) for token in ids]}),
+            "parents": draft.parents_of_all(),
+            "chances": [] if draft.probabilities is None else draft.probabilities.tolist(),
+            "products": draft.chances().tolist() if ids else [],
+            "source": draft.source,
+            "match_length": draft.match_length,
+        },
+        "ended": {"reason": seen.ended, "sentence": _why_ended(seen, facts["draft_limit"], facts["price"], decode)},
+        "lookups": [
+            {
+                "after": lookup.after,
+                "lengths": lookup.lengths,
+                "places": [shown_place(place, lookup) for place in lookup.places],
+            }
+            for lookup in seen.lookups
+        ],
+        "positions": positions,
+        "unknown": _UNKNOWN,
+    }
 
-    def _position(self, position: Position) -> dict[str, Any]:
-        return {
-            "after": position.after,
-            "depth": position.depth,
-            "lookup": position.lookup,
-            "agreeing_places": list(position.alive),
-            "own_support": list(position.own),
-            "index_support": list(position.index),
-            "candidates": [self._candidate(candidate) for candidate in position.candidates],
-        }
 
-    def _candidate(self, candidate: Candidate) -> dict[str, Any]:
-        return {
-            "token_id": candidate.token,
-            **({} if self._decode is None else {"text": self._decode([candidate.token])}),
-            "node": candidate.node,
-            "own_votes": list(candidate.own),
-            "index_votes": list(candidate.index),
-            "chance": candidate.chance,
-            "product": candidate.product,
-            "views": [
-                {"name": view.name, "chance": view.chance, "count": view.count, "weight": view.weight}
-                for view in candidate.views
-            ],
-        }
+def _why_ended(seen: Seen, limit: int, price: float, decode: Decode) -> str:
+    if seen.ended == "limit":
+        return f"the draft limit of {limit} tokens is reached"
+    left = seen.best_left_out()
+    if left is not None:
+        return (
+            f"the most probable token left out is {shown([left.token_id], decode)}: it comes, with all before it, in "
+            f"{percent(left.product)} of cases, and drafting it costs {price:g} of an accepted token"
+        )
+    if not seen.lookups[0].lengths:
+        return "the last token stands nowhere else, neither in the cache nor earlier in the text"
+    return "the texts that agree with the draft end there, and what the draft ends with stands nowhere else"
+
+
+def _before(place: Place, lookup: Lookup, seen: Seen, context: Sequence[int], snapshot: Snapshot) -> list[int]:
+    """The last tokens before a place."""
+    first = max(0, place.position - _SHOWN_TOKENS)
+    if place.segment == OWN_TEXT:
+        drafted = seen.draft.token_ids[path_to(lookup.after, seen.draft)].tolist()
+        return [*context, *drafted][first : place.position]
+    segment = snapshot.segments[place.segment]
+    tokens: list[int] = unpack(segment.text, place.position - first, segment.width, start=first).tolist()
+    return tokens[max((i + 1 for i, token in enumerate(tokens) if token < 0), default=0) :]
 
 
 def _as_text(report: dict[str, Any], context: Sequence[int], decode: Decode) -> Iterator[str]:
@@ -405,19 +385,10 @@ def _json(name: str, text: str) -> Any:
 
 
 def _read(name: str) -> str:
-    shown = "standard input" if name == STANDARD_INPUT else name
-    try:
-        if name == STANDARD_INPUT:
-            content = sys.stdin.buffer.read(_MOST_BYTES + 1)
-        else:
-            with Path(name).open("rb") as file:
-                content = file.read(_MOST_BYTES + 1)
+    with readable(name), open_raw(name) as file:
+        content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise InputError(f"{shown}: more than {_MOST_BYTES >> 20} MiB, longer than any prompt: give less of it")
+            raise InputError(
+                f"{shown_name(name)}: more than {_MOST_BYTES >> 20} MiB, longer than any prompt: give less of it"
+            )
         return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{shown}: not UTF-8 text ({error.reason}). Convert it first, for instance with iconv"
-        ) from None
-    except OSError as error:
-        raise InputError(f"{shown}: cannot be read: {error.strerror or error}") from None

@@ -17,7 +17,7 @@ from typing import IO, BinaryIO, cast
 
 from cache_builder.commands.options import CACHE_DIRECTORY, codec_of, progress_bar
 from cache_builder.held import open_held
-from cache_builder.inputs.records import STANDARD_INPUT
+from cache_builder.inputs.record import STANDARD_INPUT
 from ssd.errors import ConfigError, TokenizerMismatch
 from ssd.retrieval.files import FILE_MODE
 from ssd.retrieval.ring import sequences_of

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,16 +81,20 @@ _LINE_S: Final = 10.0
 @contextmanager
 def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal, nothing anywhere else. ``total`` : 0 where it is not known."""
+    bar = _bar(total, unit)
+    with nullcontext() if bar is None else bar:
+        yield lambda amount: None if bar is None else bar.update(amount)
+
+
+def _bar(total: int, unit: str) -> Any:
+    """None where it would not be seen, or nobody can draw it."""
     if not sys.stderr.isatty():
-        yield lambda amount: None
-        return
+        return None
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:
-        yield lambda amount: None
-        return
-    with tqdm(total=total or None, unit=unit, unit_scale=True, leave=False) as bar:
-        yield lambda amount: bar.update(amount) and None
+        return None
+    return tqdm(total=total or None, unit=unit, unit_scale=True, leave=False)
 
 
 class BuildProgress:
@@ -107,13 +111,7 @@ class BuildProgress:
         """``num_bytes`` : of all inputs, 0 where nobody knows."""
         self._total = num_bytes
         self._began = self._told = time.monotonic()
-        if self._quiet or not sys.stderr.isatty():
-            return
-        try:
-            from tqdm import tqdm
-        except ModuleNotFoundError:
-            return
-        self._bar = tqdm(total=num_bytes or None, unit="B", unit_scale=True, leave=False)
+        self._bar = None if self._quiet else _bar(num_bytes, "B")
 
     def tell(self, num_bytes: int, num_tokens: int) -> None:
         """So many more."""
@@ -141,16 +139,6 @@ class BuildProgress:
             return self._rate()
         left = (time.monotonic() - self._began) * (1 - share) / share
         return f"{share:.0%} of {self._total / 1e6:,.0f} MB, {self._rate()}, {left / 60:.0f} min left"
-
-
-@contextmanager
-def build_progress(*, quiet: bool) -> Iterator[BuildProgress]:
-    """A ``BuildProgress`` that is closed at the end."""
-    progress = BuildProgress(quiet=quiet)
-    try:
-        yield progress
-    finally:
-        progress.close()
 
 
 def add_log_arguments(command: argparse.ArgumentParser, *, in_time: bool = True) -> None:

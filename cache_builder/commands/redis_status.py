@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cache_builder.commands.options import add_redis_argument, redis_url_of
 from cache_builder.shared import (
     MOST_KEYS,
-    HeadFacts,
     NamespaceFacts,
     Right,
     ServerFacts,
@@ -61,11 +59,7 @@ class Status:
 
     def as_json(self) -> dict[str, Any]:
         """All of it, to be printed on one line."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["servers"] = [_plain(server) for server in self.servers]
-        fields["namespaces"] = [_plain(space) for space in self.namespaces]
-        fields["rights"] = [right._asdict() for right in self.rights]
-        return {"report": "redis-status", **fields}
+        return {"report": "redis-status", **asdict(self)}
 
     def as_text(self) -> str:
         """A page of lines."""
@@ -146,11 +140,6 @@ def _is_lost(error: Exception) -> bool:
     from redis.exceptions import RedisError, ResponseError
 
     return isinstance(error, RedisError | OSError) and not isinstance(error, ResponseError)
-
-
-def _plain(facts: Any) -> dict[str, Any]:
-    found = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)}
-    return {name: value._asdict() if isinstance(value, HeadFacts) else value for name, value in found.items()}
 
 
 def _server_line(server: ServerFacts) -> str:

@@ -58,16 +58,7 @@ def at_batch(curve: CostCurve, batch: int, most: int = 129) -> CostCurve:
     return CostCurve(f"{curve.name}, {batch} rows", widths, costs / costs[0])
 
 
-def read_curve(path: Path) -> CostCurve:
-    """The curve that a measurement wrote. Raises ConfigError where it is not usable."""
-    try:
-        result = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"no cost curve in {path.name} ({error}); {_HOW}") from error
-    return curve_of(result, path.name)
-
-
-def curve_of(result: object, name: str) -> CostCurve:
+def _curve_of(result: object, name: str) -> CostCurve:
     """The curve in a measurement's JSON, which may be anything. ``name`` : of its file. Raises ConfigError."""
     try:
         widths, costs = (np.array(result[key], np.float64) for key in ("widths", "costs"))  # type: ignore[index]
@@ -80,15 +71,6 @@ def curve_of(result: object, name: str) -> CostCurve:
             f"{name} must hold two lists of one length, widths rising from 1 and positive costs starting with 1; {_HOW}"
         )
     return CostCurve("measured", widths, costs)
-
-
-def speed_up(num_output_tokens: int, steps_by_drafted: npt.NDArray[np.int64], curve: CostCurve) -> float:
-    """Plain decoding's cost over that of verify steps, the time of proposals left out.
-
-    ``steps_by_drafted`` : int64[k + 1], how many steps drafted 0, 1, ... k tokens.
-    """
-    cost = float((steps_by_drafted * curve.upto(len(steps_by_drafted))[1:]).sum())
-    return num_output_tokens / cost if cost else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +217,7 @@ def roofline(
 
 FLAT_WIDTH = 32
 """Tokens up to which a pass costs nothing more where nobody says what it costs."""
-_PROGRAM = "ssd.engine.measured_costs"
+_PROGRAM = "ssd.engine.measured"
 _MOST_BYTES = 1 << 20
 
 Sample = Callable[[], Sequence[Sequence[int]]]
@@ -302,24 +284,20 @@ def costs_of(options: argparse.Namespace, sample: Sample, batch: int = 1) -> Ste
 
 
 def measure(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What steps cost with ``model`` on this machine, its candidates tried on ``prompts``, see the program's own words.
-
-    Raises ModelError.
-    """
-    given = [list(map(int, prompt)) for prompt in prompts] if prompts else None
-    return run_program(_PROGRAM, model, given, *(("--prompts", "-") if given else ()))
+    """What steps cost with ``model`` on this machine, its candidates tried on ``prompts``. Raises ModelError."""
+    return run_program("costs", model, {"prompts": [list(map(int, prompt)) for prompt in prompts] or None})
 
 
-def run_program(program: str, model: str, given: object, *arguments: str) -> dict[str, Any]:
-    """What a program says of ``model`` in its last line, ``given`` as JSON on its standard input.
+def run_program(what: str, model: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """What ``ssd.engine.measured`` says of ``model``: "costs", or "log"; ``asked`` : see its own words.
 
     It runs in a process of its own, which loads torch; what it is doing is said on standard error. Raises ModelError.
     """
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", program, model, *arguments], input="" if given is None else json.dumps(given),
-            stdout=subprocess.PIPE, text=True, env={**os.environ, **quiet}, check=False,
+            [sys.executable, "-m", _PROGRAM, what, model], input=json.dumps(asked), stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **quiet}, check=False,
         )  # fmt: skip
     except OSError as error:
         raise ModelError(f"the measurement did not start: {error}") from error
@@ -341,15 +319,13 @@ def read_step_costs(path: Path) -> StepCosts:
             raise ConfigError(f"{path.name} is no cost curve: it has more than {_MOST_BYTES} bytes")
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"no cost curve in {path.name} ({error}); --measure MODEL --save-cost FILE makes one"
-        ) from error
+        raise ConfigError(f"no cost curve in {path.name} ({error}); {_HOW}") from error
     return step_costs(found, path.name)
 
 
 def step_costs(result: object, name: str) -> StepCosts:
     """Costs of a result's JSON, which may be anything. ``name`` : of where it is from. Raises ConfigError."""
-    curve = curve_of(result, name)
+    curve = _curve_of(result, name)
     assert isinstance(result, dict)  # else there was no curve in it
     numbers = {
         key: _number(result.get(key), name, key) for key in ("step_ms", "overhead", "recycling") if key in result

@@ -23,7 +23,7 @@ def decode_with(
     model: str, log: Log, fingerprint: str, *, requests: int, max_tokens: int, minutes: float,
     temperatures: Sequence[float], draft_limit: int, warm: Sequence[str], learns: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """What ``ssd.engine.measured_log`` says of the first ``requests`` of the log. Raises ModelError."""
+    """What ``ssd.engine.measured`` says of the first ``requests`` of the log. Raises ModelError."""
     numbers = log.with_prompt[:requests].tolist()
     given = {
         "prompts": [log.row(number).context.tolist() for number in numbers],
@@ -35,7 +35,7 @@ def decode_with(
         "warm": list(warm),
         "learns": learns,
     }
-    return run_program("ssd.engine.measured_log", model, given)
+    return run_program("log", model, given)
 
 
 def log_of(found: Mapping[str, Any], log: Log) -> Log | None:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from ssd.retrieval.snapshot import Snapshot
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry
 
 CacheUse = Literal["growing", "frozen", "none"]
-CACHE_USES: tuple[CacheUse, ...] = get_args(CacheUse)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

