@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, EvictionPolicy, IndexConfig
 from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.files import is_kept, new_segment_id
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.names import is_kept, new_segment_id
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.suffix_array import build_segment

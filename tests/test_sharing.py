@@ -389,14 +389,12 @@ def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(redis
                 log.forget("a")
             assert client.exists(stream_key(FINGERPRINT, "a")) == 0
             assert client.exists(stream_key(FINGERPRINT, "b")) == 1
-        assert held and all(len(log._reader._streams) == 2 for log in logs)
+        assert held and all(len(log.reader._streams) == 2 for log in logs)
         brief = NamespaceTerms(is_kept=False)  # neither published nor read
         caches = sets[0]
         assert caches.hold("c", brief) is not None
         caches.get("c").append([7, 8, 9])
         caches.hold("d")
         caches.hold("e")
-        assert set(logs[0]._reader._streams) == {
-            stream_key(FINGERPRINT, name) for name in caches.names() if name != "c"
-        }
+        assert set(logs[0].reader._streams) == {stream_key(FINGERPRINT, name) for name in caches.names() if name != "c"}
         assert stored(sets[1], "c") == []

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from ssd.engine import Engine
     from ssd.retrieval.cache import CacheSet, SuffixCache
     from ssd.sharing.noise_root import SharedRoot
-    from ssd.sharing.published.published import StoreShare
-    from ssd.sharing.redis_log import RedisLog, SharingStats
+    from ssd.sharing.published.published import Sharing
+    from ssd.sharing.stats import SharingStats
     from ssd.text.codec import TextCodec
 
 
@@ -170,13 +170,13 @@ class EngineLoader:
         """``secret`` : what was given."""
         self._options = options
         self._secret = secret
-        self._log: RedisLog | StoreShare | None = None
+        self._log: Sharing | None = None
         self.noise = OpenNoise()
         """What coupled noise is made of, once it is known."""
         self.progress = Progress()
 
     @property
-    def log(self) -> RedisLog | StoreShare | None:
+    def log(self) -> Sharing | None:
         """What replicas share through, once it is open."""
         return self._log
 
@@ -248,25 +248,15 @@ class EngineLoader:
         from ssd.retrieval.cache import CacheSet
 
         options = self._options.cache
-        if options.config.redis_url is not None:
-            from ssd.sharing.published.published import shared_log
+        if options.config.redis_url is not None or options.publish_to is not None:
+            from ssd.sharing.published.published import Sharing
 
-            self._log = shared_log(
+            self._log = Sharing(
                 options.config.redis_url,
                 fingerprint=codec.fingerprint,
                 vocab_size=codec.vocab_size,
                 publishes=not options.no_publish,
                 publish_to=options.publish_to,
-            )
-            resources.callback(self._log.close)
-        elif options.publish_to is not None:
-            from ssd.sharing.published.published import StoreShare
-
-            self._log = StoreShare(
-                options.publish_to,
-                fingerprint=codec.fingerprint,
-                vocab_size=codec.vocab_size,
-                publishes=not options.no_publish,
             )
             resources.callback(self._log.close)
         caches = CacheSet(

@@ -8,11 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ssd.config import IndexConfig
-from ssd.retrieval.names import is_kept
-from ssd.retrieval.packed import Tokens
+from ssd.retrieval.files import is_kept
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import TokenRing
-from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS
 from ssd.retrieval.usage import Flags, Usage, Windows

@@ -15,9 +15,8 @@ from ssd.retrieval.cache_state import CacheStats, Checkpoint, SourcePosition
 from ssd.retrieval.directory import DirectoryReader
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.merge_worker import MergeWorker
-from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import PrefixFilter, as_sequence
-from ssd.retrieval.segment import Segment
+from ssd.retrieval.segment import Segment, Tokens
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import load_static_directory
 from ssd.retrieval.upkeep import MaintainedIndex

@@ -16,11 +16,10 @@ from ssd.errors import CacheError, SegmentCorrupt
 from ssd.retrieval.cache_state import Checkpoint, Copy, LearnedState, PendingCheckpoints
 from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
 from ssd.retrieval.file_bytes import CopyBudget
+from ssd.retrieval.files import is_kept, new_segment_id
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.merge_worker import MergeJob, MergeWorker
-from ssd.retrieval.names import is_kept, new_segment_id
-from ssd.retrieval.packed import Tokens
-from ssd.retrieval.segment import Segment, checked_text, concatenate
+from ssd.retrieval.segment import Segment, Tokens, checked_text, concatenate
 from ssd.retrieval.segment_file import open_segment
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.usage import NO_WINDOWS, used_text, windows
