@@ -166,17 +166,6 @@ def test_what_one_replica_learns_the_other_stores(redis_server: RedisServer) -> 
         eventually(lambda: one_log.stats().is_connected)
 
 
-def test_a_new_replica_reads_the_log_from_its_beginning(redis_server: RedisServer) -> None:
-    texts = [[n, n + 1, n + 2] for n in range(200)]
-    with replica(redis_server.url) as (one, log):
-        for text in texts:
-            one.get().append(text)
-        eventually(lambda: log.stats().num_published == 200)
-    with replica(redis_server.url) as (two, _):
-        eventually(lambda: len(stored(two)) == 200)
-        assert stored(two) == texts
-
-
 def test_namespaces_and_tokenizers_are_apart(redis_server: RedisServer) -> None:
     with (
         replica(redis_server.url) as (one, _),
