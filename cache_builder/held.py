@@ -13,8 +13,7 @@ import xxhash
 from ssd.errors import SegmentCorrupt, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.directory import LEARNED_NAME, whose_segments
 from ssd.retrieval.files import MANIFEST_NAME, open_file, read_manifest
-from ssd.retrieval.packed import Tokens
-from ssd.retrieval.segment import Segment
+from ssd.retrieval.segment import Segment, Tokens
 from ssd.retrieval.static import load_static_directory
 
 _MOST_LEARNED_BYTES: Final = 1 << 26

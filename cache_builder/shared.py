@@ -152,7 +152,6 @@ _NEEDED: tuple[tuple[str, tuple[tuple[str | int, ...], ...]], ...] = (
             ("XADD", _KEY, "*", "e", ""),
             ("XREAD", "COUNT", 1, "STREAMS", _KEY, "0-0"),
             ("XRANGE", _KEY, "-", "+", "COUNT", 1),
-            ("XREVRANGE", _KEY, "+", "-", "COUNT", 1),
             ("XTRIM", _KEY, "MAXLEN", 1),
             ("DEL", _KEY),
             ("UNWATCH",),
@@ -177,7 +176,7 @@ _NEEDED: tuple[tuple[str, tuple[tuple[str | int, ...], ...]], ...] = (
         "API keys",
         (("HMGET", _KEY, "a"), ("HINCRBY", _KEY, "a", 1), ("HGET", _KEY, "a"), ("HSET", _KEY, "a", "")),
     ),
-    ("purge and this list", (("SCAN", 0),)),
+    ("purge and this list", (("SCAN", 0), ("XREVRANGE", _KEY, "+", "-", "COUNT", 1))),
     ("the delay in /metrics", (("TIME",),)),
 )
 

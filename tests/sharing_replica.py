@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,10 +27,10 @@ KEY = stream_key(FINGERPRINT, "default")
 
 
 class Replica(NamedTuple):
-    """A cache and the log it shares through."""
+    """A cache and what it shares through: a ``RedisLog``, or a ``Sharing``."""
 
     caches: CacheSet
-    log: RedisLog
+    log: Any
 
     def append(self, *texts: list[int]) -> None:
         """Learn ``texts`` as finished sequences."""

@@ -22,7 +22,7 @@ from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.static import load_static_directory
-from ssd.sharing.published.published import shared_log
+from ssd.sharing.published.published import Sharing
 from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
 from tests.reference.text import chat_examples
@@ -199,7 +199,7 @@ def test_push_reaches_a_running_replica(
     out = tmp_path / "out"
     assert build(model, out, write_lines(tmp_path / "in.jsonl", {"messages": CHAT}, {"text": "more"})) == 0
     with (
-        shared_log(redis_server.url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size) as log,
+        Sharing(redis_server.url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size) as log,
         CacheSet(CacheConfig(), codec.fingerprint, inline=True, on_open=log.attach) as caches,
     ):
         caches.get("support")

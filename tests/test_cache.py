@@ -265,17 +265,6 @@ def test_the_rebuild_process_may_be_killed_at_any_time() -> None:
 # Files
 
 
-def test_what_was_said_is_known_after_a_restart(tmp_path: Path) -> None:
-    with CacheSet(_config(tmp_path), FINGERPRINT) as caches:
-        caches.get().append([1, 2, 3])
-        caches.get("other").append([4])
-    with CacheSet(_config(tmp_path), FINGERPRINT) as caches:
-        assert (_said(caches), _said(caches, "other")) == ([[1, 2, 3]], [[4]])
-        caches.get().append([5])
-    with CacheSet(_config(tmp_path), FINGERPRINT) as caches:
-        assert _said(caches) == [[1, 2, 3], [5]]
-
-
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with CacheSet(_config(tmp_path), FINGERPRINT) as caches:
         caches.get().append([1])

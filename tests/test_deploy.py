@@ -22,8 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import find_redis_server, free_port
 from server.command.arguments import Options, parse_arguments
-from ssd.sharing.redis_log import SharingStats
-from ssd.sharing.stats import Delays, StreamStats, all_reasons
+from ssd.sharing.stats import Delays, SharingStats, StreamStats, all_reasons
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import ask, get, until_ready, wait_until
 from tests.server.failing_engine import RunningServer, serving

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, EvictionPolicy, IndexConfig
 from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.files import is_kept, new_segment_id
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.names import is_kept, new_segment_id
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.suffix_cache import SuffixCache
-from ssd.retrieval.usage import BLOCK_TOKENS, WINDOW_TOKENS, used_text, windows
+from ssd.retrieval.usage import BLOCK_TOKENS, WINDOW_TOKENS, used_text, used_texts, windows
 from tests.reference.eviction import SlowIndex, slow_used_text, slow_windows
 from tests.reference.retrieval import sequences, snapshot_text
 
@@ -83,7 +83,7 @@ def merge(index: SuffixIndex) -> list[int]:
     kept = {is_kept(segment.segment_id) for segment in inputs}
     assert len(kept) == 1, "text of use is merged with text that is yet to be"
     merged = build_segment(text, start=inputs[0].start, segment_id=new_segment_id(inputs[0].start, kept=kept.pop()))
-    assert index.install_merged(inputs, merged, windows(text) if is_kept(merged.segment_id) else None)
+    assert index.install_merged(inputs, merged)
     return [segment.start or 0 for segment in inputs]
 
 
@@ -91,12 +91,11 @@ def keep(index: SuffixIndex) -> bool:
     due = index.leaving()
     if due is None:
         return False
-    left, used = due
-    start = left.start
-    assert start is not None
-    text = used_text(left.tokens, start, used)
-    kept = build_segment(text, start=start, segment_id=new_segment_id(start, kept=True)) if len(text) else None
-    index.install_kept(left, kept, windows(left.tokens), windows(text))
+    kept = [
+        (left, build_segment(text, start=left.start, segment_id=new_segment_id(left.start, kept=True)))
+        for left, text in used_texts(due)
+    ]
+    index.install_kept(due.left, kept)
     return True
 
 
@@ -105,7 +104,7 @@ def keep(index: SuffixIndex) -> bool:
 def test_equals_the_slow_twin(seed: int, capacity: int, fanout: int) -> None:
     random = np.random.default_rng(seed)
     index = SuffixIndex(IndexConfig(capacity_tokens=capacity, seal_tokens=48, merge_fanout=fanout, lead_in_tokens=4))
-    twin = SlowIndex(capacity, num_slots=max(64, capacity // 8))
+    twin = SlowIndex(capacity)
     phrases = [random.integers(0, 500, int(random.integers(10, 60))).tolist() for _ in range(12)]
     num_kept = 0
     for _ in range(150):
@@ -116,11 +115,8 @@ def test_equals_the_slow_twin(seed: int, capacity: int, fanout: int) -> None:
             prompt = random.integers(0, 500, int(random.integers(0, 20))).tolist()
             output = phrases[int(random.integers(len(phrases)))] if operation == "say" else []
             output = output or random.integers(0, 500, int(random.integers(1, 60))).tolist()
-            said = [*prompt[-(WINDOW_TOKENS - 1) :], *output]
-            index.note_said(windows(tokens_of(said)))
-            twin.say(said)
-            for piece in index.append(tokens_of([*prompt, *output])):
-                twin.append(piece.tolist())
+            pieces = index.append(tokens_of([*prompt, *output]), prompt_length=len(prompt))
+            twin.append([piece.tolist() for piece in pieces], len(prompt))
         elif operation == "seal":
             if segment := seal(index):
                 twin.seal(len(segment))

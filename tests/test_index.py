@@ -95,14 +95,3 @@ def test_small_segments_between_large_ones_are_merged_too() -> None:
         while _merge(index):
             pass
     assert len(index.snapshot().segments) <= 4 * 8
-
-
-def test_no_merged_segment_is_longer_than_an_eighth_of_the_capacity() -> None:
-    index = _index(capacity_tokens=400, seal_tokens=4, merge_fanout=2)
-    for _ in range(100):
-        index.append(_tokens(*range(12)))
-        _seal(index)
-        while _merge(index):
-            pass
-        assert all(len(segment) <= 50 for segment in index.snapshot().segments)
-    assert index.num_evicted_tokens + index.snapshot().num_tokens == 100 * 13

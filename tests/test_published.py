@@ -7,7 +7,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ssd.config import CacheConfig
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.cache_state import Checkpoint
-from ssd.retrieval.packed import Tokens
+from ssd.retrieval.segment import Tokens
 from ssd.sharing import reader
 from ssd.sharing.connection import connect
 from ssd.sharing.entry import all_keys, chunks_key, head_key, lease_key, stream_key
@@ -44,9 +44,9 @@ from ssd.sharing.published.format import (
     pack_chunk,
     unpack_chunk,
 )
-from ssd.sharing.published.published import StoreShare, shared_log
+from ssd.sharing.published.published import Sharing
 from ssd.sharing.published.publisher import Publisher
-from ssd.sharing.published.store import open_place, redis_store
+from ssd.sharing.published.store import open_place, store_at
 from tests.redis_server import RedisServer, redis_server
 from tests.redis_topologies import Cluster, Watched, started
 from tests.reference.chunking import slow_cut
@@ -66,7 +66,7 @@ def texts(seed: int, number: int, longest: int = 400) -> list[Tokens]:
 def member(url: str, directory: Path | None = None, *, publishes: bool = True) -> Iterator[Replica]:
     """A replica that publishes from the first token on."""
     with (
-        shared_log(url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, publishes=publishes, least_tokens=1) as log,
+        Sharing(url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, publishes=publishes, least_tokens=1) as log,
         CacheSet(CacheConfig(directory=directory), FINGERPRINT, inline=True, on_open=log.attach) as caches,
     ):
         yield Replica(caches, log)
@@ -84,7 +84,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def published(url: str) -> Head | None:
     client = connect(url)
-    head = redis_store(client, FINGERPRINT, "default").head()
+    head = store_at(client, None, FINGERPRINT, "default").head()
     client.close()
     return head
 
@@ -169,10 +169,10 @@ def test_text_that_is_said_again_and_again_is_not_cut_at_every_sequence() -> Non
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
-def a_head(fence: int = 3) -> Head:
+def a_head() -> Head:
     chunks = tuple(ChunkRef(bytes([number]) * 16, 1000 + number, 500) for number in range(5))
     mark, recent = Checkpoint({"n": 1}, 7), (b"a" * 16, b"b" * 16)
-    return Head(owner=OWNER, chunks=chunks, fence=fence, learned=b"l" * 16, mark=mark, recent=recent)
+    return Head(owner=OWNER, chunks=chunks, learned=b"l" * 16, mark=mark, recent=recent)
 
 
 @pytest.mark.parametrize("recent", ["0", "g" * 32, " " * 32, "00" * 16 * 1025, None, 7])
@@ -349,9 +349,9 @@ def test_a_purge_is_obeyed_by_servers_that_have_it_open_and_leaves_nothing(
 
 
 @contextmanager
-def store_member(url: str) -> Iterator[tuple[StoreShare, CacheSet]]:
+def store_member(url: str) -> Iterator[tuple[Sharing, CacheSet]]:
     with (
-        closing(StoreShare(url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, least_tokens=1)) as share,
+        Sharing(None, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, publish_to=url, least_tokens=1) as share,
         CacheSet(CacheConfig(), FINGERPRINT, inline=True, on_open=share.attach) as caches,
     ):
         yield share, caches
@@ -375,7 +375,7 @@ def test_servers_without_redis_begin_with_what_lies_on_a_store(tmp_path: Path, s
         eventually(lambda: sorted(stored(caches)) == sorted(2 * said))
     assert main(["purge", "--namespace", "default", "--store", url]) == 0
     with open_store(None, url, FINGERPRINT, "default") as store:
-        assert store.head() is None and not store.chunks.names()
+        assert store.head() is None and not store.names()
     with pytest.raises(ConfigError):
         open_place("nothing-like-this://place")
 
@@ -383,7 +383,7 @@ def test_servers_without_redis_begin_with_what_lies_on_a_store(tmp_path: Path, s
 def test_heads_in_redis_name_chunks_on_a_store(redis_server: RedisServer, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     with (
-        shared_log(
+        Sharing(
             redis_server.url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, publish_to=url, least_tokens=1
         ) as log,
         CacheSet(CacheConfig(), FINGERPRINT, inline=True, on_open=log.attach) as caches,
@@ -392,7 +392,7 @@ def test_heads_in_redis_name_chunks_on_a_store(redis_server: RedisServer, tmp_pa
         caches.flush()
         eventually(lambda: published(redis_server.url))
         with open_store(redis_server.url, url, FINGERPRINT, "default") as store:
-            assert len(store.chunks.names()) == 1
+            assert len(store.names()) == 1
             assert pull(store, tmp_path / "out", fingerprint=FINGERPRINT, namespace="default").num_tokens == 3
 
 

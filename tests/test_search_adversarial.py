@@ -25,9 +25,8 @@ from ssd.retrieval.lanes import (
     search_lanes,
     widen,
 )
-from ssd.retrieval.packed import WIDTHS
 from ssd.retrieval.search import _longest_match, longest_match
-from ssd.retrieval.segment import FENCE_STEP, SEPARATOR
+from ssd.retrieval.segment import FENCE_STEP, SEPARATOR, WIDTHS
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.drafting import make_snapshot
 from tests.reference.retrieval import longest_agreement, num_agreeing

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, DraftRequest, make_drafter
 from ssd.errors import CacheError, SegmentCorrupt, TokenizerMismatch
-from ssd.retrieval.packed import GUARD_BYTES, pack, packed_size
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.segment import GUARD_BYTES, SEPARATOR, Segment, pack, packed_size
 from ssd.retrieval.segment_file import num_posts, open_segment, segment_file_size, write_segment
 from ssd.retrieval.snapshot import make_snapshot, segment_table
 from ssd.retrieval.suffix_array import build_segment

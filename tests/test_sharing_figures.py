@@ -104,10 +104,10 @@ def test_a_clock_that_is_not_told_gives_no_delay(redis_server: RedisServer) -> N
         received = Received()
         received.caught_up()
         assert received.delay_of(b"1-0") is None
-        received.clock.set_by(client)
+        received.set_clock(client)
         delay = received.delay_of(b"%d-0" % int((time.time() - 5) * 1000))
         assert delay is not None and 4.9 < delay < 6
         assert received.delay_of(b"18446744073709551615-1") == 0
         client.execute_command("ACL", "SETUSER", "default", "-time")
-        received.clock.set_by(client)
-        assert received.delay_of(b"1-0") is None and not received.clock.is_due
+        received.set_clock(client)
+        assert received.delay_of(b"1-0") is None and not received.is_clock_due

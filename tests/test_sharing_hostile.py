@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from ssd.sharing.connection import connect
-from ssd.sharing.published.commands import push_segments
 from ssd.sharing.stream import FIELD
 from tests.redis_server import RedisServer, redis_server
-from tests.sharing_replica import FINGERPRINT, KEY, Replica, entry, eventually, replica, stored
-from tests.test_sharing import write_directory
+from tests.sharing_replica import KEY, Replica, entry, eventually, replica, stored
 
 __all__ = ["redis_server"]  # the fixture
 
@@ -89,24 +87,6 @@ def test_replicas_that_begin_a_new_log_at_once_lose_nothing(redis_server: RedisS
         for one in (a, b, c, d):
             own = [text for text in one.stored() if text[0] >= 10]
             assert len(own) == 12  # nothing twice
-
-
-def test_a_replica_that_comes_after_a_hostile_id_shares(redis_server: RedisServer, client: Client) -> None:
-    client.xadd(KEY, foreign(1), id=LAST_ID)
-    with replica(redis_server.url) as one, replica(redis_server.url) as two:
-        one.append([1])
-        two.append([2])
-        eventually(lambda: [1] in two.stored() and [2] in one.stored())
-
-
-def test_a_push_begins_a_new_log_where_the_old_one_is_full(
-    redis_server: RedisServer, client: Client, tmp_path: Path
-) -> None:
-    write_directory(tmp_path / "warm", [[1, 2], [3]])
-    client.xadd(KEY, foreign(1), id=LAST_ID)
-    push_segments(tmp_path / "warm", redis_server.url, "default", fingerprint=FINGERPRINT)
-    with replica(redis_server.url) as one:
-        eventually(lambda: one.stored() == [[1, 2], [3]])
 
 
 def test_a_clock_that_steps_back_changes_nothing(redis_server: RedisServer, client: Client, tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.errors import CacheError
-from ssd.retrieval.packed import GUARD_BYTES
-from ssd.retrieval.segment import FENCE_STEP, SEPARATOR
+from ssd.retrieval.segment import FENCE_STEP, GUARD_BYTES, SEPARATOR
 from ssd.retrieval.suffix_array import build_order, build_segment
 from tests.reference.retrieval import naive_order
 

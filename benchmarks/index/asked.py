@@ -14,9 +14,8 @@ import numpy.typing as npt
 from benchmarks.peers import Peer, PeerError
 from ssd.config import DraftConfig
 from ssd.drafting import Drafter, DraftRequest, make_drafter
-from ssd.retrieval.packed import unpack
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.segment import Segment
+from ssd.retrieval.segment import Segment, unpack
 from ssd.retrieval.snapshot import Snapshot
 
 Tokens = npt.NDArray[np.int32]

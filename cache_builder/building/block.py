@@ -19,10 +19,9 @@ from cache_builder.inputs.records import Found, examples_of, read_part
 from cache_builder.inputs.sources import Part, Source, parts_of, weight_of
 from cache_builder.workers import Progress
 from ssd.config import IndexConfig
-from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import PrefixFilter, split_sequence
 from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.segment import SEPARATOR
+from ssd.retrieval.segment import SEPARATOR, Tokens
 from ssd.retrieval.segment_file import write_segment
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS, load_static_directory
 from ssd.retrieval.suffix_array import build_segment

@@ -15,8 +15,7 @@ from typing import Any, Self
 import xxhash
 
 from ssd.errors import CacheError, CacheLocked, ConfigError
-from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, DirectoryLock, make_directory
-from ssd.retrieval.names import is_segment_id
+from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, DirectoryLock, is_segment_id, make_directory
 from ssd.retrieval.segment_file import open_segment
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS, StaticWriter
 

@@ -13,7 +13,7 @@ from cache_builder.commands.options import BuildProgress, add_log_arguments, cha
 from cache_builder.inputs.record import FieldNames
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
-from ssd.retrieval.names import check_namespace
+from ssd.retrieval.files import check_namespace
 
 _DESCRIPTION = """\
 Write text into a directory that `ssd-serve --warm DIR` searches from its first request.

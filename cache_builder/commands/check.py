@@ -18,11 +18,16 @@ from ssd.compiled.addresses import TokenIds, address, int32_array, kernel, load_
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError, ConfigError
 from ssd.retrieval.directory import LEARNED_NAME, LEFT_OUT
-from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, is_temporary
-from ssd.retrieval.names import check_fingerprint, check_namespace, is_segment_id
-from ssd.retrieval.packed import GUARD_BYTES
+from ssd.retrieval.files import (
+    LOCK_NAME,
+    MANIFEST_NAME,
+    check_fingerprint,
+    check_namespace,
+    is_segment_id,
+    is_temporary,
+)
 from ssd.retrieval.ring import blocks_of
-from ssd.retrieval.segment import Segment
+from ssd.retrieval.segment import GUARD_BYTES, Segment
 from ssd.retrieval.segment_file import open_segment
 from ssd.retrieval.suffix_array import build_fence
 from ssd.text.codec import TextCodec

@@ -14,9 +14,9 @@ import numpy as np
 
 from cache_builder.commands.options import codec_of, progress_bar
 from cache_builder.held import Decode, Held, digest_of, open_held, shown
-from ssd.retrieval.packed import Tokens
 from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.search import longest_match
+from ssd.retrieval.segment import Tokens
 from ssd.retrieval.snapshot import make_snapshot, segment_table
 
 WINDOWS: Final = (8, 16)

@@ -25,9 +25,8 @@ from ssd.errors import CacheError, ConfigError, StoreUnavailable, TokenizerMisma
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.directory import load_segments
 from ssd.retrieval.files import read_manifest
-from ssd.retrieval.packed import unpack
 from ssd.retrieval.ring import blocks_of
-from ssd.retrieval.segment import SEPARATOR
+from ssd.retrieval.segment import SEPARATOR, unpack
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 from ssd.text.codec import TextCodec
 

@@ -15,8 +15,7 @@ from cache_builder.held import fingerprint_of, plain
 from ssd.errors import CacheError, StoreUnavailable
 from ssd.retrieval.directory import Recovered, recover, whose_segments
 from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.files import MANIFEST_NAME, Manifest, read_manifest
-from ssd.retrieval.names import is_segment_id
+from ssd.retrieval.files import MANIFEST_NAME, Manifest, is_segment_id, read_manifest
 from ssd.retrieval.ring import blocks_of
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.segment_file import open_segment

@@ -11,7 +11,7 @@ from cache_builder.building.unfinished import check_new, new_cache
 from cache_builder.commands.options import progress_bar
 from cache_builder.held import digest_of, open_held
 from ssd.errors import ConfigError
-from ssd.retrieval.names import check_namespace
+from ssd.retrieval.files import check_namespace
 from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
 

@@ -62,7 +62,7 @@ def store_of(options: argparse.Namespace) -> tuple[str | None, str | None]:
 
 def fingerprint_for(options: argparse.Namespace) -> str:
     """Of the tokenizer whose namespace is meant: the one there is. Raises SSDError."""
-    from ssd.retrieval.names import check_fingerprint
+    from ssd.retrieval.files import check_fingerprint
     from ssd.sharing.published.commands import find_fingerprints
 
     if options.fingerprint is not None:

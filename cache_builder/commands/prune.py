@@ -22,8 +22,8 @@ from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting.ask import SOURCES
 from ssd.errors import ConfigError, TokenizerMismatch
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.packed import Tokens
 from ssd.retrieval.ring import sequences_of
+from ssd.retrieval.segment import Tokens
 
 _DESCRIPTION = """\
 Make a cache directory smaller: keep what recorded requests are seen to draft from, the most used first.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cache_builder.commands.options import add_store_arguments
 from ssd.errors import SSDError
-from ssd.retrieval.names import check_fingerprint, check_namespace
+from ssd.retrieval.files import check_fingerprint, check_namespace
 from ssd.sharing.connection import URL_VARIABLE
 
 _DESCRIPTION = """\

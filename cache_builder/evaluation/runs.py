@@ -17,8 +17,8 @@ from cache_builder.evaluation.decoding import OutputDecoder, warm_up
 from cache_builder.evaluation.log import Int64s, Log
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import split_sequence
+from ssd.retrieval.segment import Tokens
 from ssd.retrieval.snapshot import Snapshot
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry
 

@@ -202,8 +202,7 @@ def _check_template(model: ModelOptions) -> None:
 
 
 def _check_cache(cache: CacheOptions) -> None:
-    from ssd.retrieval.files import read_manifest
-    from ssd.retrieval.names import check_namespace
+    from ssd.retrieval.files import check_namespace, read_manifest
 
     check_namespace(cache.namespace)
     for directory in cache.warm_directories:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from ssd.engine import Engine
     from ssd.retrieval.cache import CacheSet
     from ssd.sharing.noise_root import SharedRoot
-    from ssd.sharing.published.published import StoreShare
-    from ssd.sharing.redis_log import RedisLog, SharingStats
+    from ssd.sharing.published.published import Sharing
+    from ssd.sharing.stats import SharingStats
     from ssd.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
@@ -156,13 +156,13 @@ class EngineLoader:
         """``secret`` : what was given."""
         self._options = options
         self._secret = secret
-        self._log: RedisLog | StoreShare | None = None
+        self._log: Sharing | None = None
         self.noise = OpenNoise()
         """What coupled noise is made of, once it is known."""
         self.progress = Progress()
 
     @property
-    def log(self) -> RedisLog | StoreShare | None:
+    def log(self) -> Sharing | None:
         """What replicas share through, once it is open."""
         return self._log
 
@@ -234,8 +234,17 @@ class EngineLoader:
         from ssd.retrieval.cache import CacheSet
 
         options = self._options.cache
-        log = self._log = self._open_log(codec)
-        if log is not None:
+        log = None
+        if options.config.redis_url is not None or options.publish_to is not None:
+            from ssd.sharing.published.published import Sharing
+
+            log = self._log = Sharing(
+                options.config.redis_url,
+                fingerprint=codec.fingerprint,
+                vocab_size=codec.vocab_size,
+                publishes=not options.no_publish,
+                publish_to=options.publish_to,
+            )
             resources.callback(log.close)
         caches = CacheSet(
             options.config,
@@ -250,22 +259,6 @@ class EngineLoader:
         for directory in options.warm_directories:
             caches.add_static_directory(directory)
         return caches
-
-    def _open_log(self, codec: TextCodec) -> RedisLog | StoreShare | None:
-        options = self._options.cache
-        if options.config.redis_url is None and options.publish_to is None:
-            return None
-        from ssd.sharing.published.published import StoreShare, shared_log
-
-        asked: dict[str, Any] = {
-            "fingerprint": codec.fingerprint,
-            "vocab_size": codec.vocab_size,
-            "publishes": not options.no_publish,
-        }
-        if options.config.redis_url is not None:
-            return shared_log(options.config.redis_url, publish_to=options.publish_to, **asked)
-        assert options.publish_to is not None
-        return StoreShare(options.publish_to, **asked)
 
 
 def _seeds(first: int | None) -> Callable[[], int] | None:

@@ -41,8 +41,7 @@ from ssd.drafting.lookup import IN_SEGMENT, Evidence
 from ssd.drafting.propose import Frame
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.drafting.vote import MAX_VOTED
-from ssd.retrieval.packed import GUARD_BYTES, unpack
-from ssd.retrieval.segment import Segment
+from ssd.retrieval.segment import GUARD_BYTES, Segment, unpack
 from ssd.retrieval.snapshot import Snapshot
 
 CONTEXT_END: Final = -1

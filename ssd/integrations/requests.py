@@ -16,7 +16,7 @@ import xxhash
 from ssd.drafting.rows import Text
 from ssd.integrations.settings import IntegrationSettings
 from ssd.retrieval.cache import CacheSet, SuffixCache
-from ssd.retrieval.packed import Tokens
+from ssd.retrieval.segment import Tokens
 
 if TYPE_CHECKING:
     from ssd.text.codec import TextCodec

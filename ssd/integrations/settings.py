@@ -11,7 +11,7 @@ from typing import Any
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
-from ssd.retrieval.names import check_namespace
+from ssd.retrieval.files import check_namespace
 
 ENVIRONMENT_PREFIX = "SSD_"
 

@@ -20,9 +20,8 @@ from ssd.errors import CacheError, ConfigError, StoreUnavailable, require_fault
 from ssd.retrieval.cache_state import CacheStats
 from ssd.retrieval.directory import DirectoryReader, SegmentDirectory, remove_directory
 from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.files import make_scratch
+from ssd.retrieval.files import check_fingerprint, check_namespace, make_scratch
 from ssd.retrieval.merge_worker import MergeWorker
-from ssd.retrieval.names import check_fingerprint, check_namespace
 from ssd.retrieval.namespace import DEFAULT_TERMS, HeldNamespace, Namespace, NamespaceTerms, SharedSegments
 from ssd.retrieval.suffix_cache import SuffixCache
 
@@ -64,8 +63,8 @@ class CacheSet:
         namespace: str = DEFAULT_NAMESPACE,
         inline: bool = False,
         max_namespaces: int = 256,
-        on_open: Callable[[SuffixCache], None] | None = None,
-        on_close: Callable[[SuffixCache], None] | None = None,
+        on_open: Callable[[SuffixCache], object] | None = None,
+        on_close: Callable[[SuffixCache], object] | None = None,
     ) -> None:
         """Opens ``namespace``, so that what is wrong with the directory is known at once; no other is opened unasked.
 

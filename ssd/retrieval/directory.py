@@ -29,6 +29,7 @@ from ssd.retrieval.files import (
     DirectoryLock,
     Manifest,
     is_regular,
+    is_segment_id,
     is_temporary,
     make_directory,
     open_file,
@@ -37,7 +38,6 @@ from ssd.retrieval.files import (
     write_file,
     write_manifest,
 )
-from ssd.retrieval.names import is_segment_id
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.segment_file import SegmentHeader, keep_text_only, open_segment, read_header, write_segment
 

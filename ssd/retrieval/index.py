@@ -6,16 +6,16 @@ import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from ssd.config import IndexConfig
-from ssd.retrieval.names import is_kept
-from ssd.retrieval.packed import Tokens
-from ssd.retrieval.prefixes import split_sequence
+from ssd.retrieval.files import is_kept
+from ssd.retrieval.prefixes import PrefixFilter, split_sequence
 from ssd.retrieval.ring import TokenRing
-from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS
-from ssd.retrieval.usage import Flags, Usage, Windows
+from ssd.retrieval.usage import Leaving, Outputs, warm_up_usage
 
 Segments = tuple[Segment, ...]
 
@@ -116,9 +116,14 @@ class SuffixIndex:
         self.num_evicted_tokens = 0
         self.num_dropped_tokens = 0
         """Tokens that left the ring unsealed, because sealing was too slow."""
+        self.num_skipped_tokens = 0
+        """Tokens of prompts that were stored already."""
 
-        self._usage = Usage(config.capacity_tokens) if config.eviction == "used" else None
+        self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
+        self._outputs = Outputs() if config.eviction == "used" else None
         self._leaving: deque[Segment] = deque()
+        if self._outputs is not None:
+            warm_up_usage()
         stops = [segment.stop or 0 for segment in segments]
         self._ring = TokenRing(limit, max([next_position, *stops]))
         self._sealing_stop = 0  # positions below it have been copied out by tail_to_seal
@@ -127,8 +132,8 @@ class SuffixIndex:
         self._ring_born = tuple(segments)
         self._num_ring_born_tokens = sum(map(len, segments))
         self._num_kept = 0
-        while self._usage and self._num_kept < len(segments) and is_kept(segments[self._num_kept].segment_id):
-            self._num_kept += 1
+        if self._outputs is not None:
+            self._num_kept = sum(1 for _ in takewhile(lambda segment: is_kept(segment.segment_id), segments))
         self._generation = 0
         self._trim_kept()
         self._evict(0)
@@ -184,20 +189,30 @@ class SuffixIndex:
 
     # Appending
 
-    def append(self, tokens: Tokens) -> list[Tokens]:
-        """Store one sequence (int32[n], ids >= 0) and publish it. Returns the pieces it was cut into.
+    def append(self, tokens: Tokens, *, prompt_length: int = 0) -> list[Tokens]:
+        """Store a sequence (int32[n], ids >= 0), prompt then completion, and publish it. Returns the pieces stored.
 
-        Evicts the oldest segments, or drops the oldest unsealed sequences, to stay within the capacity. O(n).
+        What of the first ``prompt_length`` tokens is stored already is not stored again; what is stored already of the
+        others was of use. Evicts the oldest segments, or drops the oldest unsealed sequences, to stay within the
+        capacity. O(n).
         """
-        pieces = self.add(tokens)
+        new = self._filter.pieces(tokens, prompt_length, self.next_position)
+        self.num_skipped_tokens += len(tokens) - sum(map(len, new))
+        pieces = [part for piece in new for part in self._add(piece, max(0, len(tokens) - prompt_length))]
         if pieces:
             self.publish()
         return pieces
 
-    def add(self, tokens: Tokens) -> list[Tokens]:
-        """As ``append``, but it may not be searched before the next ``publish``."""
+    def add(self, tokens: Tokens) -> None:
+        """Store a piece that another index stored. It may not be searched before the next ``publish``. O(n)."""
+        self._filter.note(tokens, self.next_position)
+        self._add(tokens, 0)
+
+    def _add(self, tokens: Tokens, num_said: int) -> list[Tokens]:
+        """``num_said`` : so many of the last tokens are an output's."""
         pieces = split_sequence(tokens, self.max_piece_tokens, self.config.lead_in_tokens)
-        ring = self._ring
+        ring, num_dropped = self._ring, self.num_dropped_tokens
+        begin, prompt = ring.tail_stop, max(0, len(tokens) - num_said)
         for piece in pieces:
             if self._evict(len(piece) + 1):
                 self._publish_segments()
@@ -205,8 +220,12 @@ class SuffixIndex:
             position = ring.append(piece)
             if ring.tail_start > tail_start:
                 self.num_dropped_tokens += max(0, ring.tail_start - max(tail_start, self._sealing_stop))
-            if self._usage is not None:
-                self._usage.learn(piece, position, ring.tail_stop)
+            if self._outputs is not None and num_said > 0 and len(piece) > prompt:
+                self._outputs.add(begin, position + prompt, ring.tail_stop)
+            prompt = max(0, prompt - len(piece) + min(self.config.lead_in_tokens, self.max_piece_tokens // 2))
+        # Positions say nothing about text dropped from the middle, so then every block is forgotten.
+        has_dropped = self.num_dropped_tokens > num_dropped
+        self._filter.forget_before(ring.tail_stop if has_dropped else self.recent_position)
         return pieces
 
     def publish(self) -> None:
@@ -217,11 +236,6 @@ class SuffixIndex:
         self._snapshot = make_snapshot(
             self._generation, self._searched, self._table, ring.tokens, ring.tail_start, ring.tail_stop
         )
-
-    def note_said(self, said: Windows) -> None:
-        """An output with these windows was said: what is stored of it was of use. Call it before storing the output."""
-        if self._usage is not None:
-            self._usage.mark(said)
 
     # Sealing
 
@@ -249,11 +263,8 @@ class SuffixIndex:
         kept, recent = self._ring_born[: self._num_kept], self._ring_born[self._num_kept :]
         return self._policy.plan(recent, apart) or self._policy.plan(kept, apart)
 
-    def install_merged(self, inputs: Sequence[Segment], merged: Segment, found: Windows | None = None) -> bool:
-        """Put ``merged`` in the place of ``inputs`` and publish; False, changing nothing, if one is not there any more.
-
-        ``found`` : windows of ``merged``, where it is a kept segment: its text may have moved.
-        """
+    def install_merged(self, inputs: Sequence[Segment], merged: Segment) -> bool:
+        """Put ``merged`` in the place of ``inputs`` and publish; False, changing nothing, if one of them is gone."""
         first = next((i for i, segment in enumerate(self._ring_born) if segment is inputs[0]), len(self._ring_born))
         there = self._ring_born[first : first + len(inputs)]
         if len(there) < len(inputs) or any(a is not b for a, b in zip(there, inputs, strict=True)):
@@ -262,46 +273,38 @@ class SuffixIndex:
         if first < self._num_kept:
             self._num_kept -= len(inputs) - 1
         self._publish_segments()
-        if self._usage is not None and found is not None:
-            assert merged.start is not None
-            self._usage.add_again(found, merged.start)
         return True
 
     # Keeping
 
-    def leaving(self) -> tuple[Segment, Flags] | None:
-        """The oldest segment that has left with text that was of use, and which of its blocks were; None if none has.
+    def leaving(self) -> Leaving | None:
+        """The segments that have left, and what says which of their text was of use; None if none has. O(tail).
 
-        It is not searched any more, until ``install_kept``. See ``usage.used_text``.
+        They are not searched any more, until ``install_kept``. See ``usage.used_texts``.
         """
-        if not self._leaving:
+        if not self._leaving or self._outputs is None:
             return None
-        segment = self._leaving[0]
-        assert self._usage is not None and segment.start is not None and segment.stop is not None
-        return segment, self._usage.used(segment.start, segment.stop)
+        kept, newer = self._ring_born[: self._num_kept], self._ring_born[self._num_kept :]
+        return Leaving(tuple(self._leaving), kept, newer, self._ring.tail_start, self.tail(), self._outputs.places())
 
-    def install_kept(self, left: Segment, kept: Segment | None, gone: Windows, found: Windows) -> None:
-        """``kept``, of ``left``, is searched from now on; None when there was nothing. Publishes.
+    def install_kept(self, left: Segments, kept: Sequence[tuple[Segment, Segment]]) -> None:
+        """``left`` is gone; what was of use of it is searched from now on. Publishes.
 
-        ``gone``, ``found`` : windows of ``left`` and of ``kept``. Without effect if ``left`` was given up meanwhile.
+        ``kept`` : in order, each behind the one of ``left`` that it was made of; without effect for one that was given
+        up meanwhile.
         """
-        assert self._usage is not None and left.start is not None and left.stop is not None
-        if not self._leaving or self._leaving[0] is not left:
-            return
-        self._leaving.popleft()
-        self._usage.forget(gone, left.start, left.stop)
-        self.num_evicted_tokens += len(left)
-        if kept is not None:
-            self.num_evicted_tokens -= len(kept)
-            self._ring_born = (*self._ring_born[: self._num_kept], kept, *self._ring_born[self._num_kept :])
-            self._num_kept += 1
-            self._num_ring_born_tokens += len(kept)
-            self._trim_kept()
-            self._evict(0)
+        there = set(map(id, self._leaving))
+        found = tuple(segment for of, segment in kept if id(of) in there)
+        gone = set(map(id, left))
+        self._leaving = deque(segment for segment in self._leaving if id(segment) not in gone)
+        self._ring_born = (*self._ring_born[: self._num_kept], *found, *self._ring_born[self._num_kept :])
+        self._num_kept += len(found)
+        num_tokens = sum(map(len, found))
+        self._num_ring_born_tokens += num_tokens
+        self.num_evicted_tokens -= num_tokens
+        self._trim_kept()
+        self._evict(0)
         self._publish_segments()
-        if kept is not None:
-            assert kept.start is not None
-            self._usage.add_again(found, kept.start)
 
     # Segments whose memory others have changed
 
@@ -366,19 +369,16 @@ class SuffixIndex:
         self._num_ring_born_tokens -= len(segment)
         self._num_kept -= was_kept
         self.num_evicted_segments += 1
-        assert segment.start is not None and segment.stop is not None
-        if was_kept or self._usage is None or not self._usage.used(segment.start, segment.stop).any():
-            self.num_evicted_tokens += len(segment)
-            return
-        self._leaving.append(segment)
-        while sum(map(len, self._leaving)) > 2 * self.max_segment_tokens:  # nobody comes for them
-            self.num_evicted_tokens += len(self._leaving.popleft())
+        self.num_evicted_tokens += len(segment)
+        if self._outputs is not None and not was_kept:
+            self._leaving.append(segment)
+            while sum(map(len, self._leaving)) > 2 * self.max_segment_tokens:  # nobody comes for them
+                self._leaving.popleft()
 
     def _publish_segments(self) -> None:
         self._searched = (*self._borrowed, *self._static, *self._ring_born)
         self._table = segment_table(self._searched)
-        if self._usage is not None:
-            # What has left and may come back is known still, or the next who says it would have it kept twice.
-            known = (*self._ring_born[: self._num_kept], *self._leaving, *self._ring_born[self._num_kept :])
-            self._usage.set_stored(known, self._ring.tail_start, self.recent_position)
+        if self._outputs is not None:
+            left = self._leaving[0].start if self._leaving else None
+            self._outputs.forget_before(self.recent_position if left is None else left)
         self.publish()

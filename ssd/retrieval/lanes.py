@@ -38,8 +38,7 @@ from ssd.compiled.addresses import (
     views_of,
 )
 from ssd.errors import CacheError
-from ssd.retrieval.packed import WIDTHS
-from ssd.retrieval.segment import FENCE_STEP
+from ssd.retrieval.segment import FENCE_STEP, WIDTHS
 from ssd.retrieval.snapshot import SegmentRecord
 
 MAX_MATCH_LENGTH: Final = 256

@@ -40,8 +40,7 @@ _PATIENCE_S = 30.0  # a job may take so long, and so much more for each token: s
 _PATIENCE_PER_TOKEN_S = 2e-5
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_PARENT_DIED = signal.SIGUSR1  # no other process has a reason to send it
-_DYING_S = 1.0  # the pipe of a parent that is killed may close before its death is told
+_DYING_S = 1.0  # the pipe of a parent that is killed may close before it is gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,47 +86,33 @@ def _answer(line: str) -> str:
     return json.dumps({"error": None})
 
 
-def _die_with(parent: int) -> None:
-    """Be told when the parent dies: standard input alone may live on in a process it forked."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _PARENT_DIED)
-    if os.getppid() != parent:  # it died before the call
-        raise SystemExit(0)
+def _end_on_signal(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
 
 
-class _Exit:
-    """Ends the process by a signal; remembers whether that said that the parent is dead."""
-
-    def __init__(self) -> None:
-        self.parent_died = False
-        signal.signal(_PARENT_DIED, self._on_signal)
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C on the terminal is the server's to handle
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self.parent_died |= number == _PARENT_DIED
-        raise SystemExit(0)
-
-    def is_orphan(self, parent: int, wait_s: float) -> bool:
-        """Whether the parent is dead; waits so long for the news. Signals end the process no more."""
-        for number in (_PARENT_DIED, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        deadline = time.monotonic() + wait_s
-        while not self.parent_died and os.getppid() == parent and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return self.parent_died or os.getppid() != parent
+def _is_orphan(parent: int, wait_s: float) -> bool:
+    """Whether the parent is dead; waits so long for that."""
+    deadline = time.monotonic() + wait_s
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return os.getppid() != parent
 
 
 def main() -> None:
-    """Answer jobs until standard input ends."""
+    """Answer jobs until standard input ends, or the parent dies: standard input may live on in what that forked."""
     parser = argparse.ArgumentParser(
         prog="python -m ssd.retrieval.merge_worker", description="Merges segments of the cache."
     )
     parser.add_argument("--parent", type=int, default=os.getppid(), help="process id to die with (default: who began)")
     parser.add_argument("--scratch", type=Path, help="directory to remove if the parent died")
     arguments = parser.parse_args()
-    leaving, wait_s = _Exit(), 0.0
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C on the terminal is the server's to handle
+    signal.signal(signal.SIGTERM, _end_on_signal)
+    wait_s = 0.0
     try:
-        _die_with(arguments.parent)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != arguments.parent:  # it died before the call
+            return
         os.nice(10)
         for line in sys.stdin:
             sys.stdout.write(_answer(line) + "\n")
@@ -139,7 +124,8 @@ def main() -> None:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
-        if arguments.scratch is not None and leaving.is_orphan(arguments.parent, wait_s):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if arguments.scratch is not None and _is_orphan(arguments.parent, wait_s):
             shutil.rmtree(arguments.scratch, ignore_errors=True)
 
 

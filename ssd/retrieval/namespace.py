@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Final
 from weakref import WeakSet
 
-from ssd.retrieval.packed import Tokens
-from ssd.retrieval.segment import Segment
+from ssd.retrieval.segment import Segment, Tokens
 from ssd.retrieval.suffix_cache import SuffixCache
 
 

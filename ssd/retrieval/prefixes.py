@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
 from ssd.errors import CacheError
-from ssd.retrieval.packed import Tokens
 from ssd.retrieval.ring import power_of_two_at_least
+from ssd.retrieval.segment import Tokens
 
 _FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT: Final = np.uint64(32)

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from ssd.retrieval.packed import Tokens, unpack
-from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.segment import SEPARATOR, Segment, Tokens, unpack
 
 
 def power_of_two_at_least(n: int) -> int:
@@ -117,16 +115,3 @@ def sequences_of(segments: Sequence[Segment]) -> Iterator[Tokens]:
                     yield sequence
             if start < len(block):
                 begun.append(block[start:])
-
-
-def sequence_lengths(segments: Sequence[Segment]) -> npt.NDArray[np.int64]:
-    """int64: how long each of ``sequences_of(segments)`` is. O(tokens), in memory of a block and the result."""
-    found = [np.empty(0, np.int64)]
-    for segment in segments:
-        ends, offset = [np.array([-1])], 0
-        for block in blocks_of(segment):
-            ends.append(np.flatnonzero(block == SEPARATOR) + offset)
-            offset += len(block)
-        found.append(np.diff(np.concatenate(ends)) - 1)
-    lengths = np.concatenate(found)
-    return lengths[lengths > 0]

@@ -17,10 +17,8 @@ import xxhash
 
 from ssd.errors import FormatVersion, NamespaceMismatch, SegmentCorrupt, TokenizerMismatch
 from ssd.retrieval.file_bytes import CopyBudget, read_bytes
-from ssd.retrieval.files import NotAFileError, open_file, write_file
-from ssd.retrieval.names import is_segment_id
-from ssd.retrieval.packed import GUARD_BYTES, WIDTHS, Tokens, packed_size, unpack
-from ssd.retrieval.segment import FENCE_STEP, Segment, text_checksum
+from ssd.retrieval.files import NotAFileError, is_segment_id, open_file, write_file
+from ssd.retrieval.segment import FENCE_STEP, GUARD_BYTES, WIDTHS, Segment, Tokens, packed_size, text_checksum, unpack
 
 FORMAT_VERSION = 1
 HEADER_LENGTH = 256

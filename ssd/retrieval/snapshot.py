@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import Address, Int64, Record, Records, address, view_of, views_of
-from ssd.retrieval.packed import GUARD_BYTES
-from ssd.retrieval.segment import Segment
+from ssd.retrieval.segment import GUARD_BYTES, Segment
 
 _table_numbers = itertools.count(1)
 

@@ -13,11 +13,9 @@ import numpy.typing as npt
 from ssd.errors import CacheError, StoreUnavailable
 from ssd.retrieval.directory import SegmentDirectory, load_segments
 from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.files import read_manifest
-from ssd.retrieval.names import check_fingerprint, check_namespace, new_segment_id
-from ssd.retrieval.packed import Tokens
+from ssd.retrieval.files import check_fingerprint, check_namespace, new_segment_id, read_manifest
 from ssd.retrieval.prefixes import as_sequence, split_sequence
-from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.retrieval.suffix_array import build_segment
 
 DEFAULT_SEGMENT_TOKENS = 16 << 20

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import pydivsufsort
 
 from ssd.errors import CacheError
-from ssd.retrieval.packed import GUARD_BYTES, Tokens, pack, width_for
-from ssd.retrieval.segment import FENCE_STEP, SEPARATOR, Segment, text_checksum
+from ssd.retrieval.segment import FENCE_STEP, GUARD_BYTES, SEPARATOR, Segment, Tokens, pack, text_checksum, width_for
 
 _Setter = Callable[[int], None]
 _Getter = Callable[[], int]

@@ -10,18 +10,12 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ssd.config import IndexConfig
 from ssd.retrieval.cache_state import CacheStats, Checkpoint, SourcePosition
-from ssd.retrieval.directory import DirectoryReader
-from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.merge_worker import MergeWorker
-from ssd.retrieval.packed import Tokens
-from ssd.retrieval.prefixes import PrefixFilter, as_sequence
-from ssd.retrieval.segment import Segment
+from ssd.retrieval.prefixes import as_sequence
+from ssd.retrieval.segment import Segment, Tokens
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import load_static_directory
 from ssd.retrieval.upkeep import MaintainedIndex
-from ssd.retrieval.usage import WINDOW_TOKENS, windows
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
@@ -62,27 +56,8 @@ class SuffixCache(MaintainedIndex):
     Appending and reading are safe from any thread and never wait for sorting or files.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: IndexConfig,
-        *,
-        fingerprint: str,
-        directory: DirectoryReader | None = None,
-        budget: CopyBudget | None = None,
-        worker: MergeWorker | None = None,
-        wake: Callable[[], None] | None = None,
-    ) -> None:
-        """``directory`` : what it holds is searched, and where it is a SegmentDirectory, segments become files there;
-        None keeps them in memory. ``budget`` : what private copies of static segments may take. ``worker`` : merges
-        files; ``wake`` : called when there is maintenance to do, None when the owner calls ``maintain`` by itself.
-        """
-        super().__init__(
-            name, config, fingerprint=fingerprint, directory=directory, budget=budget, worker=worker, wake=wake
-        )
-        self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
-        self._listeners: tuple[Listener, ...] = ()
-        self._num_appended = self._num_skipped = 0
+    _listeners: tuple[Listener, ...] = ()
+    _num_appended = 0
 
     def snapshot(self) -> Snapshot:
         """What can be searched now, the last append included. O(1)."""
@@ -116,19 +91,12 @@ class SuffixCache(MaintainedIndex):
         """
         try:
             tokens = as_sequence(token_ids)
-            output = tokens[max(0, prompt_length - WINDOW_TOKENS + 1) :]
-            said = windows(output) if self._keeps_used else None
             with self._lock:
                 if self._is_discarded:
                     return
-                if said is not None:
-                    self._index.note_said(said)
-                num_dropped, position = self._index.num_dropped_tokens, self._index.next_position
-                pieces = self._filter.pieces(tokens, prompt_length, position)
-                stored = Pieces((part for piece in pieces for part in self._index.append(piece)), position)
-                self._forget_prefixes(self._index.num_dropped_tokens > num_dropped)
+                position = self._index.next_position
+                stored = Pieces(self._index.append(tokens, prompt_length=prompt_length), position)
                 self._num_appended += len(tokens)
-                self._num_skipped += len(tokens) - sum(map(len, pieces))
         except Exception as error:  # a cache must not fail a request
             self.report_failure("a sequence was not stored", error)
             return
@@ -164,7 +132,6 @@ class SuffixCache(MaintainedIndex):
         try:
             wait_until: float | None = None
             with self._room:
-                num_dropped = index.num_dropped_tokens
                 for tokens in pieces:
                     if self._wake is not None and not index.has_room():
                         index.publish()  # others have the lock meanwhile
@@ -175,11 +142,9 @@ class SuffixCache(MaintainedIndex):
                         )
                     if self._is_discarded:
                         return
-                    self._filter.note(tokens, index.next_position)
                     index.add(tokens)
                     self._num_appended += len(tokens)
                 index.publish()
-                self._forget_prefixes(index.num_dropped_tokens > num_dropped)
                 if source is not None:
                     self._set_source(source)
         except Exception as error:
@@ -240,10 +205,6 @@ class SuffixCache(MaintainedIndex):
             if not self._is_discarded:
                 self._index.borrow(segments)
 
-    def _forget_prefixes(self, has_dropped: bool) -> None:
-        # Positions say nothing about text dropped from the middle, so then every block is forgotten.
-        self._filter.forget_before(self._index.next_position if has_dropped else self._index.recent_position)
-
     def _wake_if_due(self) -> None:
         if self._wake is not None and self._index.num_tail_tokens >= self._config.seal_tokens:
             self._wake()
@@ -263,7 +224,7 @@ class SuffixCache(MaintainedIndex):
                 num_segments=len(snapshot.segments),
                 generation=snapshot.generation,
                 num_appended_tokens=self._num_appended,
-                num_skipped_tokens=self._num_skipped,
+                num_skipped_tokens=index.num_skipped_tokens,
                 num_sealed=self._num_sealed,
                 num_merged=self._num_merged,
                 num_failed_merges=self._num_failed_merges,

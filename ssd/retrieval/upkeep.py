@@ -16,14 +16,13 @@ from ssd.errors import CacheError, SegmentCorrupt
 from ssd.retrieval.cache_state import Checkpoint, Copy, LearnedState, PendingCheckpoints
 from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
 from ssd.retrieval.file_bytes import CopyBudget
+from ssd.retrieval.files import is_kept, new_segment_id
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.merge_worker import MergeJob, MergeWorker
-from ssd.retrieval.names import is_kept, new_segment_id
-from ssd.retrieval.packed import Tokens
 from ssd.retrieval.segment import Segment, checked_text, concatenate
 from ssd.retrieval.segment_file import open_segment
 from ssd.retrieval.suffix_array import build_segment
-from ssd.retrieval.usage import NO_WINDOWS, used_text, windows
+from ssd.retrieval.usage import used_texts
 
 log = logging.getLogger(__name__)
 
@@ -63,19 +62,21 @@ class MaintainedIndex:
         config: IndexConfig,
         *,
         fingerprint: str,
-        directory: DirectoryReader | None,
-        budget: CopyBudget | None,
-        worker: MergeWorker | None,
-        wake: Callable[[], None] | None,
+        directory: DirectoryReader | None = None,
+        budget: CopyBudget | None = None,
+        worker: MergeWorker | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
-        """As ``SuffixCache``."""
+        """``directory`` : what it holds is searched, and where it is a SegmentDirectory, segments become files there;
+        None keeps them in memory. ``budget`` : what private copies of static segments may take. ``worker`` : merges
+        files; ``wake`` : called when there is maintenance to do, None when the owner calls ``maintain`` by itself.
+        """
         self.name = name
         self._config = config
         self._fingerprint = fingerprint
         self._budget = budget
         self._worker = worker
         self._wake = wake
-        self._keeps_used = config.eviction == "used"
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)  # notified when sealing made room, and when it is being closed
         self._maintaining = threading.Lock()  # held while files are written; taken before ``_lock``
@@ -230,24 +231,17 @@ class MaintainedIndex:
                 due = self._index.leaving()
             if due is None:
                 return
-            left, used = due
-            kept, gone, found = None, NO_WINDOWS, NO_WINDOWS
+            kept: list[tuple[Segment, Segment]] = []
             try:
-                tokens = concatenate((left,))
-                kept = self._kept_of(left, used_text(tokens, left.start or 0, used))
-                gone = windows(tokens)
-                found = gone if kept is None else windows(concatenate((kept,)))
+                for left, text in used_texts(due):
+                    segment_id = new_segment_id(left.start, kept=True)
+                    segment = build_segment(text, start=left.start, segment_id=segment_id)
+                    kept.append((left, self._write(segment, made_of=(left,))))  # whose file holds it too, with the rest
             except Exception as error:  # its file was changed, or there is no memory: it is gone, as before
                 self.report_failure("text that was of use was not kept", error)
             with self._room:
-                self._index.install_kept(left, kept, gone, found)
+                self._index.install_kept(due.left, kept)
                 self._room.notify_all()
-
-    def _kept_of(self, left: Segment, text: Tokens) -> Segment | None:
-        if not len(text):
-            return None
-        kept = build_segment(text, start=left.start, segment_id=new_segment_id(left.start, kept=True))
-        return self._write(kept, made_of=(left,))  # whose file holds it too, with the rest
 
     # Merging: by the worker where that is worth it, else here
 
@@ -337,9 +331,8 @@ class MaintainedIndex:
             self._install_merged(inputs, merged)
 
     def _install_merged(self, inputs: Sequence[Segment], merged: Segment) -> None:
-        found = windows(concatenate((merged,))) if self._keeps_used and is_kept(merged.segment_id) else None
         with self._lock:
-            if self._index.install_merged(inputs, merged, found):
+            if self._index.install_merged(inputs, merged):
                 self._num_merged += 1
 
     # Files

@@ -1,21 +1,22 @@
 """Which stored text was of use: what a later output said again could be drafted from it.
 
-Some windows of stored text are remembered by a hash of their tokens; which ones is a matter of the hash alone, so a
-window that comes again is known again, wherever it lies. One that comes in an output marks the block of text where it
-stood first. Prompts mark nothing: their senders choose them.
+That is looked for when text leaves: some windows of it, told by a hash of their tokens, are looked up in all outputs
+that are stored still and in the text that was kept before. A window that a later output said marks the block of text
+where it stood first. Prompts mark nothing: their senders choose them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
-from ssd.retrieval.ring import power_of_two_at_least
-from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.compiled.addresses import Int64s, TokenIds, kernel
+from ssd.retrieval.ring import blocks_of
+from ssd.retrieval.segment import SEPARATOR, Segment, Tokens, concatenate
 
 Flags = npt.NDArray[np.bool_]
 
@@ -25,46 +26,61 @@ WINDOW_TOKENS: Final = 8
 BLOCK_TOKENS: Final = 64
 """Of a mark."""
 
-_SAMPLED: Final = 1 << 62  # one window of 4 is remembered: an output of 20 tokens is hardly ever missed
-_TOKENS_PER_SLOT: Final = 8
-_MOST_SLOTS: Final = 1 << 24  # of a capacity beyond 128 M tokens fewer windows are remembered
+_SAMPLED: Final = 1 << 62  # one window of 4 is looked up: an output of 20 tokens is hardly ever missed
 _FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
 _LEAVING: Final = np.uint64(pow(int(_FACTOR), WINDOW_TOKENS, 1 << 64))
 _SHIFT: Final = np.uint64(29)
-_FREE: Final = 0
-_POSITION_BITS: Final = 40
-_POSITION: Final = (1 << _POSITION_BITS) - 1
-_TAG: Final = ~_POSITION
 _FOREVER: Final = 1 << 62
+_EVERYWHERE: Final = np.array([[_FOREVER, 0, _FOREVER]])
+
+
+class Outputs:
+    """Where outputs stand in the ring, oldest first: 24 bytes each. One writer."""
+
+    def __init__(self) -> None:
+        self._places = array("q")
+        self._first = 0
+
+    def add(self, begin: int, start: int, stop: int) -> None:
+        """One has positions [start, stop); its prompt and it were stored from ``begin`` on. O(1)."""
+        self._places.extend((begin, start, stop))
+
+    def forget_before(self, position: int) -> None:
+        """Those that end before are of no interest. O(1) amortised."""
+        while self._first < len(self._places) and self._places[self._first + 2] <= position:
+            self._first += 3
+        if 2 * self._first > len(self._places):
+            del self._places[: self._first]
+            self._first = 0
+
+    def places(self) -> Int64s:
+        """int64[n, 3], a copy: begin, start and stop of each. O(n)."""
+        return np.array(self._places[self._first :], np.int64).reshape(-1, 3)
+
+
+class Leaving(NamedTuple):
+    """``left`` : segments that are searched no more, oldest first. What of them was of use, the others say.
+
+    ``kept`` : segments of what was of use before. ``newer`` : the other ones, all behind ``left``. ``tail`` : int32[n],
+    what is in no segment, at positions from ``tail_start`` on. ``outputs`` : as ``Outputs.places`` gives them.
+    """
+
+    left: tuple[Segment, ...]
+    kept: tuple[Segment, ...]
+    newer: tuple[Segment, ...]
+    tail_start: int
+    tail: Tokens
+    outputs: Int64s
 
 
 class Windows(NamedTuple):
-    """Those of a text that are remembered, n of them.
+    """Those of a text that are looked up, n of them.
 
-    ``ends`` : int64[n], where the last token of each stands in the text. ``keys`` : int64[n], what each one is.
+    ``ends`` : int64[n], where the last token of each stands. ``keys`` : int64[n], what each one is.
     """
 
     ends: Int64s
     keys: Int64s
-
-
-NO_WINDOWS: Final = Windows(np.empty(0, np.int64), np.empty(0, np.int64))
-
-
-class _Table(NamedTuple):
-    """What the kernels read and change.
-
-    ``slots`` : int64[n], of a window as many bits as there are beside its slot's number and, in the lowest
-    _POSITION_BITS, the position after it; _FREE in a free slot: untouched pages cost no memory.
-    ``marks`` : bool, of the block with absolute number b at ``b & (len - 1)``. ``starts``, ``stops`` : int64, positions
-    that are stored, in order. ``recent`` : int64[1], what lies before is not marked.
-    """
-
-    slots: Int64s
-    marks: Flags
-    starts: Int64s
-    stops: Int64s
-    recent: Int64s
 
 
 def windows(tokens: TokenIds) -> Windows:
@@ -95,116 +111,72 @@ def _find(tokens: TokenIds, ends: Int64s, keys: Int64s) -> int:
     return found
 
 
-@inlined
-def _is_stored(table: _Table, position: int) -> bool:
-    owner = np.searchsorted(table.starts, position, side="right") - 1
-    return bool(owner >= 0 and position < table.stops[owner])
-
-
-@inlined
-def _slot_of(table: _Table, key: int) -> int:
-    return int(key & (len(table.slots) - 1))
-
-
-@inlined
-def _tag_of(key: int) -> int:
-    return int((key << 1) & _TAG)  # keys have 62 bits
-
-
 @kernel
-def _mark(table: _Table, keys: Int64s) -> None:
-    for key in keys:
-        held = table.slots[_slot_of(table, key)]
-        position = (held & _POSITION) - 1
-        if held & _TAG == _tag_of(key) and position >= table.recent[0] and _is_stored(table, position):
-            table.marks[(position // BLOCK_TOKENS) & (len(table.marks) - 1)] = True
+def _mark(ends: Int64s, keys: Int64s, outputs: Int64s, wanted: Int64s, places: Int64s, flags: Flags) -> None:
+    """Flag those of ``wanted``, sorted, that are among ``keys`` within an output which begins behind its place.
 
-
-@kernel
-def _add(table: _Table, ends: Int64s, keys: Int64s, start: int, stop: int, is_new: bool) -> None:
-    if is_new:  # what these blocks were marked for was other text
-        for block in range((start + BLOCK_TOKENS - 1) // BLOCK_TOKENS, stop // BLOCK_TOKENS + 1):
-            table.marks[block & (len(table.marks) - 1)] = False
-    for i in range(len(keys)):
-        slot = _slot_of(table, keys[i])
-        if not _is_stored(table, (table.slots[slot] & _POSITION) - 1):
-            table.slots[slot] = _tag_of(keys[i]) | (start + ends[i] + 1)
-
-
-@kernel
-def _learn(table: _Table, tokens: TokenIds, start: int, stop: int) -> None:
-    room = max(0, len(tokens) - WINDOW_TOKENS + 1)
-    ends, keys = np.empty(room, np.int64), np.empty(room, np.int64)
-    count = _find(tokens, ends, keys)
-    _add(table, ends[:count], keys[:count], start, stop, True)
-
-
-@kernel
-def _forget(table: _Table, keys: Int64s, start: int, stop: int) -> None:
-    for key in keys:
-        slot = _slot_of(table, key)
-        if start < table.slots[slot] & _POSITION <= stop:
-            table.slots[slot] = _FREE
-
-
-class Usage:
-    """Windows of what is stored, and which blocks of it were of use. One writer. 1 to 2 bytes a token of capacity.
-
-    A window is remembered where it was stored first, for as long as that is stored; where two share a slot, the older
-    one stays. So popular text is kept once.
+    ``ends`` : in order; ``keys`` : of the windows that end there. ``places`` : where each of ``wanted`` stands first.
     """
+    output = 0
+    for i in range(len(keys)):
+        while output < len(outputs) and outputs[output, 2] <= ends[i]:
+            output += 1
+        if output == len(outputs):
+            return
+        if ends[i] < outputs[output, 1]:
+            continue
+        at = np.searchsorted(wanted, keys[i])
+        if at < len(wanted) and wanted[at] == keys[i] and places[at] < outputs[output, 0]:
+            flags[at] = True
 
-    def __init__(self, capacity_tokens: int) -> None:
-        slots = min(power_of_two_at_least(max(64, capacity_tokens // _TOKENS_PER_SLOT)), _MOST_SLOTS)
-        # Positions in use span little more than the capacity, so a circle of twice that knows them apart.
-        blocks = power_of_two_at_least(2 * capacity_tokens // BLOCK_TOKENS + 2)
-        nothing = np.empty(0, np.int64)
-        self._table = _Table(
-            np.zeros(slots, np.int64),
-            np.zeros(blocks, np.bool_),
-            nothing,
-            nothing,
-            np.zeros(1, np.int64),
-        )
-        self.set_stored((), 0, 0)
-        # Compiled here and not where text is appended.
-        none = windows(np.zeros(0, np.int32))
-        self.learn(np.zeros(0, np.int32), 0, 0)
-        self.add_again(none, 0)
-        self.mark(none)
-        self.forget(none, 0, 0)
 
-    def set_stored(self, segments: Sequence[Segment], tail_start: int, recent: int) -> None:
-        """What counts as stored now: ``segments`` in order of position, and all from ``tail_start`` on.
+def used_texts(due: Leaving) -> list[tuple[Segment, Tokens]]:
+    """Of each of ``due.left`` that has any, its text that was of use. O(all that is stored), a block at a time.
 
-        ``recent`` : what lies before is not marked.
-        """
-        bounds = [(segment.start or 0, segment.stop or 0) for segment in segments]
-        starts, stops = np.array([*bounds, (tail_start, _FOREVER)], np.int64).T.copy()
-        self._table = self._table._replace(starts=starts, stops=stops)
-        self._table.recent[0] = recent
+    Raises SegmentCorrupt where a text that has left is not what its checksum says.
+    """
+    if not len(due.outputs):
+        return []
+    found = [_placed(segment.start or 0, windows(concatenate((segment,)))) for segment in due.left]
+    wanted, first = np.unique(np.concatenate([each.keys for each in found]), return_index=True)
+    places = np.concatenate([each.ends for each in found])[first]
+    del found
+    said, is_known = np.zeros(len(wanted), np.bool_), np.zeros(len(wanted), np.bool_)
+    for segment in (*due.left, *due.newer):
+        for ends, keys in _windows_of(segment):
+            _mark(ends, keys, _within(due.outputs, ends), wanted, places, said)
+    ends, keys = _placed(due.tail_start, windows(due.tail))
+    _mark(ends, keys, _within(due.outputs, ends), wanted, places, said)
+    for segment in due.kept:
+        for ends, keys in _windows_of(segment):
+            _mark(ends, keys, _EVERYWHERE, wanted, places, is_known)
+    used = np.unique(places[said & ~is_known] // BLOCK_TOKENS)
+    texts: list[tuple[Segment, Tokens]] = []
+    for segment in due.left:
+        start, stop = segment.start or 0, segment.stop or 0
+        flags = np.isin(np.arange(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)), used)
+        if flags.any() and len(text := used_text(concatenate((segment,)), start, flags)):
+            texts.append((segment, text))
+    return texts
 
-    def mark(self, said: Windows) -> None:
-        """An output held these windows: mark the blocks where they stand. O(windows)."""
-        _mark(self._table, said.keys)
 
-    def learn(self, tokens: TokenIds, start: int, stop: int) -> None:
-        """New text, ``tokens`` : int32[n], is stored at positions [start, stop), not marked. O(n), in one kernel."""
-        _learn(self._table, tokens, start, stop)
+def _placed(start: int, found: Windows) -> Windows:
+    return Windows(found.ends + start, found.keys)
 
-    def add_again(self, found: Windows, start: int) -> None:
-        """Older text with these windows is stored at ``start`` now. O(windows)."""
-        _add(self._table, found.ends, found.keys, start, start, False)
 
-    def forget(self, found: Windows, start: int, stop: int) -> None:
-        """Text with these windows is not stored at positions [start, stop) any more. O(windows)."""
-        _forget(self._table, found.keys, start, stop)
+def _within(outputs: Int64s, ends: Int64s) -> Int64s:
+    """Of ``outputs`` those that end behind the first of ``ends``. O(log n)."""
+    return outputs[np.searchsorted(outputs[:, 2], ends[0], side="right") :] if len(ends) else outputs[:0]
 
-    def used(self, start: int, stop: int) -> Flags:
-        """Of each block with positions in [start, stop), whether it is marked. A copy. O(blocks)."""
-        blocks = np.arange(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS))
-        flags: Flags = self._table.marks[blocks & (len(self._table.marks) - 1)]
-        return flags
+
+def _windows_of(segment: Segment) -> Iterator[Windows]:
+    """The segment's windows at their positions, some at a time: nobody else waits for the interpreter for long."""
+    position, before = segment.start or 0, np.empty(0, np.int32)
+    for block in blocks_of(segment):
+        text = np.concatenate([before, block])
+        yield _placed(position - len(before), windows(text))
+        position += len(block)
+        before = text[1 - WINDOW_TOKENS :]
 
 
 def used_text(tokens: TokenIds, start: int, used: Flags) -> TokenIds:
@@ -221,3 +193,9 @@ def used_text(tokens: TokenIds, start: int, used: Flags) -> TokenIds:
     before = np.concatenate([[SEPARATOR], text[:-1]])
     kept_text: TokenIds = text[(text != SEPARATOR) | (before != SEPARATOR)]
     return kept_text
+
+
+def warm_up_usage() -> None:
+    """Compile what looks for text that was of use."""
+    none = windows(np.zeros(0, np.int32))
+    _mark(*none, _EVERYWHERE, none.keys, none.ends, np.zeros(0, np.bool_))

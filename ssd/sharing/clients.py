@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.crc import key_slot
 from redis.exceptions import (
-    AskError,
     ClusterDownError,
     InvalidResponse,
     ReadOnlyError,
@@ -195,18 +194,8 @@ def sentinel_client(
     return sentinels.master_for(service, connection_class=managed, **options)  # type: ignore[no-any-return, no-untyped-call]
 
 
-_POLL_MS = 200
-"""With streams of several slots one read waits for the busiest of them this long, then all are looked at again."""
-
-_TOGETHER = 8
-"""Reads of one node that are sent at once: their replies are in memory together."""
-
-
 class Cluster(RedisCluster):
-    """redis-py's, but that nothing is sent before the first command, and that streams of several slots may be read.
-
-    Transactions are of keys with one hash tag.
-    """
+    """redis-py's, but that nothing is sent before the first command. Transactions are of keys with one hash tag."""
 
     def __init__(self, hosts: tuple[tuple[str, int], ...], options: dict[str, Any]) -> None:
         """``hosts`` : some nodes. ``options`` : of a connection to any of them. redis-py's part is made when asked."""
@@ -214,7 +203,6 @@ class Cluster(RedisCluster):
         self._options = options
         self._opening = threading.RLock()
         self._is_open = False
-        self._turn: list[str] = []
 
     def execute_command(self, *args: Any, **kwargs: Any) -> Any:
         """What the node of the command's key answers."""
@@ -230,35 +218,6 @@ class Cluster(RedisCluster):
         """Whether one of the nodes answers: what is lost of the others shows in what is asked of them."""
         return self.execute_command("PING", target_nodes=self.RANDOM)
 
-    def xread(  # type: ignore[override]
-        self, streams: Mapping[Any, Any], count: int | None = None, block: int | None = None
-    ) -> list[Any]:
-        """As of one server, but for streams of several nodes: some of what is there, or one of them is waited for.
-
-        A server reads streams of one slot at once. So those of several slots are looked at a few at a time, on their
-        nodes, until one has something; where none has, the one that had something last is waited for, 0.2 s at most.
-        Nothing is lost by an error: ids are not moved by a read.
-        """
-        if len(streams) == 1:
-            return self._read_one(*next(iter(streams.items())), count, block)
-        with self._opened():
-            turn = {key: number for number, key in enumerate(self._turn)}
-            keys = sorted(streams, key=lambda key: turn.get(key, -1))
-            by_node: dict[str, list[Any]] = {}
-            for key in keys:  # those that were served last stand last
-                by_node.setdefault(self._node_of(key).name, []).append(key)
-            for name, keys_here in by_node.items():
-                for start in range(0, len(keys_here), _TOGETHER):
-                    some = {key: streams[key] for key in keys_here[start : start + _TOGETHER]}
-                    if found := self._read_some(name, some, count):
-                        served = {key.decode() for key, _ in found}
-                        self._turn = sorted(keys, key=lambda key: key in served)
-                        return found
-        if block is None:
-            return []
-        busiest = keys[-1]
-        return self._read_one(busiest, streams[busiest], count, max(1, min(block, _POLL_MS)))
-
     def masters(self) -> list[tuple[str, redis.Redis]]:
         """A client for each node that serves slots, by its address, to be asked and not closed."""
         with self._opened():
@@ -268,7 +227,7 @@ class Cluster(RedisCluster):
     def node_of(self, key: str) -> redis.Redis:
         """A client of the node that serves ``key`` now, not to be closed."""
         with self._opened():
-            return self.get_redis_connection(self._node_of(key))
+            return self.get_redis_connection(self.nodes_manager.get_node_from_slot(key_slot(key.encode())))
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
@@ -299,31 +258,3 @@ class Cluster(RedisCluster):
         except BaseException:
             self._is_open = False
             raise
-
-    def _node_of(self, key: str) -> ClusterNode:
-        node: ClusterNode = self.nodes_manager.get_node_from_slot(key_slot(key.encode()))
-        return node
-
-    def _read_one(self, key: Any, last_id: Any, count: int | None, block: int | None) -> list[Any]:
-        words: list[Any] = [
-            "XREAD",
-            *(() if block is None else ("BLOCK", block)),
-            *(() if count is None else ("COUNT", count)),
-        ]
-        with self._opened():  # a node that is named need not be asked where the command has its keys
-            answer = self.execute_command(*words, "STREAMS", key, last_id, target_nodes=self._node_of(key))
-        return answer or []
-
-    def _read_some(self, name: str, streams: Mapping[Any, Any], count: int | None) -> list[Any]:
-        pipeline = self.get_redis_connection(self.get_node(node_name=name)).pipeline(transaction=False)  # type: ignore[no-untyped-call]
-        for key, last_id in streams.items():
-            pipeline.xread({key: last_id}, count=count)
-        try:
-            answers = pipeline.execute()
-        except (AskError, ClusterDownError):
-            self.nodes_manager.initialize()
-            raise
-        except (RedisConnectionError, RedisTimeoutError):
-            self.nodes_manager.initialize(last_failed_node_name=name)
-            raise
-        return [stream for answer in answers for stream in answer or ()]

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import xxhash
 
 from ssd.compiled.addresses import kernel
-from ssd.retrieval.packed import Bytes, Tokens
+from ssd.retrieval.segment import Bytes, Tokens
 
 FORMAT_VERSION = 2
 MAX_ENTRY_TOKENS = 4096

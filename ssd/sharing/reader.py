@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ssd.retrieval.packed import Tokens
+from ssd.retrieval.segment import Tokens
 from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.sharing.background import BackgroundLoop
-from ssd.sharing.connection import BLOCK_MS, connect, server_of
-from ssd.sharing.cursor import PAGE, Cursor, Stream
+from ssd.sharing.connection import BLOCK_MS, Backoff, connect, server_of
+from ssd.sharing.cursor import Cursor
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry, warm_up_entries
 from ssd.sharing.stats import Delays, Received
 from ssd.sharing.stream import (
@@ -24,10 +25,13 @@ from ssd.sharing.stream import (
     RawEntry,
     check_entries,
     entries_after,
-    entries_before,
     entry_at,
     is_cluster,
+    order,
 )
+
+PAGE = 64
+"""Entries of a page, where none is too large; 1 MB at most."""
 
 _COMPARE_S = 2.0
 _COMPARE_EACH_S = 0.01  # many streams are compared less often: a reply of one entry for each
@@ -37,18 +41,119 @@ GATHER_S = 0.05
 _SUSPEND_S = 5.0
 _TOGETHER_TOKENS = 4096  # stored at once: most of what storing costs is once a call, and a cache is held up by it
 _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
+_CLUSTER_WAIT_MS = 200
+_MAX_SEEN = 1 << 16
+
+
+class Stream:
+    """One stream and where it is read. Only the reader's thread changes it.
+
+    ``cursor`` : what of it is in the cache, over restarts. ``last_id`` : what comes after it is to be read, None
+    before it was found what of the log is known. ``entries`` : (id, tokens) of what the log holds, oldest first, to
+    keep it within its bounds.
+    """
+
+    def __init__(self, key: str, cache: SuffixCache, cursor: Cursor) -> None:
+        self.key = key
+        self.cache = weakref.ref(cache)
+        self.cursor = cursor
+        self.page = PAGE
+        """Entries to ask for at once: 1 after one was too large, as the server makes all of the reply at once."""
+        self.has_more = False
+        """Whether the page read last, where it was asked for alone, was not the end of the log."""
+        self.is_refused = False
+        """Whether the server refused the last command for this stream."""
+        self.is_cut = False
+        """Whether it did not answer, while others may: a node of a cluster."""
+        self.compare_at = 0.0
+        self.heard_at = 0.0
+        """When an entry came last."""
+        self.received = Received()
+        self.held_until = 0.0
+        """When it may be read, by ``time.monotonic``: somebody else is giving its cache what came before."""
+        self.num_gaps = 0
+        """How often reading began where it is not known that nothing was missed."""
+        self.is_joined = False
+        """Whether what may have been missed was taken from elsewhere just before reading begins."""
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._backoff = Backoff()
+        self._rests_until = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        """The log is not the one that was read: what of it is known is to be found."""
+        self.last_id: bytes | None = None
+        self.anchor: bytes | None = None
+        """An entry that is in the log as long as it is the one that was read; the newest of them that was fetched."""
+        self._known: tuple[int, int] | None = None
+        self.entries: deque[tuple[bytes, int]] = deque()
+        self.num_tokens = 0
+
+    def begin(self, oldest: bytes | None, known_id: bytes | None) -> None:
+        """Read from ``oldest``, the first entry, on; entries up to ``known_id`` are in the cache already."""
+        self.num_gaps += not (self.cursor.is_continued or self.is_joined)
+        self.is_joined = False
+        self.last_id, self.anchor = BEGINNING, oldest
+        self._known = None if known_id is None else order(known_id)
+
+    def is_known(self, entry_id: bytes) -> bool:
+        """Whether the cursor is past this entry."""
+        return self._known is not None and order(entry_id) <= self._known
+
+    def saw(self, entry_id: bytes, num_tokens: int, *, was_fetched: bool) -> None:
+        """Entry ``entry_id`` is in the log and has been read, or was too large to be."""
+        self.last_id = entry_id
+        if was_fetched or self.anchor is None:
+            self.anchor = entry_id
+        self.entries.append((entry_id, num_tokens))
+        self.num_tokens += num_tokens
+
+    def has_seen(self, sequence_id: bytes) -> bool:
+        """Whether an entry with this sequence id was read before, among the last 65,536; from now on it was."""
+        if sequence_id in self._seen:
+            self._seen.move_to_end(sequence_id)
+            return True
+        self._seen[sequence_id] = None
+        if len(self._seen) > _MAX_SEEN:
+            self._seen.popitem(last=False)
+        return False
+
+    def saw_before(self, sequence_ids: Iterable[bytes]) -> None:
+        """Entries with these sequence ids are stored, though they were not read here."""
+        for sequence_id in sequence_ids:
+            self.has_seen(sequence_id)
+
+    def refuse(self, *, is_cut: bool) -> None:
+        """The server refused a command, or ``is_cut`` : did not answer. The log may be another one afterwards."""
+        self.is_refused, self.is_cut = True, is_cut
+        if is_cut:
+            self.compare_at = 0.0
+        self.rest()
+
+    def rest(self) -> None:
+        """Leave it alone for a while, so that the others are served."""
+        self._rests_until = time.monotonic() + self._backoff.next_delay_s()
+
+    def wake(self) -> None:
+        """All is well with it."""
+        self.is_refused = False
+        self._backoff.reset()
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it is to be left alone."""
+        return time.monotonic() < max(self._rests_until, self.held_until)
 
 
 class LogReader:
     """Follows any number of streams on one thread and one connection, and trims them.
 
-    Where reading begins is searched for from the log's end backwards, until its bounds are reached; from there on what
-    the cursor does not know is stored, oldest first. Entries that were trimmed before are lost, and that is all.
-    Entries that are known are read for their sizes, which bound the log, and their sequence ids, by which a second
-    copy is told.
+    A log is read from its beginning, and what the cursor does not know is stored, oldest first. Entries that were
+    trimmed before are lost, and that is all. Entries that are known are read for their sizes, which bound the log, and
+    their sequence ids, by which a second copy is told.
 
     Nothing in a stream is trusted. Each log is compared with what was read every two seconds, by whether it still
-    holds the entry read last: one that does not was emptied or replaced, and the search begins again. So no id that
+    holds the entry read last: one that does not was emptied or replaced, and reading begins again. So no id that
     somebody chose can keep this replica from reading on, and no clock is asked. An entry too large to be fetched is
     passed by its id. A stream that is refused, or whose cache takes its time, rests while the others are read.
     """
@@ -126,6 +231,8 @@ class LogReader:
         """End the thread within the time a read may block."""
         self.loop.stop()
         self._is_changed.set()
+        with self._round:
+            self._round.notify_all()
 
     def close(self, timeout_s: float) -> None:
         """Wait for the end and give the connection back."""
@@ -139,25 +246,42 @@ class LogReader:
             self._round.notify_all()
         streams = self._living_streams()
         if not streams:
-            self._is_changed.wait(BLOCK_MS / 1000)
-            self._is_changed.clear()
+            self._wait(BLOCK_MS / 1000)
             self._client.ping()
             return
         awake = [stream for stream in streams if not stream.is_resting]
         for stream in awake:
             self._attempt(stream, self._compare)
+        began = time.monotonic()
         for stream in awake:
             if stream.last_id is None:
-                self._attempt(stream, self._search)
-            elif stream.page < PAGE:
+                self._attempt(stream, self._begin)
+            elif stream.page < PAGE or self._is_cluster:
                 self._attempt(stream, self._read_alone)
         awake = [stream for stream in awake if not stream.is_resting]
         followed = [stream for stream in awake if stream.last_id is not None and stream.page == PAGE]
-        if followed and not self.loop.is_stopping:
+        if self.loop.is_stopping:
+            return
+        if not awake:
+            self._wait(BLOCK_MS / 1000)  # new streams are heard of, those that rest wait a little longer
+        elif followed and not self._is_cluster:
             self._read_together(followed, block=BLOCK_MS if len(followed) == len(awake) else None)
-        elif not awake:
-            self._is_changed.wait(BLOCK_MS / 1000)  # new streams are heard of, those that rest wait a little longer
-            self._is_changed.clear()
+        elif not any(stream.has_more for stream in awake) and len(followed) == len(awake):
+            has_come = any(stream.heard_at >= began for stream in awake)
+            self._wait(GATHER_S) if has_come else self._wait_in_cluster(awake)
+
+    def _wait(self, seconds: float) -> None:
+        self._is_changed.wait(seconds)
+        self._is_changed.clear()
+
+    def _wait_in_cluster(self, streams: Sequence[Stream]) -> None:
+        """Streams of several slots cannot be waited for at once: 0.2 s for the one that had an entry last."""
+        busiest = max(streams, key=lambda stream: stream.heard_at)
+        try:
+            place: Any = {busiest.key: busiest.last_id or BEGINNING}
+            server_of(self._client, busiest.key).xread(place, count=1, block=_CLUSTER_WAIT_MS)
+        except Exception:  # it is read in turn, which will tell
+            self._wait(_CLUSTER_WAIT_MS / 1000)
 
     def _living_streams(self) -> list[Stream]:
         with self._lock:
@@ -190,66 +314,62 @@ class LogReader:
         if self.loop.is_connected and now < stream.compare_at:
             return
         stream.compare_at = now + max(_COMPARE_S, _COMPARE_EACH_S * len(self._streams))
-        if stream.received.clock.is_due or not self.loop.is_connected:
-            stream.received.clock.set_by(server_of(self._client, stream.key))
+        if stream.received.is_clock_due or not self.loop.is_connected:
+            stream.received.set_clock(server_of(self._client, stream.key))
         if stream.anchor is not None and entry_at(self._client, stream.key, stream.anchor) is None:
             stream.forget()  # lost, trimmed beyond it, or another log: the cursor will tell
 
-    def _search(self, stream: Stream) -> None:
-        """One page further back, or the end of the search."""
-        search = stream.search
-        page = entries_before(self._client, stream.key, search.oldest, stream.page)
-        stream.turn_page(was_cut=page.was_cut)
-        for raw in page.entries:
-            search.found(raw[0], _num_tokens(raw))
-            if search.num_tokens > self._max_tokens or search.num_entries > self._max_entries:
-                break
-        else:
-            search.is_whole = page.is_last
-            if not search.is_whole:
-                return
-        stream.begin(stream.cursor.find(search.oldest, lambda entry_id: self._sequence_id_at(stream, entry_id)))
+    def _begin(self, stream: Stream) -> None:
+        """Find what of the log is known, before it is read from its beginning."""
+        from redis.exceptions import ResponseError
+
+        try:
+            self._client.xtrim(stream.key, maxlen=self._max_entries, approximate=False)
+        except ResponseError as error:  # it is read all the same
+            self.loop.report(error)
+        oldest = entries_after(self._client, stream.key, BEGINNING, 1).entries
+        check_entries(oldest, after=BEGINNING)
+        oldest_id = oldest[0][0] if oldest else None
+        stream.begin(oldest_id, stream.cursor.find(oldest_id, partial(self._sequence_id_at, stream)))
 
     def _sequence_id_at(self, stream: Stream, entry_id: bytes) -> bytes | None:
         raw = entry_at(self._client, stream.key, entry_id)
-        entry = None if raw is None else self._unpack(stream, raw)
-        return entry.sequence_id if isinstance(entry, Entry) else None
+        try:
+            return None if raw is None else self._unpack(stream, raw).sequence_id
+        except InvalidEntryError:
+            return None
 
     def _read_together(self, streams: Sequence[Stream], *, block: int | None) -> None:
         """A page of each stream, or what comes to one of them within ``block`` milliseconds."""
-        from redis.exceptions import ConnectionError, ResponseError, TimeoutError
+        from redis.exceptions import ResponseError
 
         by_key = {stream.key: stream for stream in streams}
         places: Any = {stream.key: stream.last_id or BEGINNING for stream in streams}
         count = max(1, min(PAGE, _MAX_BATCH // len(places)))
         try:
             answer: Any = self._client.xread(places, count=count, block=block)
-        except (ResponseError, OversizedReplyError, ConnectionError, TimeoutError, OSError) as error:
-            if not self._is_cluster and not isinstance(error, ResponseError | OversizedReplyError):
-                raise
+        except (ResponseError, OversizedReplyError):
             for stream in streams:  # one by one it will show whose it is
                 self._attempt(stream, self._read_alone)
             return
-        unheard = {} if answer and self._is_cluster else dict(by_key)  # what it says of those it does not name
+        is_read = set(by_key)
         for key, entries in answer or ():
             stream = by_key[key.decode()]
             self._attempt(stream, partial(self._receive_all, entries=entries))
             if len(entries) >= count or stream.is_resting:
-                unheard.pop(stream.key, None)
-            elif stream.key not in unheard:
-                stream.received.caught_up()
-        for stream in unheard.values():
-            stream.received.caught_up()
+                is_read.discard(stream.key)
+        for key in is_read:
+            by_key[key].received.caught_up()
         for stream in streams:
             if stream.is_refused and not stream.is_resting:
                 stream.wake()
         if answer and all(len(entries) < count for _, entries in answer):  # they have been read up to now
-            self._is_changed.wait(GATHER_S)
-            self._is_changed.clear()
+            self._wait(GATHER_S)
 
     def _read_alone(self, stream: Stream) -> None:
         page = entries_after(self._client, stream.key, stream.last_id or BEGINNING, stream.page)
-        stream.turn_page(was_cut=page.was_cut)
+        stream.page = 1 if page.was_cut else min(2 * stream.page, PAGE)
+        stream.has_more = not page.is_last
         self._receive_all(stream, page.entries)
         if page.is_last and not stream.is_resting:
             stream.received.caught_up()
@@ -257,6 +377,8 @@ class LogReader:
     def _receive_all(self, stream: Stream, entries: Sequence[RawEntry]) -> None:
         """Entries of the log, in order; what is left when the cache is slow is read again later."""
         check_entries(entries, after=stream.last_id or BEGINNING)
+        if entries:
+            stream.heard_at = time.monotonic()
         started, place, num_tokens = time.monotonic(), stream.cursor.waypoints, 0
         arrived: list[tuple[bytes, Tokens]] = []
         for raw in entries:
@@ -290,7 +412,7 @@ class LogReader:
         stream.saw(raw[0], num_tokens_of(data), was_fetched=raw[1] is not None)
         stream.received.num_bytes += len(data)
         try:
-            entry = unpack_entry(data, stream.key, vocab_size=self._vocab_size)
+            entry = self._unpack(stream, raw)
         except InvalidEntryError as error:
             self.num_invalid += 1
             self.invalid[error.kind] += 1
@@ -325,11 +447,8 @@ class LogReader:
             if (delay_s := stream.received.delay_of(entry_id)) is not None:
                 self.delays.observe(delay_s)
 
-    def _unpack(self, stream: Stream, raw: RawEntry) -> Entry | InvalidEntryError:
-        try:
-            return unpack_entry(_data(raw), stream.key, vocab_size=self._vocab_size)
-        except InvalidEntryError as error:
-            return error
+    def _unpack(self, stream: Stream, raw: RawEntry) -> Entry:
+        return unpack_entry(_data(raw), stream.key, vocab_size=self._vocab_size)
 
     def _trim(self, stream: Stream) -> None:
         """Every replica reads everything and so knows when the log is too long; trimming twice does no harm."""
@@ -352,7 +471,3 @@ def _data(raw: RawEntry) -> bytes:
     """A stream entry's value; empty when it has not our field."""
     data = (raw[1] or {}).get(FIELD)
     return data if isinstance(data, bytes) else b""
-
-
-def _num_tokens(raw: RawEntry) -> int:
-    return num_tokens_of(_data(raw))

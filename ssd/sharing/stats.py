@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ssd.sharing.connection import BLOCK_MS
@@ -50,54 +51,74 @@ class Delays:
         self.total += seconds
 
 
-class ServerClock:
-    """A server's clock, by which it names entries, as TIME told it now and then."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingStats:
+    """Counters since the log was opened. Entries are sequences or parts of at most 4,096 tokens."""
 
-    def __init__(self) -> None:
-        self._ahead_s: float | None = None
-        self._look_at = 0.0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether to ask again."""
-        return time.monotonic() >= self._look_at
-
-    def set_by(self, server: redis.Redis) -> None:
-        """Ask ``server``. One that does not tell, for want of rights say, is not asked for half a minute.
-
-        Raises what ends the connection.
-        """
-        from redis.exceptions import ResponseError
-
-        self._ahead_s, self._look_at = None, time.monotonic() + _LOOK_S
-        before = time.monotonic()
-        try:
-            seconds, microseconds = self._time_of(server)
-        except (ResponseError, ValueError, TypeError, IndexError):
-            return
-        self._ahead_s = seconds + microseconds / 1e6 - (before + time.monotonic()) / 2
-
-    def now(self) -> float | None:
-        """Its time in seconds, right by half of what an answer takes; None where it is not known."""
-        return None if self._ahead_s is None else time.monotonic() + self._ahead_s
-
-    @staticmethod
-    def _time_of(server: redis.Redis) -> tuple[int, int]:
-        answer: Any = server.time()
-        return int(answer[0]), int(answer[1])
+    is_connected: bool
+    """Redis answers, and refused neither what was last read nor what was last written of any namespace."""
+    num_published: int = 0
+    num_published_tokens: int = 0
+    num_queued: int = 0
+    num_received: int = 0
+    """Entries that were stored here: of other replicas, and our own that a crash had lost."""
+    num_received_tokens: int = 0
+    num_known: int = 0
+    """Entries read that are in the cache already: our own, second copies, and those from before a restart."""
+    num_dropped: int = 0
+    """Entries of ours that were given up: Redis was away, or refused, for longer than the queue could hold them."""
+    num_invalid: int = 0
+    """Entries that failed a check, or were too large to be fetched, and were skipped."""
+    num_failures: int = 0
+    num_reconnects: int = 0
+    num_taken_tokens: int = 0
+    """Tokens that were stored here because others had published them, not from the log."""
+    num_heads: int = 0
+    """How often the whole of a namespace was published by this replica."""
+    refusals: Mapping[str, int] = field(default_factory=dict)
+    """Failures by REASONS, and entries that failed a check by INVALID."""
+    delays: Delays = field(default_factory=Delays)
+    """From when an entry of another replica was appended to when it was stored here, seconds by Redis' clock."""
+    streams: Mapping[str, StreamStats] = field(default_factory=dict)
+    """Of each namespace that is open."""
 
 
 class Received:
-    """What was received of one stream. Written by the reader's thread alone."""
+    """What was received of one stream, and how late by the clock by which its server names entries.
+
+    Written by the reader's thread alone.
+    """
 
     def __init__(self) -> None:
         self.num_entries = 0
         """Entries stored."""
         self.num_bytes = 0
         """Of all entries read."""
-        self.clock = ServerClock()
+        self._ahead_s: float | None = None  # of the server's clock, where it is known
+        self._look_at = 0.0
         self._has_caught_up = False
         self._caught_up_at = time.monotonic()
+
+    @property
+    def is_clock_due(self) -> bool:
+        """Whether to ask for the server's time again."""
+        return time.monotonic() >= self._look_at
+
+    def set_clock(self, server: redis.Redis) -> None:
+        """Ask ``server`` for its time, right by half of what an answer takes.
+
+        One that does not tell, for want of rights say, is not asked for half a minute. Raises what ends the connection.
+        """
+        from redis.exceptions import ResponseError
+
+        self._ahead_s, self._look_at = None, time.monotonic() + _LOOK_S
+        before = time.monotonic()
+        try:
+            answer: Any = server.time()
+            now = int(answer[0]) + int(answer[1]) / 1e6
+        except (ResponseError, ValueError, TypeError, IndexError):
+            return
+        self._ahead_s = now - (before + time.monotonic()) / 2
 
     def caught_up(self) -> None:
         """Just now nothing was left to read."""
@@ -105,9 +126,9 @@ class Received:
 
     def delay_of(self, entry_id: bytes) -> float | None:
         """Seconds since the entry was appended; None where that is not known, or it is of the past we began with."""
-        now = self.clock.now()
-        if now is None or not self._has_caught_up:
+        if self._ahead_s is None or not self._has_caught_up:
             return None
+        now = time.monotonic() + self._ahead_s
         return max(0.0, now - order(entry_id)[0] / 1000)  # below 0 where somebody chose the id, or clocks were set
 
     def stats(self, num_sent: int, num_sent_bytes: int) -> StreamStats:

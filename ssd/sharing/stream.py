@@ -123,12 +123,6 @@ def order(entry_id: bytes) -> tuple[int, int]:
     return int(milliseconds), int(number)
 
 
-def id_before(entry_id: bytes) -> bytes:
-    """The largest id smaller than this one, which is not 0-0."""
-    milliseconds, number = order(entry_id)
-    return b"%d-%d" % ((milliseconds, number - 1) if number else (milliseconds - 1, _LARGEST))
-
-
 def check_entries(entries: Sequence[RawEntry], *, after: bytes) -> None:
     """Raises WrongReplyError unless these have ids, each larger than the one before it, the first than ``after``.
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ssd.sharing.connection import connect
-from ssd.sharing.published.store import RedisChunks
+from ssd.sharing.published.store import RedisStore
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import eventually
 from tests.test_published import hurried, member, published, texts
@@ -22,17 +22,17 @@ def test_a_flush_in_the_middle_loses_and_doubles_nothing(
     redis_server: RedisServer, hurried: None, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
     said = [text.tolist() for text in texts(6, 1000)]
-    before = getattr(RedisChunks, call)
+    before = getattr(RedisStore, call)
     client, num_calls = connect(redis_server.url), 0
 
-    def flushed(chunks: RedisChunks, *arguments: Any) -> Any:
+    def flushed(store: RedisStore, *arguments: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls == number:
             client.flushall()
-        return before(chunks, *arguments)
+        return before(store, *arguments)
 
-    monkeypatch.setattr(RedisChunks, call, flushed)
+    monkeypatch.setattr(RedisStore, call, flushed)
     with member(redis_server.url) as first:
         first.append(*said)
         first.caches.flush()

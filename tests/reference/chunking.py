@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from ssd.retrieval.packed import Tokens
+from ssd.retrieval.segment import Tokens
 
 
 def slow_cut(parts: Sequence[Tokens]) -> list[list[int]]:

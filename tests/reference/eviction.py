@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 WINDOW = 8
 BLOCK = 64
@@ -26,6 +27,11 @@ def slow_windows(tokens: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
+@cache
+def _windows_of(tokens: tuple[int, ...]) -> list[tuple[int, int]]:
+    return slow_windows(tokens)
+
+
 Text = tuple[int, list[int]]
 """A position and the tokens there, separators among them."""
 
@@ -45,43 +51,31 @@ def slow_used_text(text: Text, marks: set[int]) -> list[int]:
 
 
 class SlowIndex:
-    """``kept``, ``recent`` : texts of segments; ``left`` : those that may come back; ``tail`` : what is in none."""
+    """``kept``, ``recent`` : texts of segments; ``left`` : those that may come back; ``tail`` : what is in none.
 
-    def __init__(self, capacity: int, num_slots: int) -> None:
-        self.capacity, self.num_slots = capacity, num_slots
+    ``begins`` : where the sequence of an output begins, by the position of each of the output's tokens.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self.kept: list[Text] = []
         self.recent: list[Text] = []
         self.left: list[Text] = []
         self.tail: Text = 0, []
-        self.slots: dict[int, tuple[int, int]] = {}  # key and position of a window
-        self.marks: set[int] = set()
+        self.begins: dict[int, int] = {}
 
     def text(self) -> list[int]:
         return [token for _, tokens in [*self.kept, *self.recent, self.tail] for token in tokens]
 
-    def is_stored(self, position: int) -> bool:
-        segments = [*self.kept, *self.left, *self.recent]
-        return position >= self.tail[0] or any(s <= position < s + len(tokens) for s, tokens in segments)
-
-    def say(self, output: Sequence[int]) -> None:
-        recent = self.recent[0][0] if self.recent else self.tail[0]
-        for _, key in slow_windows(output):
-            known, position = self.slots.get(key % self.num_slots, (0, -1))
-            if known == key and position >= recent and self.is_stored(position):
-                self.marks.add(position // BLOCK)
-
-    def remember(self, text: Text) -> None:
-        for end, key in slow_windows(text[1]):
-            _, position = self.slots.get(key % self.num_slots, (0, -1))
-            if position < 0 or not self.is_stored(position):
-                self.slots[key % self.num_slots] = key, text[0] + end
-
-    def append(self, sequence: Sequence[int]) -> None:
-        self.evict(len(sequence) + 1)
-        start, stop = self.tail[0] + len(self.tail[1]), self.tail[0] + len(self.tail[1]) + len(sequence) + 1
-        self.tail[1].extend([*sequence, -1])
-        self.marks -= {block for block in self.marks if start <= block * BLOCK <= stop}
-        self.remember((start, list(sequence)))
+    def append(self, pieces: Sequence[Sequence[int]], prompt_length: int) -> None:
+        """Pieces of one sequence, which overlap by four tokens."""
+        begin = self.tail[0] + len(self.tail[1])
+        for piece in pieces:
+            self.evict(len(piece) + 1)
+            start = self.tail[0] + len(self.tail[1])
+            self.tail[1].extend([*piece, -1])
+            self.begins |= dict.fromkeys(range(start + prompt_length, start + len(piece)), begin)
+            prompt_length = max(0, prompt_length - len(piece) + 4)
 
     def seal(self, size: int) -> None:
         start, tokens = self.tail
@@ -95,30 +89,32 @@ class SlowIndex:
             if merged:
                 at = segments.index(merged[0])
                 segments[at : at + len(merged)] = [(merged[0][0], [token for _, some in merged for token in some])]
-                if segments is self.kept:
-                    self.remember(segments[at])
 
     def keep(self) -> None:
-        text = self.left.pop(0)
-        start, tokens = text
-        for _, key in slow_windows(tokens):
-            if start <= self.slots.get(key % self.num_slots, (0, -1))[1] < start + len(tokens):
-                del self.slots[key % self.num_slots]
-        used = slow_used_text(text, self.marks)
-        if used:
-            self.kept.append((start, used))
-            while sum(len(tokens) for _, tokens in self.kept) > self.capacity / 2:
-                self.kept.pop(0)
-            self.evict(0)
-            self.remember((start, used))
+        places: dict[int, int] = {}  # where each window that leaves stands first
+        for start, tokens in self.left:
+            for end, key in _windows_of(tuple(tokens)):
+                places.setdefault(key, start + end)
+        said = {
+            key
+            for start, tokens in [*self.left, *self.recent, self.tail]
+            for end, key in _windows_of(tuple(tokens))
+            if places.get(key, start + end) < self.begins.get(start + end, -1)
+        }
+        said -= {key for _, tokens in self.kept for _, key in _windows_of(tuple(tokens))}
+        marks = {places[key] // BLOCK for key in said}
+        found = [(text[0], used) for text in self.left if (used := slow_used_text(text, marks))]
+        self.left.clear()
+        self.kept += found
+        while sum(len(tokens) for _, tokens in self.kept) > self.capacity / 2:
+            self.kept.pop(0)
+        self.evict(0)
 
     def evict(self, num_new: int) -> None:
         while (self.kept or self.recent) and len(self.text()) + num_new > self.capacity:
             if not self.recent:
                 self.kept.pop(0)
                 continue
-            start, tokens = self.recent.pop(0)
-            if any(start // BLOCK <= block <= (start + len(tokens) - 1) // BLOCK for block in self.marks):
-                self.left.append((start, tokens))
-        while sum(len(tokens) for _, tokens in self.left) > 2 * max(2, self.capacity // 8):
-            self.left.pop(0)
+            self.left.append(self.recent.pop(0))
+            while sum(len(tokens) for _, tokens in self.left) > 2 * max(2, self.capacity // 8):
+                self.left.pop(0)

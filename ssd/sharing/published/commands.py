@@ -17,12 +17,10 @@ import xxhash
 
 from ssd.errors import CacheError, ConfigError, SSDError, StoreUnavailable, first_line
 from ssd.retrieval.directory import LEARNED_NAME, remove_directory
-from ssd.retrieval.files import write_file
-from ssd.retrieval.names import check_namespace
-from ssd.retrieval.packed import Tokens
+from ssd.retrieval.files import check_namespace, write_file
 from ssd.retrieval.prefixes import split_sequence
-from ssd.retrieval.ring import sequence_lengths, sequences_of
-from ssd.retrieval.segment import Segment
+from ssd.retrieval.ring import sequences_of
+from ssd.retrieval.segment import Segment, Tokens
 from ssd.retrieval.static import StaticWriter, load_static_directory
 from ssd.sharing.connection import address_of, connect, hide_password
 from ssd.sharing.entry import (
@@ -39,7 +37,7 @@ from ssd.sharing.entry import (
 from ssd.sharing.published.format import MAX_CHUNKS, ChunkRef, Head, cut, name_of, newest_within, pack_chunk, parts_of
 from ssd.sharing.published.joiner import MAX_LAYER_TOKENS, fetch
 from ssd.sharing.published.published import HEARTBEAT_MS, TOKEN_CHARACTERS, Answer
-from ssd.sharing.published.store import Place, Store, UrlChunks, open_place, redis_store, url_store
+from ssd.sharing.published.store import Place, Store, open_place, store_at
 from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, max_entries_of
 from ssd.sharing.stream import append
 
@@ -93,13 +91,9 @@ def open_store(redis_url: str | None, store_url: str | None, fingerprint: str, n
     client: redis.Redis | None = None if redis_url is None else connect(redis_url)
     with store_errors(redis_url, store_url):
         try:
-            if client is None:
-                if place is None:
-                    raise ConfigError("no store is named: give --redis URL or --store URL")
-                yield url_store(place, fingerprint, namespace)
-            else:
-                store = redis_store(client, fingerprint, namespace)
-                yield store if place is None else store._replace(chunks=UrlChunks(place, fingerprint, namespace))
+            if client is None and place is None:
+                raise ConfigError("no store is named: give --redis URL or --store URL")
+            yield store_at(client, place, fingerprint, namespace)
         finally:
             if client is not None:
                 client.close()
@@ -136,12 +130,12 @@ def push(directory: Path, store: Store, *, fingerprint: str, progress: Progress 
         sent += sent_now
         kept = newest_within(chunks[-MAX_CHUNKS:], MAX_LAYER_TOKENS)
         head = Head(owner=store.owner, chunks=kept, about={"made": int(time.time()), "from": "push"})
-        store.heads.replace_layer(head.to_bytes())
-        if head.names <= store.chunks.names():  # none was taken for one that nobody names, before somebody did
+        store.replace_layer(head.to_bytes())
+        if head.names <= store.names():  # none was taken for one that nobody names, before somebody did
             break
         progress = None
     if former is not None:
-        store.chunks.remove(former.names - head.names - (published.names if published else frozenset()))
+        store.remove(former.names - head.names - (published.names if published else frozenset()))
     num_all = sum(chunk.num_tokens for chunk in chunks)
     return Pushed(
         num_tokens=head.num_tokens,
@@ -155,7 +149,7 @@ def _send(
     segments: Sequence[Segment], store: Store, progress: Progress | None
 ) -> tuple[tuple[ChunkRef, ...], int, int]:
     """All chunks of ``segments``, how many sequences they have, and the bytes that were sent."""
-    there = store.chunks.names()
+    there = store.names()
     sizes: dict[bytes, int] = {}
     chunks: list[ChunkRef] = []
     num_sequences = num_sent = 0
@@ -165,7 +159,7 @@ def _send(
             data = pack_chunk(store.owner, sequences)
             sizes[name] = len(data)
             if name not in there:
-                store.chunks.put(name, data)
+                store.put(name, data)
                 num_sent += len(data)
         num_tokens = sum(map(len, sequences))
         chunks.append(ChunkRef(name, num_tokens, sizes[name]))
@@ -203,7 +197,7 @@ def pull(
 
 def find_fingerprints(redis_url: str | None, store_url: str | None, namespace: str) -> list[str]:
     """The tokenizers, by their fingerprints, of which there is something of a namespace. Raises as ``open_store``."""
-    from ssd.retrieval.names import check_fingerprint
+    from ssd.retrieval.files import check_fingerprint
     from ssd.sharing.entry import namespace_key
 
     check_namespace(namespace)
@@ -274,9 +268,8 @@ def purge_redis(client: redis.Redis, fingerprint: str, namespace: str, *, wait_s
 
 def purge_store(place: Place, fingerprint: str, namespace: str) -> Purged:
     """Remove the objects of a namespace. Raises what the store raises."""
-    store = url_store(place, fingerprint, namespace)
-    num_removed = store.heads.clear() + store.chunks.clear()
-    store.heads.clear()  # and the directory, which is empty by now
+    store = store_at(None, place, fingerprint, namespace)
+    num_removed = store.clear()
     try:
         left = place.files.find(f"{place.path}/{fingerprint}/{namespace}")
     except FileNotFoundError:
@@ -358,7 +351,7 @@ def push_segments(
     if max_tokens < MAX_ENTRY_TOKENS:
         raise ConfigError(f"max_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry, got {max_tokens}")
     segments = load_static_directory(directory, fingerprint=fingerprint)
-    lengths = sequence_lengths(segments)
+    lengths = np.fromiter(map(len, sequences_of(segments)), np.int64)
     first = _first_that_fits(lengths, max_tokens)
     client = connect(url)
     key = stream_key(fingerprint, namespace)

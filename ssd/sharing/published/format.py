@@ -45,10 +45,9 @@ import numpy.typing as npt
 import xxhash
 
 from ssd.retrieval.cache_state import Checkpoint
-from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.sharing.cursor import MAX_RECENT
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS
 
@@ -201,13 +200,12 @@ class ChunkRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """``owner`` : fingerprint and namespace. ``chunks`` : the oldest text first. ``fence`` : 0, or a former version's.
-    ``learned`` : name of a blob, what drafting learned beside the text. ``mark`` and ``recent`` : see above.
+    """``owner`` : fingerprint and namespace. ``chunks`` : the oldest text first. ``learned`` : name of a blob, what
+    drafting learned beside the text. ``mark`` and ``recent`` : see above.
     """
 
     owner: bytes
     chunks: tuple[ChunkRef, ...]
-    fence: int = 0
     learned: bytes | None = None
     mark: Checkpoint | None = None
     recent: tuple[bytes, ...] = ()
@@ -243,7 +241,7 @@ class Head:
             "about": self.about,
         }
         body = json.dumps(content, separators=(",", ":")).encode()
-        return b"ssd1 %016x %016x\n" % (_checksum(body, self.fence), self.fence) + body
+        return b"ssd1 %016x %016x\n" % (_checksum(body, 0), 0) + body
 
     @classmethod
     def from_bytes(cls, data: bytes, *, owner: bytes) -> Head:
@@ -268,13 +266,11 @@ class Head:
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise InvalidHeadError(f"what it says cannot be: {type(error).__name__}") from None
         mark = Checkpoint.from_json(content["mark"])
-        return cls(
-            owner=owner, chunks=chunks, fence=fence, learned=learned, mark=mark, recent=recent, about=about, tag=tag
-        )
+        return cls(owner=owner, chunks=chunks, learned=learned, mark=mark, recent=recent, about=about, tag=tag)
 
 
 def fence_of(tag: bytes) -> int | None:
-    """The fencing number in a head's first TAG_BYTES bytes; None for what begins no head."""
+    """The seed in a head's first TAG_BYTES bytes, 0 but for former versions'; None for what begins no head."""
     match = _TAG.fullmatch(tag)
     return None if match is None else int(match[2], 16)
 

@@ -6,13 +6,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from ssd.retrieval.names import new_segment_id
-from ssd.retrieval.packed import Tokens
-from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.files import new_segment_id
+from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.sharing.published.format import (
@@ -28,10 +27,6 @@ from ssd.sharing.published.format import (
 from ssd.sharing.published.publisher import Namespace, learned_name
 from ssd.sharing.published.store import Store
 from ssd.sharing.reader import LogReader
-
-if TYPE_CHECKING:
-    pass
-
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +51,7 @@ class Fetched:
         self._owner = store.owner
         self._chunks: list[tuple[bytes, bytes]] = []
         for chunk in chunks:
-            data = store.chunks.get(chunk.name)
+            data = store.get(chunk.name)
             if data is None or len(data) != chunk.num_bytes:
                 self.num_missing += 1
             else:
@@ -132,7 +127,7 @@ def _segment(pieces: list[Tokens]) -> Segment:
 def _learned(store: Store, head: Head) -> bytes | None:
     if head.learned is None:
         return None
-    data = store.chunks.get(head.learned)
+    data = store.get(head.learned)
     return data if data is not None and learned_name(store.owner, data) == head.learned else None
 
 
@@ -162,7 +157,7 @@ class Joiner:
         cache = each.cache
         if cache is None:
             return
-        tags = each.store.heads.tags()
+        tags = each.store.tags()
         if (not each.is_settled and each.is_new) or each.has_gap:
             num_gaps = each.num_gaps
             if tags.head and tags.head not in (each.tag, each.published_tag):

@@ -1,4 +1,4 @@
-"""All that one process publishes and takes: where it lies, and the thread that does it.
+"""What a server shares: the log of each namespace where there is Redis, whole texts there or at a URL.
 
 A server says which namespaces it has open in keys of its own that expire. A demand to forget one is a key with a random
 token, which each server that has the namespace open answers once with what became of it. So whoever demands
@@ -14,24 +14,21 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from dataclasses import replace
+from typing import Final, NamedTuple, Self
 
 from ssd.errors import SSDError
 from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.sharing.background import BackgroundLoop
 from ssd.sharing.connection import connect
-from ssd.sharing.cursor import Cursor, Stream
+from ssd.sharing.cursor import Cursor
 from ssd.sharing.entry import heartbeat_key, purge_key
 from ssd.sharing.published.joiner import Joiner
 from ssd.sharing.published.publisher import LEAST_TOKENS, Namespace, Publisher
-from ssd.sharing.published.store import Store, UrlChunks, open_place, redis_store, url_store
-from ssd.sharing.reader import LogReader
-from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, RedisLog, SharingStats
+from ssd.sharing.published.store import Store, open_place, store_at
+from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, RedisLog
+from ssd.sharing.stats import SharingStats
 from ssd.sharing.stream import ask_all
-
-if TYPE_CHECKING:
-    import redis
 
 log = logging.getLogger(__name__)
 
@@ -49,33 +46,9 @@ class Answer(NamedTuple):
     is_gone: bool
 
 
-class Heartbeat:
-    """What one process says of the namespaces it has open. Any call may raise what redis-py raises."""
-
-    def __init__(self, client: redis.Redis, fingerprint: str) -> None:
-        self._client = client
-        self._fingerprint = fingerprint
-        self._id = secrets.token_hex(8)
-
-    def tell(self, namespace: str, answer: Answer) -> bytes:
-        """Say that it is open here, or was until just now; the token of a demand to forget it, empty if there is none.
-
-        One exchange with the server.
-        """
-        value = b"%s %s" % (answer.token, b"gone" if answer.is_gone else b"kept")
-        _, found = ask_all(
-            self._client,
-            [
-                ("SET", heartbeat_key(self._fingerprint, namespace, self._id), value, "PX", HEARTBEAT_MS),
-                ("GETRANGE", purge_key(self._fingerprint, namespace), 0, TOKEN_CHARACTERS),
-            ],
-        )
-        return found if isinstance(found, bytes) and _TOKEN.fullmatch(found) else b""
-
-    def leave(self, namespace: str) -> None:
-        """It is open here no more."""
-        self._client.delete(heartbeat_key(self._fingerprint, namespace, self._id))
-
+_FIRST_LOOK_S: Final = 5.0
+"""The log of a new namespace is not read for so long, unless it is said sooner that all is taken: what it holds is in
+the text that is published."""
 
 _IDLE_S: Final = 0.5
 _GAP_LOOK_S: Final = 2.0
@@ -83,89 +56,115 @@ _LOOK_S: Final = 10.0
 _LONGEST_LOOK_S: Final = 30.0
 _FEW: Final = 16  # of more namespaces each is looked at less often: some exchanges with Redis a look
 _REFUSED_S: Final = 30.0
+_CLOSE_TIMEOUT_S: Final = 3.0
 _NO_ANSWER: Final = Answer(b"", is_gone=False)
 
 
-class Published:
-    """All that one process publishes and takes, on one thread; heads in Redis, chunks there or at a URL."""
+class Sharing:
+    """All that one server shares. Namespaces begin with what others published, and are published, on one thread.
+
+    Without Redis nothing is shared from request to request, but each server takes what a newer head has that it lacks,
+    and publishes what it knows then; so all come to know what each does, a minute or more later.
+    """
 
     def __init__(
         self,
         url: str | None,
-        reader: LogReader | None,
         *,
         fingerprint: str,
         vocab_size: int,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
         publishes: bool = True,
         publish_to: str | None = None,
         least_tokens: int = LEAST_TOKENS,
     ) -> None:
-        """Starts the thread; Redis need not be there.
+        """Starts all threads; Redis need not be there.
 
-        ``url``, ``reader`` : None where there is no Redis; then heads lie at ``publish_to`` as well.
-        ``publishes`` : whether this process publishes, from ``least_tokens`` on in a namespace; ``publish_to`` : an
-        fsspec URL where chunks lie, None for Redis. Raises ConfigError.
+        ``url`` : of Redis, None where there is none; then heads lie at ``publish_to`` as well. ``max_tokens`` : bound
+        of each log. ``publishes`` : whether this server publishes, from ``least_tokens`` on in a namespace;
+        ``publish_to`` : an fsspec URL where chunks lie, None for Redis. Raises ConfigError.
         """
         self._fingerprint = fingerprint
-        self._client = None if url is None else connect(url)
         self._place = None if publish_to is None else open_place(publish_to)
-        self._heartbeat = None if self._client is None else Heartbeat(self._client, fingerprint)
+        self._client = None if url is None else connect(url)
+        self._member = secrets.token_hex(8)
         self._discard: Callable[[str], None] | None = None
         self._answers: dict[str, Answer] = {}
         self._lock = threading.Lock()
         self._open: dict[str, Namespace] = {}
         self._left: dict[str, Namespace] = {}  # and those that ask are not told yet, nor is the lease given back
         self._is_changed = threading.Event()
+        self.log = (
+            None
+            if url is None
+            else RedisLog(url, fingerprint=fingerprint, vocab_size=vocab_size, max_tokens=max_tokens)
+        )
+        """From request to request; None where there is no Redis."""
         self.loop = BackgroundLoop("ssd-share-published", url or publish_to or "", self._exchange)
-        self.joiner = Joiner(reader, vocab_size=vocab_size)
-        self.publisher = Publisher(self.loop, least_tokens=least_tokens) if publishes else None
+        self._joiner = Joiner(None if self.log is None else self.log.reader, vocab_size=vocab_size)
+        self._publisher = Publisher(self.loop, least_tokens=least_tokens) if publishes else None
         self.loop.start()
 
     def store_of(self, namespace: str) -> Store:
         """Where a namespace is published."""
-        if self._client is None:
-            assert self._place is not None
-            return url_store(self._place, self._fingerprint, namespace)
-        store = redis_store(self._client, self._fingerprint, namespace)
-        if self._place is not None:
-            return store._replace(chunks=UrlChunks(self._place, self._fingerprint, namespace))
-        return store
+        return store_at(self._client, self._place, self._fingerprint, namespace)
 
-    def attach(self, cache: SuffixCache, cursor: Cursor, stream: Stream | None) -> None:
-        """Bring it what is published, then have the reader go on with ``stream``; publish it. O(1)."""
+    def attach(self, cache: SuffixCache) -> None:
+        """Bring ``cache`` what is published, then have it follow its log; publish it. Returns at once."""
+        if self.log is not None:
+            stream = self.log.attach(cache, wait_s=_FIRST_LOOK_S)
+            cursor = stream.cursor
+        else:
+            stream, cursor = None, Cursor(secrets.token_bytes(8))
+            cache.set_source(cursor.position())
         with self._lock:
             self._open[cache.name] = Namespace(self.store_of(cache.name), cache, cursor, stream)
         self._is_changed.set()
 
-    def obey(self, discard: Callable[[str], None]) -> None:
-        """Forget a namespace with ``discard`` where whoever has the right to demands it (``ssd-cache purge``).
+    def detach(self, cache: SuffixCache) -> None:
+        """Neither take nor publish it from now on: it is being closed. What it has queued is written. O(1)."""
+        if self.log is not None:
+            self.log.detach(cache)
+        self._leave(cache.name)
 
-        ``discard`` : removes its files too; raises CacheError where it cannot.
+    def obey(self, discard: Callable[[str], None]) -> None:
+        """Forget a namespace where whoever has the right to demands it (``ssd-cache purge``), and what is shared of it.
+
+        ``discard`` : of the caches and their files; raises CacheError where it cannot, ConfigError for one that stays.
         """
         self._discard = discard
 
-    def leave(self, namespace: str) -> None:
-        """Neither take nor publish it from now on, and let others have the lease. O(1)."""
-        with self._lock:
-            if (gone := self._open.pop(namespace, None)) is not None:
-                gone.has_left = True
-                self._left[namespace] = gone
-        self._is_changed.set()
+    def forget(self, namespace: str) -> None:
+        """Remove all that is shared of a namespace that is not attached any more. Waits; raises the store's errors.
 
-    def remove(self, namespace: str) -> None:
-        """Remove all that is published of a namespace. Waits for the store; raises its errors."""
-        store = self.store_of(namespace)
-        store.heads.clear()
-        store.chunks.clear()
+        A replica that still writes there makes it anew.
+        """
+        self._leave(namespace)
+        if self.log is not None:
+            self.log.forget(namespace)
+        self.store_of(namespace).clear()
 
-    def stop(self) -> None:
-        """End the thread with what it is at."""
+    def stats(self) -> SharingStats:
+        """The counters as they are now."""
+        said = SharingStats(is_connected=self.loop.is_connected) if self.log is None else self.log.stats()
+        return replace(
+            said,
+            num_failures=said.num_failures + self.loop.num_failures,
+            num_reconnects=said.num_reconnects + self.loop.num_reconnects,
+            num_taken_tokens=self._joiner.num_taken_tokens,
+            num_heads=self._publisher.num_heads if self._publisher else 0,
+        )
+
+    def close(self) -> None:
+        """Write what is queued if Redis takes it at once, let others publish, say that nothing is open here any more.
+
+        At most some seconds; may be called twice.
+        """
         self.loop.stop()
         self._is_changed.set()
-
-    def close(self, timeout_s: float) -> None:
-        """Wait for its end, let others have the leases, and say that nothing is open here any more."""
-        self.loop.join(timeout_s)
+        if self.log is not None:
+            self.log.close()
+        self.loop.join(_CLOSE_TIMEOUT_S)
         with self._lock:
             left = [*self._left.values(), *self._open.values()]
         if self.loop.is_connected:
@@ -173,6 +172,19 @@ class Published:
                 self._say_left(left)
         if self._client is not None:
             self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _leave(self, namespace: str) -> None:
+        with self._lock:
+            if (gone := self._open.pop(namespace, None)) is not None:
+                gone.has_left = True
+                self._left[namespace] = gone
+        self._is_changed.set()
 
     def _exchange(self) -> None:
         self._is_changed.wait(_IDLE_S)
@@ -188,10 +200,10 @@ class Published:
                 each.take_at = time.monotonic() + min(times * interval_s, _LONGEST_LOOK_S)
                 if not self._attempt(each, self._take):
                     each.take_at = time.monotonic() + _REFUSED_S
-                self.joiner.settle(each)
-            if self.publisher and not self.loop.is_stopping and time.monotonic() >= each.publish_at:
-                each.publish_at = time.monotonic() + self.publisher.look_s * min(2.0, times)
-                if not self._attempt(each, self.publisher.look):
+                self._joiner.settle(each)
+            if self._publisher and not self.loop.is_stopping and time.monotonic() >= each.publish_at:
+                each.publish_at = time.monotonic() + self._publisher.look_s * min(2.0, times)
+                if not self._attempt(each, self._publisher.look):
                     each.publish_at = time.monotonic() + _REFUSED_S
 
     def _attempt(self, each: Namespace, step: Callable[[Namespace], None]) -> bool:
@@ -206,33 +218,51 @@ class Published:
         return True
 
     def _take(self, each: Namespace) -> None:
-        if each.cache is not None and (self._heartbeat is None or self._obeys(self._heartbeat, each.name)):
-            self.joiner.look(each)
+        if each.cache is not None and self._obeys(each.name):
+            self._joiner.look(each)
 
     def _say_left(self, left: Sequence[Namespace]) -> None:
         for each in left:
-            if self.publisher is not None:
-                each.store.heads.release()
-            if self._heartbeat is not None:
-                self._heartbeat.leave(each.name)
+            if self._publisher is not None:
+                each.store.release()
+            if self._client is not None:
+                self._client.delete(heartbeat_key(self._fingerprint, each.name, self._member))
 
-    def _obeys(self, heartbeat: Heartbeat, namespace: str) -> bool:
+    def _obeys(self, namespace: str) -> bool:
         """Say that a namespace is open here, and forget it if that is demanded; whether it is open still."""
         answer = self._answers.get(namespace, _NO_ANSWER)
-        token = heartbeat.tell(namespace, answer)
+        token = self._tell(namespace, answer)
         if not token or token == answer.token:
             return True
         answer = self._answers[namespace] = Answer(token, self._forget(namespace))
         with self._lock:
             self._left.pop(namespace, None)  # the answer stays for whoever waits for it
-        heartbeat.tell(namespace, answer)
+        self._tell(namespace, answer)
         return not answer.is_gone
+
+    def _tell(self, namespace: str, answer: Answer) -> bytes:
+        """Say that it is open here, or was until just now; the token of a demand to forget it, empty if there is none.
+
+        One exchange with the server.
+        """
+        if self._client is None:
+            return b""
+        key, value = heartbeat_key(self._fingerprint, namespace, self._member), b"gone" if answer.is_gone else b"kept"
+        _, found = ask_all(
+            self._client,
+            [
+                ("SET", key, b"%s %s" % (answer.token, value), "PX", HEARTBEAT_MS),
+                ("GETRANGE", purge_key(self._fingerprint, namespace), 0, TOKEN_CHARACTERS),
+            ],
+        )
+        return found if isinstance(found, bytes) and _TOKEN.fullmatch(found) else b""
 
     def _forget(self, namespace: str) -> bool:
         if self._discard is None:
             return False
         try:
             self._discard(namespace)
+            self.forget(namespace)
         except SSDError as error:
             log.warning("namespace=%s was to be forgotten, and is not: %s", namespace, error)
             return False
@@ -247,88 +277,3 @@ def _ends_connection(error: Exception) -> bool:
     except ModuleNotFoundError:  # nor was there any
         return False
     return isinstance(error, ConnectionError | TimeoutError)
-
-
-def shared_log(
-    url: str,
-    *,
-    fingerprint: str,
-    vocab_size: int,
-    max_tokens: int = DEFAULT_MAX_TOKENS,
-    publishes: bool = True,
-    publish_to: str | None = None,
-    least_tokens: int = LEAST_TOKENS,
-) -> RedisLog:
-    """A log whose namespaces begin with what others published, and are published. As ``RedisLog`` and ``Published``."""
-    published = partial(
-        Published,
-        url,
-        fingerprint=fingerprint,
-        vocab_size=vocab_size,
-        publishes=publishes,
-        publish_to=publish_to,
-        least_tokens=least_tokens,
-    )
-    return RedisLog(url, fingerprint=fingerprint, vocab_size=vocab_size, max_tokens=max_tokens, published=published)
-
-
-class StoreShare:
-    """In place of a ``RedisLog``: nothing is shared from request to request, but what was published is, both ways.
-
-    Each server takes what a newer head has that it lacks, and publishes what it knows then; so all come to know what
-    each does, a minute or more later.
-    """
-
-    def __init__(
-        self,
-        publish_to: str,
-        *,
-        fingerprint: str,
-        vocab_size: int,
-        publishes: bool = True,
-        least_tokens: int = LEAST_TOKENS,
-    ) -> None:
-        """As for ``shared_log``. Raises ConfigError."""
-        self._published = Published(
-            None,
-            None,
-            fingerprint=fingerprint,
-            vocab_size=vocab_size,
-            publishes=publishes,
-            publish_to=publish_to,
-            least_tokens=least_tokens,
-        )
-
-    def attach(self, cache: SuffixCache) -> None:
-        """Bring ``cache`` what is published, and publish it. Returns at once."""
-        cursor = Cursor(secrets.token_bytes(8))
-        cache.set_source(cursor.position())
-        self._published.attach(cache, cursor, None)
-
-    def detach(self, cache: SuffixCache) -> None:
-        """Do neither: the cache is being closed. O(1)."""
-        self._published.leave(cache.name)
-
-    def forget(self, namespace: str) -> None:
-        """Remove what is published of a namespace that is not attached any more. Waits; raises the store's errors."""
-        self._published.leave(namespace)
-        self._published.remove(namespace)
-
-    def obey(self, discard: Callable[[str], None]) -> None:
-        """Nobody can demand anything: there is no Redis."""
-
-    def stats(self) -> SharingStats:
-        """The counters as they are now; nothing comes entry by entry."""
-        published = self._published
-        return SharingStats(
-            is_connected=published.loop.is_connected,
-            num_failures=published.loop.num_failures,
-            num_reconnects=published.loop.num_reconnects,
-            num_taken_tokens=published.joiner.num_taken_tokens,
-            num_heads=published.publisher.num_heads if published.publisher else 0,
-        )
-
-    def close(self) -> None:
-        """Stop. At most some seconds; may be called twice."""
-        self._published.stop()
-        self._published.close(3.0)

@@ -12,7 +12,7 @@ import xxhash
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.suffix_cache import SealedText, SuffixCache
 from ssd.sharing.background import BackgroundLoop
-from ssd.sharing.cursor import Cursor, Stream
+from ssd.sharing.cursor import Cursor
 from ssd.sharing.published.format import (
     MAX_CHUNKS,
     MAX_LEARNED_BYTES,
@@ -26,6 +26,7 @@ from ssd.sharing.published.format import (
     parts_of,
 )
 from ssd.sharing.published.store import Store
+from ssd.sharing.reader import Stream
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +101,8 @@ class Namespace:
         now = time.monotonic()
         self._unnamed_since = {name: self._unnamed_since.get(name, now) for name in unnamed}
         due = [name for name, since in self._unnamed_since.items() if now - since >= _GRACE_S]
-        if due and self.store.heads.renew():
-            self.store.chunks.remove(due)
+        if due and self.store.renew():
+            self.store.remove(due)
             for name in due:
                 del self._unnamed_since[name]
 
@@ -128,16 +129,16 @@ class Publisher:
         sealed = cache.sealed()
         if sum(map(len, sealed.segments)) < self._least_tokens or sealed.checkpoint is None:
             return
-        if not each.store.heads.hold():
+        if not each.store.hold():
             return
-        head = each.store.heads.tags().head
+        head = each.store.tags().head
         if fence_of(head) is None:
             head = b""
         if head and head not in (each.tag, each.published_tag) and each.has_gap:
             return  # it may say more than we know, and is taken first
         num_new = sealed.position - each.published_position
         is_old = time.monotonic() - each.published_at >= PUBLISH_S
-        is_lost = not head or (is_old and not num_new and not each.store.chunks.names())  # Redis may evict it
+        is_lost = not head or (is_old and not num_new and not each.store.names())  # Redis may evict it
         if is_lost or (num_new and (is_old or num_new >= PUBLISH_TOKENS)):
             self._publish(each, cache, sealed)
 
@@ -145,7 +146,7 @@ class Publisher:
         store = each.store
         recent = () if sealed.checkpoint is None else each.cursor.recent(sealed.checkpoint)  # of few, and more come
         former, layer = store.head(), store.head(layer=True)
-        there = store.chunks.names()
+        there = store.names()
         sizes = {ref.name: ref.num_bytes for ref in former.chunks if ref.name in there} if former else {}
         chunks: list[ChunkRef] = []
         renew_at = time.monotonic() + self.look_s
@@ -153,14 +154,14 @@ class Publisher:
             name = name_of(store.owner, sequences)
             if (num_bytes := sizes.get(name)) is None:
                 data = pack_chunk(store.owner, sequences)
-                store.chunks.put(name, data)
+                store.put(name, data)
                 num_bytes = sizes[name] = len(data)
                 time.sleep(num_bytes / _BYTES_PER_S)
             chunks.append(ChunkRef(name, sum(map(len, sequences)), num_bytes))
             if self._loop.is_stopping or each.has_left:
                 return
             if time.monotonic() >= renew_at:
-                if not store.heads.renew():
+                if not store.renew():
                     return
                 renew_at = time.monotonic() + self.look_s
         head = Head(
@@ -172,7 +173,7 @@ class Publisher:
             about={"made": int(time.time()), "tokens": sum(chunk.num_tokens for chunk in chunks)},
         )
         data = head.to_bytes()
-        if each.has_left or not store.heads.replace(data):
+        if each.has_left or not store.replace(data):
             return
         each.published_tag, each.published_position = data[:TAG_BYTES], sealed.position
         each.published_at = time.monotonic()
@@ -200,5 +201,5 @@ def _put_learned(store: Store, learned: bytes | None, there: set[bytes]) -> byte
         return None
     name = learned_name(store.owner, learned)
     if name not in there:
-        store.chunks.put(name, learned)
+        store.put(name, learned)
     return name

@@ -15,6 +15,7 @@ writes again.
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -26,6 +27,7 @@ from ssd.sharing.published.format import (
     MAX_CHUNK_BYTES,
     MAX_HEAD_BYTES,
     MAX_LEARNED_BYTES,
+    NAME_BYTES,
     TAG_BYTES,
     Head,
     InvalidHeadError,
@@ -38,6 +40,11 @@ if TYPE_CHECKING:
 
 
 MAX_BLOB_BYTES: Final = max(MAX_CHUNK_BYTES, MAX_LEARNED_BYTES)
+LEASE_MS: Final = 30_000
+"""Three looks at least: one that fails costs nobody the lease, and a killed publisher's work waits no longer."""
+
+_MAX_NAMES: Final = 1 << 17
+_DIGITS: Final = frozenset(b"0123456789abcdef")
 
 
 class Tags(NamedTuple):
@@ -47,55 +54,78 @@ class Tags(NamedTuple):
     layer: bytes
 
 
-LEASE_MS: Final = 30_000
-"""Three looks at least: one that fails costs nobody the lease, and a killed publisher's work waits no longer."""
+class Store(ABC):
+    """What is published of one namespace. One owner; any call may raise what redis-py or a file system's library does.
 
+    ``owner`` : fingerprint and namespace, as names have it.
+    """
 
-class RedisChunks:
-    """A hash of chunks: bytes by name, of at most MAX_BLOB_BYTES. Any call may raise what redis-py raises."""
+    def __init__(self, fingerprint: str, namespace: str) -> None:
+        self.owner = owner_of(fingerprint, namespace)
 
-    def __init__(self, client: redis.Redis, fingerprint: str, namespace: str) -> None:
-        self._client = client
-        self._key = chunks_key(fingerprint, namespace)
-
-    def get(self, name: bytes) -> bytes | None:
-        """What was put there, or what somebody else wrote; None where there is nothing, or far too much."""
+    def head(self, *, layer: bool = False) -> Head | None:
+        """The head, or that of the layer; None where there is none that can be used."""
+        data = self.read(layer=layer)
         try:
-            data: Any = self._client.hget(self._key, name.hex())
-        except OversizedReplyError:
+            return None if data is None else Head.from_bytes(data, owner=self.owner)
+        except InvalidHeadError:
             return None
-        return data if isinstance(data, bytes) and len(data) <= MAX_BLOB_BYTES else None
 
+    @abstractmethod
+    def tags(self) -> Tags:
+        """What both heads begin with."""
+
+    @abstractmethod
+    def read(self, *, layer: bool = False) -> bytes | None:
+        """A head's bytes, or what somebody else wrote; None where there is nothing, or far too much."""
+
+    @abstractmethod
+    def replace(self, data: bytes) -> bool:
+        """Put ``data`` in the head's place; False, changing nothing, if the lease was lost."""
+
+    @abstractmethod
+    def replace_layer(self, data: bytes) -> None:
+        """Put ``data`` in the layer's place."""
+
+    def hold(self) -> bool:
+        """Take or renew the lease, the right to replace the head; False while another has it. At most two exchanges."""
+        return True
+
+    def renew(self) -> bool:
+        """Keep the lease; False if it was lost since ``hold``."""
+        return True
+
+    def release(self) -> None:  # noqa: B027
+        """Let go of the lease, if it is held."""
+
+    @abstractmethod
+    def get(self, name: bytes) -> bytes | None:
+        """The chunk put there, or what somebody else wrote; None where there is nothing, or far too much."""
+
+    @abstractmethod
     def put(self, name: bytes, data: bytes) -> None:
-        """Keep ``data``."""
-        self._client.hset(self._key, name.hex(), data)
+        """Keep ``data``, at most MAX_BLOB_BYTES, as the chunk ``name``."""
 
+    @abstractmethod
     def names(self) -> set[bytes]:
-        """All there are; a hash of far too many names is removed, as no head names them."""
-        try:
-            found: Any = self._client.hkeys(self._key)
-        except OversizedReplyError:
-            self._client.delete(self._key)
-            return set()
-        return {name for text in found if (name := _name(text)) is not None}
+        """Those of all chunks there are."""
 
+    @abstractmethod
     def remove(self, names: Iterable[bytes]) -> None:
-        """Keep these no longer."""
-        if gone := [name.hex() for name in names]:
-            self._client.hdel(self._key, *gone)
+        """Keep these chunks no longer."""
 
+    @abstractmethod
     def clear(self) -> int:
-        """Remove all; how many there were."""
-        count: Any = self._client.hlen(self._key)
-        self._client.delete(self._key)
-        return int(count)
+        """Remove all, and the lease; how many things there were."""
 
 
-class RedisHeads:
-    """The two heads of a namespace in a key each, and a lease: the right to replace the first. One owner."""
+class RedisStore(Store):
+    """Heads in a key each, chunks in a hash."""
 
     def __init__(self, client: redis.Redis, fingerprint: str, namespace: str) -> None:
+        super().__init__(fingerprint, namespace)
         self._client = client
+        self._chunks = chunks_key(fingerprint, namespace)
         self._head = head_key(fingerprint, namespace)
         self._layer = layer_key(fingerprint, namespace)
         self._lease = lease_key(fingerprint, namespace)
@@ -104,34 +134,14 @@ class RedisHeads:
         self._holds = False
 
     def tags(self) -> Tags:
-        """What both begin with."""
         keys = (self._head, self._layer)
         return Tags(*ask_all(self._client, [("GETRANGE", key, 0, TAG_BYTES - 1) for key in keys]))
 
     def read(self, *, layer: bool = False) -> bytes | None:
-        """The head's bytes, or what somebody else wrote; None where there is nothing, or far too much."""
         data: Any = self._client.getrange(self._layer if layer else self._head, 0, MAX_HEAD_BYTES)
         return data if isinstance(data, bytes) and 0 < len(data) <= MAX_HEAD_BYTES else None
 
-    def hold(self) -> bool:
-        """Take or renew the lease; False while another has it. At most two exchanges."""
-        if not self._holds or not self.renew():
-            self._holds = bool(self._client.set(self._lease, self._token, nx=True, px=LEASE_MS))
-        return self._holds
-
-    def renew(self) -> bool:
-        """Keep the lease; False if it was lost since ``hold``."""
-        return self._transact(lambda pipeline: pipeline.pexpire(self._lease, LEASE_MS))
-
-    def release(self) -> None:
-        """Let go of the lease, if it is held."""
-        if self._holds:
-            self._holds = False
-            self._transact(lambda pipeline: pipeline.delete(self._lease))
-
     def replace(self, data: bytes) -> bool:
-        """Put ``data`` in the head's place; False, changing nothing, if the lease was lost."""
-
         def write(pipeline: Any) -> None:
             pipeline.set(self._head, data)
             pipeline.pexpire(self._lease, LEASE_MS)
@@ -139,13 +149,20 @@ class RedisHeads:
         return self._transact(write)
 
     def replace_layer(self, data: bytes) -> None:
-        """Put ``data`` in the layer's place."""
         self._client.set(self._layer, data)
 
-    def clear(self) -> int:
-        """Remove both, and the lease; how many things there were."""
-        keys = (self._head, self._layer, self._lease, self._former)
-        return sum(int(self._client.delete(key)) for key in keys)
+    def hold(self) -> bool:
+        if not self._holds or not self.renew():
+            self._holds = bool(self._client.set(self._lease, self._token, nx=True, px=LEASE_MS))
+        return self._holds
+
+    def renew(self) -> bool:
+        return self._transact(lambda pipeline: pipeline.pexpire(self._lease, LEASE_MS))
+
+    def release(self) -> None:
+        if self._holds:
+            self._holds = False
+            self._transact(lambda pipeline: pipeline.delete(self._lease))
 
     def _transact(self, act: Callable[[Any], object]) -> bool:
         """``act`` in a transaction, if the lease is ours and stays so until it is done."""
@@ -163,17 +180,33 @@ class RedisHeads:
                 return False
         return True
 
+    def get(self, name: bytes) -> bytes | None:
+        try:
+            data: Any = self._client.hget(self._chunks, name.hex())
+        except OversizedReplyError:
+            return None
+        return data if isinstance(data, bytes) and len(data) <= MAX_BLOB_BYTES else None
 
-def _name(text: object) -> bytes | None:
-    if not isinstance(text, bytes) or len(text) != 32:
-        return None
-    try:
-        return bytes.fromhex(text.decode())
-    except ValueError:
-        return None
+    def put(self, name: bytes, data: bytes) -> None:
+        self._client.hset(self._chunks, name.hex(), data)
 
+    def names(self) -> set[bytes]:
+        try:
+            found: Any = self._client.hkeys(self._chunks)
+        except OversizedReplyError:  # far too many, and no head names them
+            self._client.delete(self._chunks)
+            return set()
+        return set(map(_from_hex, filter(_is_name, found)))
 
-_MAX_NAMES: Final = 1 << 17
+    def remove(self, names: Iterable[bytes]) -> None:
+        if gone := [name.hex() for name in names]:
+            self._client.hdel(self._chunks, *gone)
+
+    def clear(self) -> int:
+        num_chunks: Any = self._client.hlen(self._chunks)
+        self._client.delete(self._chunks)
+        keys = (self._head, self._layer, self._lease, self._former)
+        return int(num_chunks) + sum(int(self._client.delete(key)) for key in keys)
 
 
 class Place(NamedTuple):
@@ -198,151 +231,127 @@ def open_place(url: str) -> Place:
     return Place(files, path.rstrip("/"), "file" in protocols)
 
 
-class UrlChunks:
-    """Chunks as files. Any call may raise what the file system's library raises."""
+class UrlStore(Store):
+    """Heads and chunks as files, and no lease: everybody may write."""
 
     def __init__(self, place: Place, fingerprint: str, namespace: str) -> None:
-        self._place = place
-        self._path = f"{place.path}/{fingerprint}/{namespace}/chunks"
-
-    def get(self, name: bytes) -> bytes | None:
-        """As in Redis."""
-        return _read(self._place, f"{self._path}/{name.hex()}", MAX_BLOB_BYTES)
-
-    def put(self, name: bytes, data: bytes) -> None:
-        """As in Redis."""
-        _write(self._place, f"{self._path}/{name.hex()}", data)
-
-    def names(self) -> set[bytes]:
-        """As in Redis."""
-        self._place.files.invalidate_cache()
-        try:
-            paths = self._place.files.ls(self._path, detail=False)
-        except FileNotFoundError:
-            return set()
-        names = (path.rpartition("/")[2] for path in paths[:_MAX_NAMES])
-        return {bytes.fromhex(name) for name in names if len(name) == 32 and not set(name) - _DIGITS}
-
-    def remove(self, names: Iterable[bytes]) -> None:
-        """As in Redis."""
-        for name in names:
-            _remove(self._place, f"{self._path}/{name.hex()}")
-
-    def clear(self) -> int:
-        """As in Redis."""
-        names = self.names()
-        self.remove(names)
-        _remove(self._place, self._path, is_directory=True)
-        return len(names)
-
-
-class UrlHeads:
-    """Both heads as files, and no lease. One owner."""
-
-    def __init__(self, place: Place, fingerprint: str, namespace: str) -> None:
-        self._place = place
+        super().__init__(fingerprint, namespace)
+        self._files, self._is_local = place.files, place.is_local
         self._directory = f"{place.path}/{fingerprint}/{namespace}"
+        self._chunks = f"{self._directory}/chunks"
 
     def tags(self) -> Tags:
-        """As in Redis."""
-        return Tags(*((_read_from(self._place, path, TAG_BYTES) or b"") for path in self._paths()))
+        return Tags(*(self._read(name, TAG_BYTES) or b"" for name in ("head", "layer")))
 
     def read(self, *, layer: bool = False) -> bytes | None:
-        """As in Redis."""
-        return _read(self._place, self._paths()[layer], MAX_HEAD_BYTES)
-
-    def hold(self) -> bool:
-        """As in Redis, but everybody may write."""
-        return True
-
-    def renew(self) -> bool:
-        """As in Redis, but everybody may write."""
-        return True
-
-    def release(self) -> None:
-        """As in Redis."""
+        return _at_most(MAX_HEAD_BYTES, self._read("layer" if layer else "head", MAX_HEAD_BYTES + 1))
 
     def replace(self, data: bytes) -> bool:
-        """As in Redis."""
-        _write(self._place, self._paths()[0], data)
+        self._write("head", data)
         return True
 
     def replace_layer(self, data: bytes) -> None:
-        """As in Redis."""
-        _write(self._place, self._paths()[1], data)
+        self._write("layer", data)
+
+    def get(self, name: bytes) -> bytes | None:
+        return _at_most(MAX_BLOB_BYTES, self._read(f"chunks/{name.hex()}", MAX_BLOB_BYTES + 1))
+
+    def put(self, name: bytes, data: bytes) -> None:
+        self._write(f"chunks/{name.hex()}", data)
+
+    def names(self) -> set[bytes]:
+        self._files.invalidate_cache()
+        try:
+            paths = self._files.ls(self._chunks, detail=False)
+        except FileNotFoundError:
+            return set()
+        names = (path.rpartition("/")[2].encode() for path in paths[:_MAX_NAMES])
+        return set(map(_from_hex, filter(_is_name, names)))
+
+    def remove(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            self._remove(f"chunks/{name.hex()}")
 
     def clear(self) -> int:
-        """As in Redis."""
-        count = sum(_remove(self._place, path) for path in self._paths())
-        _remove(self._place, self._directory, is_directory=True)
-        return count
+        removed = [self._remove(name) for name in ("head", "layer")]
+        removed += [self._remove(f"chunks/{name.hex()}") for name in self.names()]
+        for directory in (self._chunks, self._directory):
+            try:
+                self._files.rmdir(directory)
+            except OSError:  # it is not there, or something else is in it
+                break
+        return sum(removed)
 
-    def _paths(self) -> tuple[str, str]:
-        return f"{self._directory}/head", f"{self._directory}/layer"
-
-
-class Store(NamedTuple):
-    """Both, for the namespace that ``owner`` names."""
-
-    owner: bytes
-    heads: RedisHeads | UrlHeads
-    chunks: RedisChunks | UrlChunks
-
-    def head(self, *, layer: bool = False) -> Head | None:
-        """The head; None where there is none that can be used."""
-        data = self.heads.read(layer=layer)
+    def _read(self, name: str, num_bytes: int) -> bytes | None:
         try:
-            return None if data is None else Head.from_bytes(data, owner=self.owner)
-        except InvalidHeadError:
+            with self._files.open(f"{self._directory}/{name}", "rb", cache_type="none") as file:
+                data: bytes = file.read(num_bytes)
+                return data
+        except FileNotFoundError:
             return None
 
+    def _write(self, name: str, data: bytes) -> None:
+        path = f"{self._directory}/{name}"
+        if self._is_local:
+            make_directory(Path(path).parent)
+            write_file(Path(path), [data], durable=True)
+        else:
+            self._files.pipe_file(path, data)
 
-def redis_store(client: redis.Redis, fingerprint: str, namespace: str) -> Store:
-    """All of a namespace in Redis. Nothing is sent yet."""
-    return Store(
-        owner_of(fingerprint, namespace),
-        RedisHeads(client, fingerprint, namespace),
-        RedisChunks(client, fingerprint, namespace),
-    )
-
-
-def url_store(place: Place, fingerprint: str, namespace: str) -> Store:
-    """All of a namespace at a URL."""
-    heads, chunks = UrlHeads(place, fingerprint, namespace), UrlChunks(place, fingerprint, namespace)
-    return Store(owner_of(fingerprint, namespace), heads, chunks)
-
-
-_DIGITS: Final = frozenset("0123456789abcdef")
-
-
-def _read(place: Place, path: str, most_bytes: int) -> bytes | None:
-    """All of a file; None where there is none, or it has more than ``most_bytes``."""
-    data = _read_from(place, path, most_bytes + 1)
-    return None if data is None or len(data) > most_bytes else data
-
-
-def _read_from(place: Place, path: str, num_bytes: int) -> bytes | None:
-    try:
-        with place.files.open(path, "rb", cache_type="none") as file:
-            data: bytes = file.read(num_bytes)
-            return data
-    except FileNotFoundError:
-        return None
-
-
-def _write(place: Place, path: str, data: bytes) -> None:
-    if place.is_local:
-        make_directory(Path(path).parent)
-        write_file(Path(path), [data], durable=True)
-    else:
-        place.files.pipe_file(path, data)
-
-
-def _remove(place: Place, path: str, *, is_directory: bool = False) -> bool:
-    try:
-        place.files.rmdir(path) if is_directory else place.files.rm_file(path)
-    except OSError:
-        if is_directory or not place.files.exists(path):
+    def _remove(self, name: str) -> bool:
+        path = f"{self._directory}/{name}"
+        try:
+            self._files.rm_file(path)
+        except OSError:
+            if self._files.exists(path):
+                raise
             return False
-        raise
-    return True
+        return True
+
+
+class SplitStore(RedisStore):
+    """Heads in Redis, chunks at a URL."""
+
+    def __init__(self, client: redis.Redis, place: Place, fingerprint: str, namespace: str) -> None:
+        super().__init__(client, fingerprint, namespace)
+        self._elsewhere = UrlStore(place, fingerprint, namespace)
+
+    def get(self, name: bytes) -> bytes | None:
+        return self._elsewhere.get(name)
+
+    def put(self, name: bytes, data: bytes) -> None:
+        self._elsewhere.put(name, data)
+
+    def names(self) -> set[bytes]:
+        return self._elsewhere.names()
+
+    def remove(self, names: Iterable[bytes]) -> None:
+        self._elsewhere.remove(names)
+
+    def clear(self) -> int:
+        return super().clear() + self._elsewhere.clear()
+
+
+def store_at(client: redis.Redis | None, place: Place | None, fingerprint: str, namespace: str) -> Store:
+    """Where a namespace is published: heads in Redis where there is a client, chunks at a URL where there is one.
+
+    One of them must be. Nothing is sent yet.
+    """
+    if client is None:
+        assert place is not None
+        return UrlStore(place, fingerprint, namespace)
+    if place is None:
+        return RedisStore(client, fingerprint, namespace)
+    return SplitStore(client, place, fingerprint, namespace)
+
+
+def _at_most(num_bytes: int, data: bytes | None) -> bytes | None:
+    return None if data is None or len(data) > num_bytes else data
+
+
+def _is_name(text: object) -> bool:
+    return isinstance(text, bytes) and len(text) == 2 * NAME_BYTES and not set(text) - _DIGITS
+
+
+def _from_hex(text: bytes) -> bytes:
+    return bytes.fromhex(text.decode())
