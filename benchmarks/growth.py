@@ -121,13 +121,14 @@ def repeat(
 ) -> dict[str, Any]:
     """The same greedy requests on an empty cache and again, one at a time; the second run against speculation off.
 
-    limit : most tokens of a draft.
+    limit : most tokens of a draft. Prompts are ids modulo the model's vocabulary, where that is not the codec's.
     """
-    prompts = [cut(codec, text, 256) for text in snippets(seed + 1)[:num_requests]]
+    vocab_size, length = model.config.get_text_config().vocab_size, max(512, 256 + max_tokens + 8)
+    prompts = [[token % vocab_size for token in cut(codec, text, 256)] for text in snippets(seed + 1)[:num_requests]]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     requests = requests_of(prompts, [params] * num_requests)
     with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
-        on, off = _pair(model, codec, caches, 1, 512, limit)
+        on, off = _pair(model, codec, caches, 1, length, limit)
         first = ask(on, requests)
         steps_first = on.metrics.num_verify_steps
         caches.flush()
