@@ -52,6 +52,9 @@ def timed_passes(target: Target, max_width: int) -> Iterator[tuple[int, int, flo
 _PASSES_AHEAD = 3
 """Passes that are drafted for at once where one text is said again."""
 
+_NOTHING_FOUND = Draft(EMPTY_DRAFT.token_ids)
+"""Of a row that was asked for: unlike EMPTY_DRAFT it says that what was distrusted has not been tried again."""
+
 _SURE = 0.9
 """Chance of its first token that a draft must have in the pass that a client waits for."""
 
@@ -314,7 +317,7 @@ class Proposals:
         if drafts is None or len(drafts) != len(asked):
             return [EMPTY_DRAFT] * len(asked)
         return [
-            self._usable(draft, request) if len(draft.token_ids) else EMPTY_DRAFT
+            self._usable(draft, request) if len(draft.token_ids) else _NOTHING_FOUND
             for draft, request in zip(drafts, requests, strict=True)
         ]
 
