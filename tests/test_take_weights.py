@@ -16,9 +16,7 @@ from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine, Request
 from ssd.errors import EngineError, ModelError
 from ssd.model.layers.adapted_linear import AdaptedLinear, Rows
-from ssd.model.layers.fused_linear import fuse_linears
 from ssd.model.layers.packed_embedding import PackedEmbedding
-from ssd.model.layers.replace import plain_logits
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.memory import weight_bytes
 from ssd.model.loading.take_weights import take_weights
@@ -112,14 +110,6 @@ def test_what_is_trained_on_afterwards_changes_nothing_here() -> None:
     assert said(engine) == before
 
 
-def test_keys_and_values_of_the_old_weights_are_not_reused() -> None:
-    engine = engine_of(tiny_model("Llama"))
-    said(engine)
-    assert any(engine.target.length(slot) for slot in range(2))
-    engine.load_weights(moved("Llama", 1).state_dict())
-    assert not any(engine.target.length(slot) for slot in range(2))
-
-
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_passes_of_fixed_shape_compute_with_the_new_weights(recorder: str) -> None:
     plain, static = (engine_of(target) for target in pair_of_targets(moved("Llama", 0), recorder))
@@ -130,15 +120,6 @@ def test_passes_of_fixed_shape_compute_with_the_new_weights(recorder: str) -> No
     again = tokens_of(said(static))
     plain.load_weights(weights)  # the two targets have one model; each has keys and values of its own
     assert first != again == tokens_of(said(plain)) == tokens_of(said(engine_of(moved("Llama", 1))))
-
-
-def test_layers_computed_as_one_product_of_torch_take_new_weights_too() -> None:
-    model = tiny_model("Qwen2")
-    assert list(fuse_linears(model))
-    other = moved("Qwen2", 1)
-    take_weights(model, other.state_dict())
-    for found, wanted in zip(plain_logits(model), plain_logits(other), strict=True):
-        torch.testing.assert_close(found, wanted)
 
 
 def less(weights: Weights, name: str) -> Weights:
@@ -166,14 +147,6 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(spoil: A
     with pytest.raises(ModelError, match=says):
         engine.load_weights(spoil(moved("Llama", 1, tie_word_embeddings=True).state_dict()))
     assert said(engine) == before
-
-
-def test_one_name_of_a_shared_weight_is_enough() -> None:
-    engine, other = (engine_of(tiny_model("Llama", tie_word_embeddings=True)) for _ in range(2))
-    weights = moved("Llama", 1, tie_word_embeddings=True).state_dict()
-    engine.load_weights(less(weights, "lm_head.weight"))
-    other.load_weights(less(weights, "model.embed_tokens.weight"))
-    assert said(engine) == said(other)
 
 
 def test_weights_are_not_changed_under_a_request() -> None:
