@@ -20,7 +20,7 @@ from ssd.config import CacheConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine, Request
 from ssd.errors import ModelError, RequestError
 from ssd.model.loading.adapters import load_adapters
-from ssd.model.loading.load_target import load_model, open_target
+from ssd.model.loading.load_target import open_target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from tests.models import VOCAB, tiny_model
@@ -205,15 +205,6 @@ def test_an_adapter_that_is_not_there_is_refused(engine: Engine) -> None:
     with pytest.raises(RequestError, match="three") as error:
         engine.submit(Request(request_id="x", prompt_token_ids=(1,), adapter="three"))
     assert error.value.param == "model"
-
-
-def test_the_model_stays_as_it_was(paths: dict[str, str]) -> None:
-    model = load_model(MODEL_PATH, dtype="float32", device="cpu")
-    before = [name for name, _ in model.named_modules()]
-    adapters = load_adapters(model, paths)
-    assert [name for name, _ in model.named_modules()] == before
-    assert len(adapters.additions) == 6 * 6 and set(adapters.expected) == {None, "one", "two"}
-    assert not load_adapters(model, {})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -161,3 +162,15 @@ def test_public_names_are_what_is_promised() -> None:
     assert ssd.__all__ == sorted(ssd.__all__, key=lambda name: (not name.isupper(), name))
     for name in ssd.__all__:
         assert getattr(ssd, name)
+
+
+def test_version_is_that_of_the_project() -> None:
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    assert tomllib.loads(project.read_text())["project"]["version"] == ssd.__version__
+
+
+def test_asking_for_the_version_imports_nothing_heavy() -> None:
+    heavy = {"torch", "transformers", "numba", "fastapi"}
+    code = f"import sys, ssd; ssd.__version__; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""The bundled model: complete, small, loads as any Hugging Face model, stops by itself."""
+"""The bundled model and its draft head: complete, small, load as published ones do, say what they should."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.training.corpus import END_OF_TEXT_ID, Message, is_held_out, render
-from benchmarks.training.measure import looped_tokens
-from ssd.bundled import MODEL_PATH
+from benchmarks.training.measure import acceptance, write
+from ssd.bundled import HEAD_PATH, MODEL_PATH
+from ssd.model.heads.layouts import load_head
+from ssd.model.heads.networks import Eagle3Head
+from ssd.model.loading.load_target import load_model
 
 ODD_TEXTS = [
     "",
@@ -105,19 +108,6 @@ def test_an_answer_ends_in_end_of_text() -> None:
     assert greedy(prompt, 200)[-1] == END_OF_TEXT_ID
 
 
-def test_greedy_text_is_the_same_twice_and_does_not_loop_at_once() -> None:
-    first = greedy("class Stack:\n", 64)
-    assert first == greedy("class Stack:\n", 64)
-    assert looped_tokens(first).mean() <= 0.3
-
-
-def test_positions_up_to_the_limit_are_usable() -> None:
-    length = model().config.max_position_embeddings
-    ids = torch.randint(0, 4096, (1, length), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        assert torch.isfinite(model()(input_ids=ids).logits).all()
-
-
 def test_record_lists_every_file_with_its_hash() -> None:
     record = json.loads((MODEL_PATH / "CORPUS.json").read_text())
     paths = [file["path"] for file in record["files"]]
@@ -128,3 +118,41 @@ def test_record_lists_every_file_with_its_hash() -> None:
         assert not file["path"].startswith("/")
         assert file["held_out"] == is_held_out(file["path"])
     assert {file["held_out"] for file in record["files"]} == {True, False}
+
+
+# -- the draft head that ships with it --
+
+
+@cache
+def target() -> PreTrainedModel:
+    return load_model(MODEL_PATH, dtype="float32", device="cpu")
+
+
+@cache
+def head() -> Eagle3Head:
+    loaded = load_head(HEAD_PATH, target())
+    assert isinstance(loaded, Eagle3Head)
+    loaded.config._attn_implementation = "sdpa"
+    return loaded
+
+
+def test_weights_and_description_are_at_most_3_megabytes() -> None:
+    assert sum(file.stat().st_size for file in HEAD_PATH.iterdir()) <= 3_000_000
+    assert {"README.md", "config.json", "model.safetensors", "training.jsonl"} == {
+        file.name for file in HEAD_PATH.iterdir()
+    }
+
+
+def test_it_reads_three_hidden_states_and_drafts_frequent_tokens() -> None:
+    assert head().feature_layers == (2, 4, 6)
+    ids = head().draft_to_target
+    assert ids is not None and len(ids) == 2048 and bool((ids.diff() > 0).all()) and int(ids[-1]) < 4096
+
+
+def test_it_agrees_with_the_model_about_as_often_as_when_it_was_trained() -> None:
+    lines = [json.loads(line) for line in (HEAD_PATH / "training.jsonl").read_text().splitlines()]
+    recorded = next(line for line in lines if "held_out" in line)["held_out"][0]["most_probable"]
+    prefixes = torch.tensor([[5, 300, 7, 41], [900, 12, 600, 33], [64, 250, 1000, 77], [2000, 9, 10, 400]])
+    texts = write(target(), prefixes, 100, 0.0, seed=0)
+    found = acceptance(target(), head(), texts)["most_probable"]
+    assert found["accepted_to_depth"][0] > 0.5 * recorded["accepted_to_depth"][0]

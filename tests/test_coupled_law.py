@@ -23,8 +23,8 @@ from ssd.engine.sequence import secret_of
 from ssd.model.sampling.sampler import PassOutput, argmax_with_noise
 from ssd.model.sampling.target_tokens import target_tokens
 from tests.models import tiny_model
-from tests.reference import law as slow
-from tests.reference.target import exact_law, penalised
+from tests.reference.law import law_of_outputs
+from tests.reference.target import exact_law
 from tests.statistics import assert_follows
 
 VOCAB = 3
@@ -81,12 +81,7 @@ def answers(
 @cache
 def law_of(prompt: Text, length: int, params: SamplingParams = PLAIN) -> dict[Text, float]:
     """The exact probability of every answer, by the rules of sampling alone."""
-
-    def law_after(output: Text) -> slow.Law:
-        scores = penalised(logits_after((*prompt, *output)).tolist(), params, prompt, output, ())
-        return {token: float(chance) for token, chance in enumerate(exact_law(np.array(scores), params)) if chance > 0}
-
-    return slow.plain_law(law_after, length)
+    return law_of_outputs(lambda text: logits_after(text).tolist(), prompt, params, length)
 
 
 CASES = [

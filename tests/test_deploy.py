@@ -8,9 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
-import urllib.parse
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,54 +124,6 @@ def test_expressions_are_promql() -> None:
 
 def test_alerts_are_what_prometheus_takes() -> None:
     assert "SUCCESS" in run(tool("promtool"), "check", "rules", str(DEPLOY / "alerts.yaml"))
-
-
-def test_prometheus_finds_nothing_wrong_with_our_metrics_but_the_colons_of_their_names(server: RunningServer) -> None:
-    text = get(server.port, "/metrics").content
-    done = subprocess.run([tool("promtool"), "check", "metrics"], input=text, capture_output=True, timeout=60)
-    # vLLM's names have one, and "iteration_tokens_total" is its histogram.
-    found = [line for line in done.stderr.decode().splitlines() if "should not contain ':'" not in line]
-    assert [line for line in found if "iteration_tokens_total" not in line] == []
-
-
-@pytest.mark.slow
-def test_prometheus_has_something_to_draw_in_every_panel(server: RunningServer, tmp_path: Path) -> None:
-    port = free_port()
-    config = {
-        "global": {"scrape_interval": "1s"},
-        "rule_files": [str(DEPLOY / "alerts.yaml")],
-        "scrape_configs": [{"job_name": "ssd", "static_configs": [{"targets": [f"127.0.0.1:{server.port}"]}]}],
-    }
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    command = [
-        tool("prometheus"), f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
-        f"--web.listen-address=127.0.0.1:{port}",
-    ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def value(expression: str) -> Any:
-        answer = get(port, f"/api/v1/query?query={urllib.parse.quote(expression)}")
-        assert answer.status == 200, (expression, answer.content)
-        return answer.json["data"]["result"]
-
-    def is_scraped() -> bool:
-        try:
-            return float(value("ssd:verify_steps_total")[0]["value"][1]) > 0
-        except (OSError, LookupError, AssertionError):
-            return False
-
-    try:
-        ask_of_all_kinds(server)
-        wait_until(is_scraped)
-        ask_of_all_kinds(server)
-        time.sleep(4)
-        empty = {title for title, each in panels().items() for expression in each if not value(expression)}
-        assert empty == set()
-        rules = get(port, "/api/v1/rules").json["data"]["groups"][0]["rules"]
-        assert {rule["health"] for rule in rules} <= {"ok", "unknown"} and len(rules) == len(alerts())
-    finally:
-        process.terminate()
-        process.wait()
 
 
 # -- container -----------------------------------------------------------------------------------------------------

@@ -17,13 +17,14 @@ from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
-from ssd.engine import Engine, FinishReason, Request, RequestOutput
+from ssd.engine import Engine, FinishReason, Request
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 from ssd.model.loading.load_target import open_target
 from ssd.retrieval.cache import CacheSet
 from tests.models import VOCAB, tiny_model
 from tests.reference.target import greedy_decode
 from tests.sharing_replica import eventually
+from tests.whole_answers import finish_all, tokens_of
 
 MODEL = tiny_model()
 PLAIN_MODEL = tiny_model()  # the same weights, never driven by an engine
@@ -44,18 +45,6 @@ def make_engine(drafter: Drafter | None = None, *, slots: int = 3, caches: Cache
         draft=draft,
         eos_token_ids=[eos],
     )
-
-
-def finish_all(engine: Engine) -> dict[str, list[RequestOutput]]:
-    outputs: dict[str, list[RequestOutput]] = {}
-    while engine.has_work():
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-    return outputs
-
-
-def tokens_of(outputs: Sequence[RequestOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
 
 
 def prompt(seed: int, length: int = 9) -> tuple[int, ...]:
@@ -92,19 +81,6 @@ def test_requests_are_answered_while_the_kernels_that_draft_are_compiled(monkeyp
     assert engine.metrics.drafter_failures == 0
 
 
-def test_greedy_output_is_plain_decoding() -> None:
-    engine = make_engine(RandomDrafter(VOCAB))
-    for seed in range(5):
-        engine.submit(Request(request_id=str(seed), prompt_token_ids=prompt(seed, 1 + 7 * seed), sampling=GREEDY))
-    for name, outputs in finish_all(engine).items():
-        expected, _ = greedy_decode(PLAIN_MODEL, prompt(int(name), 1 + 7 * int(name)), 12)
-        if EOS in expected:
-            expected = expected[: expected.index(EOS) + 1]
-        assert tokens_of(outputs) == expected
-        assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
-        assert outputs[-1].finish_reason == (FinishReason.STOP if expected[-1] == EOS else FinishReason.LENGTH)
-
-
 def test_a_prediction_saves_steps_and_changes_nothing() -> None:
     expected, _ = greedy_decode(PLAIN_MODEL, prompt(1), 40)
     sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -112,16 +88,12 @@ def test_a_prediction_saves_steps_and_changes_nothing() -> None:
     steps = {}
     for name, prediction in (("none", []), ("right", expected), ("edited", edited), ("wrong", expected[::-1])):
         engine = make_engine(k=8)
-        asked = tuple(prediction)
         engine.submit(
             Request(
-                request_id=name,
-                prompt_token_ids=prompt(1),
-                sampling=sampling,
-                namespace=None,
-                prediction_token_ids=asked,
+                request_id=name, prompt_token_ids=prompt(1), sampling=sampling, namespace=None,
+                prediction_token_ids=tuple(prediction),
             )
-        )
+        )  # fmt: skip
         outputs = finish_all(engine)[name]
         assert tokens_of(outputs) == expected
         steps[name] = outputs[-1].stats.num_verify_steps
@@ -130,43 +102,16 @@ def test_a_prediction_saves_steps_and_changes_nothing() -> None:
         make_engine().submit(Request(request_id="x", prompt_token_ids=(3,), prediction_token_ids=(VOCAB,)))
 
 
-@pytest.mark.parametrize("drafter", [None, RandomDrafter(VOCAB), "oracle"], ids=["ours", "random", "all-knowing"])
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_end_of_text_ends_an_output_unless_it_is_ignored(drafter: Drafter | str | None, ignore_eos: bool) -> None:
+def test_end_of_text_ends_an_output_unless_it_is_ignored(ignore_eos: bool) -> None:
     expected, _ = greedy_decode(PLAIN_MODEL, prompt(3), 12)
     at = next(i for i in range(2, 11) if expected[i] not in expected[:i])
-    chosen = OracleDrafter({prompt(3): expected}, VOCAB) if isinstance(drafter, str) else drafter
-    engine = make_engine(chosen, k=8, eos=expected[at])
+    engine = make_engine(OracleDrafter({prompt(3): expected}, VOCAB), k=8, eos=expected[at])
     engine.submit(Request(request_id="a", prompt_token_ids=prompt(3), sampling=replace(GREEDY, ignore_eos=ignore_eos)))
     outputs = finish_all(engine)["a"]
     assert tokens_of(outputs) == (expected if ignore_eos else expected[: at + 1])
-    last = outputs[-1]
-    assert (last.finish_reason, last.stop_reason) == (
-        FinishReason.LENGTH if ignore_eos else FinishReason.STOP,
-        None,
-    )
-
-
-def test_a_long_prompt_is_computed_in_chunks_beside_running_requests() -> None:
-    engine = make_engine(prefill_chunk_tokens=8)
-    engine.submit(Request(request_id="short", prompt_token_ids=prompt(1), sampling=GREEDY))
-    engine.step()
-    engine.submit(Request(request_id="long", prompt_token_ids=prompt(2, 70), sampling=GREEDY))
-    while_computing = [output.request_id for _ in range(5) for output in engine.step()]
-    assert set(while_computing) == {"short"}
-    outputs = finish_all(engine)
-    assert tokens_of(outputs["long"]) == greedy_decode(PLAIN_MODEL, prompt(2, 70), 12)[0]
-
-
-def test_a_limit_inside_an_accepted_draft_cuts_it_there() -> None:
-    expected, _ = greedy_decode(PLAIN_MODEL, prompt(3), 12)
-    engine = make_engine(OracleDrafter({prompt(3): [*expected, 5, 5, 5]}, VOCAB), k=8)
-    sampling = SamplingParams(max_tokens=3, temperature=0.0)
-    engine.submit(Request(request_id="a", prompt_token_ids=prompt(3), sampling=sampling))
-    outputs = finish_all(engine)["a"]
-    assert tokens_of(outputs) == expected[:3]
-    stats = outputs[-1].stats
-    assert stats.num_output_tokens == 3 == stats.num_accepted_tokens + stats.num_verify_steps
+    reason = FinishReason.LENGTH if ignore_eos else FinishReason.STOP
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (reason, None)
 
 
 def test_a_stop_token_inside_an_accepted_draft_ends_it_there() -> None:
@@ -205,41 +150,6 @@ def test_every_request_ends_once_and_counts_add_up(requests: list[tuple[int, int
         if cancel_after:
             assert stats.num_output_tokens <= stats.num_accepted_tokens + stats.num_verify_steps
     assert engine.metrics.num_running == engine.metrics.num_waiting == 0
-
-
-def test_learned_text_speeds_up_the_same_request() -> None:
-    with CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
-        engine = make_engine(caches=caches, k=16)
-        steps = []
-        for turn in range(2):
-            engine.submit(Request(request_id=str(turn), prompt_token_ids=prompt(4), sampling=GREEDY))
-            outputs = finish_all(engine)[str(turn)]
-            steps.append(outputs[-1].stats.num_verify_steps)
-        assert steps[1] <= 3 < steps[0]
-
-
-def test_one_seed_gives_one_output_whatever_the_drafts_and_the_batch() -> None:
-    sampling = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.95, seed=11)
-    request = Request(request_id="a", prompt_token_ids=prompt(5), sampling=sampling)
-    seen = set()
-    for drafter, others in ((make_drafter("none", DraftConfig()), 0), (RandomDrafter(VOCAB), 2)):
-        engine = make_engine(drafter)
-        engine.submit(request)
-        for index in range(others):
-            engine.submit(Request(request_id=f"other-{index}", prompt_token_ids=prompt(index + 50), sampling=sampling))
-        seen.add(tuple(tokens_of(finish_all(engine)["a"])))
-    assert len(seen) == 1
-
-
-def test_choices_of_one_seed_differ() -> None:
-    engine = make_engine()
-    sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=11)
-    for choice in range(2):
-        engine.submit(
-            Request(request_id=str(choice), prompt_token_ids=prompt(5), sampling=sampling, choice_index=choice)
-        )
-    outputs = finish_all(engine)
-    assert tokens_of(outputs["0"]) != tokens_of(outputs["1"])
 
 
 class BrokenDrafter(RandomDrafter):
@@ -297,18 +207,6 @@ def test_a_full_queue_and_a_stopped_engine_refuse() -> None:
         engine.submit(Request(request_id="d", prompt_token_ids=(5,), sampling=GREEDY))
 
 
-def test_cancelling_frees_the_slot_for_the_next() -> None:
-    engine = make_engine(slots=1)
-    engine.submit(Request(request_id="a", prompt_token_ids=prompt(1), sampling=GREEDY))
-    engine.submit(Request(request_id="b", prompt_token_ids=prompt(2), sampling=GREEDY))
-    engine.step()
-    engine.cancel("a")
-    engine.cancel("never-seen")
-    *first, cancelled = engine.step()
-    assert cancelled.finish_reason is FinishReason.CANCELLED
-    assert tokens_of([*first, *finish_all(engine)["b"]]) == greedy_decode(PLAIN_MODEL, prompt(2), 12)[0]
-
-
 def test_submitting_from_many_threads_loses_nothing() -> None:
     engine = make_engine()
 
@@ -330,15 +228,3 @@ def test_warm_up_leaves_no_trace_in_the_counts() -> None:
     engine = make_engine()
     engine.warm_up()
     assert engine.metrics.generation_tokens == 0 and not engine.has_work()
-
-
-def test_a_recurrent_model_is_served_without_drafts() -> None:
-    model = tiny_model("Mamba")
-    target = open_target(model, num_slots=2, max_length=64)
-    engine = Engine(target, drafter=RandomDrafter(VOCAB), eos_token_ids=[EOS])
-    for seed in range(3):
-        engine.submit(Request(request_id=str(seed), prompt_token_ids=prompt(seed), sampling=GREEDY))
-    for name, outputs in finish_all(engine).items():
-        expected = greedy_decode(tiny_model("Mamba"), prompt(int(name)), 12)[0]
-        assert tokens_of(outputs) == expected[: len(tokens_of(outputs))]
-        assert outputs[-1].stats.num_draft_tokens == 0

@@ -13,25 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.bundled import MODEL_PATH
-from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams, StructuredOutput
+from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.protocol import MAX_OFFERED, Draft, Drafter, DraftRequest, SamplingRow
-from ssd.engine import Engine, Request, RequestOutput
+from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
+from ssd.engine import Engine, Request
 from ssd.model.heads.drafter import HeadDrafter, comb, product
 from ssd.model.heads.head import FINAL, Head
-from ssd.model.kv.tree import is_tree, leading_chain
-from ssd.model.loading.load_target import load_model
 from ssd.model.target import pad_rows
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache_state import LearnedState
-from ssd.text.codec import TextCodec
 from tests.heads import PerfectHead, RandomParallelHead, forgetful_model, head_drafter, random_eagle3
 from tests.models import VOCAB, tiny_model
-from tests.test_lossless_options import EOS, options
-from tests.whole_answers import Answer, whole
+from tests.test_lossless import EOS, options
+from tests.whole_answers import Answer, finish_all, whole
 
 SLOTS, LENGTH = 3, 48
 NAMES = ("perfect", "random", "whole vocabulary", "parallel")
@@ -71,19 +67,14 @@ def run(
     """Answers to requests, the last ``late`` of which come after two steps."""
     draft = DraftConfig(num_speculative_tokens=k, draft_shape=shape)
     engine = Engine(target, drafter=drafter, draft=draft, eos_token_ids=[EOS], config=config)
-    found: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
     for request in requests[: len(requests) - late]:
         engine.submit(request)
-    steps = 0
-    while engine.has_work() or steps < 2:
-        if steps == 2:
-            for request in requests[len(requests) - late :]:
-                engine.submit(request)
-        for output in engine.step():
-            found[output.request_id].append(output)
-        steps += 1
-    assert engine.metrics.drafter_failures == 0 and engine.check() == []
-    return engine, [whole(outputs) for outputs in found.values()]
+    begun = [output for _ in range(2) for output in engine.step()]
+    for request in requests[len(requests) - late :]:
+        engine.submit(request)
+    found = finish_all(engine, begun)
+    assert engine.metrics.drafter_failures == 0
+    return engine, [whole(found[request.request_id]) for request in requests]
 
 
 def request_of(
@@ -335,26 +326,6 @@ def test_whatever_happened_a_head_says_what_it_would_say_of_the_text_alone(
     house.check(range(SLOTS), 0.9)
 
 
-def test_grammars_hold_and_say_the_same_with_a_head() -> None:
-    codec = TextCodec.load(str(MODEL_PATH))
-    model = load_model(MODEL_PATH, dtype="float32", device="cpu")
-    target, drafter = head_drafter(model, random_eagle3(model, (1, 3, FINAL), 512), max_length=160)
-    rule = StructuredOutput("regex", r"[a-c]{2,9}(-[0-9]{1,3}){2,6}")
-    found = []
-    for chosen, k in ((make_drafter("none", DraftConfig()), 0), (drafter, 6)):
-        engine = Engine(target, drafter=chosen, codec=codec, draft=DraftConfig(num_speculative_tokens=k))
-        for seed, temperature in enumerate([0.0, 0.8, 1.2]):
-            params = SamplingParams(max_tokens=40, temperature=temperature, seed=seed, structured_output=rule)
-            engine.submit(request_of(seed, codec.encode_prompt("import os"), params))
-        said: dict[str, list[int]] = {"0": [], "1": [], "2": []}
-        while engine.has_work():
-            for output in engine.step():
-                said[output.request_id] += output.token_ids
-        found.append(said)
-        assert engine.metrics.drafter_failures == 0
-    assert found[0] == found[1]
-
-
 def test_a_head_that_is_right_is_accepted_whole() -> None:
     """Greedy and sampled: the head draws with the target's own noise."""
     target, drafter = kept("perfect")
@@ -370,32 +341,6 @@ def test_a_head_that_is_right_is_accepted_whole() -> None:
     drafted = engine.metrics.by_source["head"]
     # But for a token where this head holds all equally likely: more than it proposes.
     assert drafted.num_draft_tokens > 100 and drafted.num_accepted_tokens > 0.85 * drafted.num_draft_tokens
-
-
-def test_a_draft_begins_with_its_chain_and_has_leaves_beside_it() -> None:
-    for name in NAMES:
-        target, drafter = kept(name)
-        target.rollback(1, 0)
-        target.prefill([1], np.full((1, 9), 7), [9])
-        for limit in (1, 2, 12, 200):
-            (draft,) = drafter.propose([ask(1, f"{name} {limit}", [7] * 9 + [8], limit=limit)])
-            assert 1 <= len(draft.token_ids) <= min(limit, MAX_OFFERED) and draft.probabilities is not None
-            assert np.all((draft.probabilities > 0) & (draft.probabilities <= 1))
-            if draft.parents is not None:
-                assert is_tree(draft.parents, len(draft.token_ids))
-                chain = leading_chain(draft.parents)
-                paths = list(zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True))
-                assert len(set(paths)) == len(paths) and chain >= 1
-        target.rollback(1, 0)
-
-
-def test_a_price_ends_a_draft() -> None:
-    target, drafter = kept("random")
-    target.prefill([1], np.full((1, 9), 7), [9])
-    dear = replace(ask(1, "dear", [7] * 9 + [8]), prices=np.array([2.0]))
-    (draft,) = drafter.propose([dear])
-    assert len(draft.token_ids) == 1
-    target.rollback(1, 0)
 
 
 def test_nothing_is_drafted_where_nothing_can_be_read() -> None:

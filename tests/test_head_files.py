@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
 from ssd.model.heads import layouts as faster
-from ssd.model.heads.head import Head, RecurrentHead
+from ssd.model.heads.head import RecurrentHead
 from ssd.model.heads.layouts import load_head, require_drivable, say
 from ssd.model.heads.networks import MTPHead
 from ssd.model.layers.replace import Replaced, parents
@@ -64,87 +64,70 @@ KINDS: dict[str, Callable[[], Contents]] = {"eagle": eagle, "medusa": medusa, "m
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_whole_is_read(kind: str, tmp_path: Path) -> None:
-    head = load_head(published.write(tmp_path, *KINDS[kind]()), target())
-    assert isinstance(head, Head)
-    assert not head.training
-    assert not any(parameter.requires_grad for parameter in head.parameters())
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_heads_are_in_the_dtype_of_the_target(kind: str, tmp_path: Path) -> None:
     model = tiny_model().to(torch.bfloat16)
     head = load_head(published.write(tmp_path, *KINDS[kind]()), model)
     assert {tensor.dtype for tensor in say(head, model)} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    ("kind", "field", "value"),
-    [("eagle", "hidden_size", 128), ("medusa", "vocab_size", 32000), ("mtp", "num_hidden_layers", 61)],
-)
-def test_a_configuration_of_another_model_is_refused_by_its_numbers(
-    kind: str, field: str, value: int, tmp_path: Path
-) -> None:
+ANOTHER = "it was made for another model: its config.json says {} {}, the model has"
+EXPECTED = r"tensor {} has the shape \({}, {}\), expected"
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
+
+
+def says(field: str, value: int) -> Change:
+    return lambda config, _tensors: config.update({field: value})
+
+
+def has(name: str, *shape: int) -> Change:
+    return lambda _config, tensors: tensors.update({name: random(*shape, seed=0)})
+
+
+def lacks(name: str) -> Change:
+    return lambda _config, tensors: tensors.pop(name)
+
+
+REFUSED: list[tuple[str, Change, str]] = [
+    ("eagle", says("hidden_size", 128), ANOTHER.format("hidden_size", 128)),
+    ("medusa", says("vocab_size", 32000), ANOTHER.format("vocab_size", 32000)),
+    ("mtp", says("num_hidden_layers", 61), ANOTHER.format("num_hidden_layers", 61)),
+    ("eagle", has("fc.weight", 64, 256), EXPECTED.format("fc.weight", 64, 256)),
+    ("eagle", has("layers.0.mlp.up_proj.weight", 64, 64), EXPECTED.format("layers.0.mlp.up_proj.weight", 64, 64)),
+    ("medusa", has("1.1.weight", 32000, 64), EXPECTED.format("1.1.weight", 32000, 64)),
+    ("mtp", has("model.layers.2.eh_proj.weight", 128, 256), "eh_proj.weight has the shape"),
+    *((kind, lacks(name), f"lacks 1 of its tensors, {name}: ") for kind, name in (
+        ("eagle", "layers.0.self_attn.o_proj.weight"), ("medusa", "1.0.linear.bias"), ("medusa", "0.1.weight"),
+        ("mtp", "model.layers.2.enorm.weight"), ("mtp", "model.layers.2.mlp.down_proj.weight"),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), REFUSED)
+def test_what_does_not_fit_is_named(kind: str, change: Change, message: str, tmp_path: Path) -> None:
     config, tensors = KINDS[kind]()
-    with pytest.raises(
-        ModelError, match=f"it was made for another model: its config.json says {field} {value}, the model has"
-    ):
-        load_head(published.write(tmp_path, {**config, field: value}, tensors), target())
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "shape"),
-    [
-        ("eagle", "fc.weight", (64, 256)),
-        ("eagle", "layers.0.mlp.up_proj.weight", (64, 64)),
-        ("medusa", "1.1.weight", (32000, 64)),
-        ("mtp", "model.layers.2.eh_proj.weight", (128, 256)),
-    ],
-)
-def test_a_tensor_of_another_shape_is_named(kind: str, name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
-    config, tensors = KINDS[kind]()
-    directory = published.write(tmp_path, config, {**tensors, name: random(*shape, seed=0)})
-    with pytest.raises(ModelError, match=rf"tensor {name} has the shape \({shape[0]}, {shape[1]}\), expected"):
-        load_head(directory, target())
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("eagle", "layers.0.self_attn.o_proj.weight"),
-        ("medusa", "1.0.linear.bias"),
-        ("medusa", "0.1.weight"),
-        ("mtp", "model.layers.2.enorm.weight"),
-        ("mtp", "model.layers.2.mlp.down_proj.weight"),
-    ],
-)
-def test_a_tensor_that_is_missing_is_named(kind: str, name: str, tmp_path: Path) -> None:
-    config, tensors = KINDS[kind]()
-    del tensors[name]
-    with pytest.raises(ModelError, match=f"lacks 1 of its tensors, {name}: "):
+    change(config, tensors)
+    with pytest.raises(ModelError, match=message):
         load_head(published.write(tmp_path, config, tensors), target())
 
 
-def test_an_unknown_layout_is_told_what_is_known(tmp_path: Path) -> None:
-    directory = published.write(tmp_path, {}, {"some.thing": random(2, seed=0)})
-    with pytest.raises(ModelError, match=r"none of the layouts known here.*Medusa.*MTP module.*1 tensors: some\.thing"):
-        load_head(directory, target())
-
-
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "cannot be read"), (b"{", "cannot be read"), (b"[1]", "no JSON object")]
+    ("file", "content", "message"),
+    [
+        ("config.json", None, "config.json .*cannot be read"),
+        ("config.json", b"{", "config.json .*cannot be read"),
+        ("config.json", b"[1]", "config.json .*no JSON object"),
+        ("model.safetensors", None, "has no weights"),
+    ],
 )
-def test_a_directory_without_a_configuration_is_refused(content: bytes | None, said: str, tmp_path: Path) -> None:
-    directory = published.write(tmp_path, *eagle())
-    path = directory / "config.json"
+def test_a_directory_that_is_not_whole_is_refused(
+    file: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    path = published.write(tmp_path, *eagle()) / file
     path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(ModelError, match=f"config.json .*{said}"):
-        load_head(directory, target())
-
-
-def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
-    (published.write(tmp_path, *eagle()) / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="has no weights"):
+    with pytest.raises(ModelError, match=message):
+        load_head(tmp_path, target())
+    published.write(tmp_path, {}, {"some.thing": random(2, seed=0)})
+    with pytest.raises(ModelError, match=r"none of the layouts known here.*Medusa.*MTP module.*1 tensors: some\.thing"):
         load_head(tmp_path, target())
 
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from ssd.drafting.protocol import DraftRequest
 from ssd.errors import ModelError
-from ssd.model.heads import layouts
+from ssd.model.heads.drafter import HeadDrafter, tapped_by
 from ssd.model.heads.head import FINAL, ParallelHead, RecurrentHead, TargetParts
-from ssd.model.heads.layouts import load_head, make_faster, require_drivable, say
+from ssd.model.heads.layouts import load_head, require_drivable
 from ssd.model.heads.networks import EagleHead, MTPHead, decoder_layers
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
-from ssd.model.layers.replace import Replaced
 from ssd.model.loading.load_target import open_target
 from tests import published_heads as published
 from tests.architectures import ARCHITECTURES, SLOTS
@@ -196,19 +196,6 @@ def a_module(target: PreTrainedModel) -> MTPHead:
     return head.eval()
 
 
-@pytest.mark.parametrize("name", [each.name for each in ARCHITECTURES.values() if each.kind is SLOTS])
-def test_eagle_and_medusa_go_with_every_architecture_in_slots(name: str, tmp_path: Path) -> None:
-    target = tiny_model(name)
-    eagle = published.write(tmp_path / "eagle", published.EAGLE_SHAPE, published.eagle())
-    blocks, _ = published.medusa(2, 1)
-    tensors = {key.replace(".0.", ".0.linear."): tensor for key, tensor in blocks.items()}
-    medusa = published.write(tmp_path / "medusa", {"medusa_num_heads": 2}, tensors)
-    for directory in (eagle, medusa):
-        logits = say(load_head(directory, target), target)[1]
-        assert logits.shape == (1, 2, VOCAB)
-        assert logits.isfinite().all()
-
-
 MEDUSA_CASES: dict[str, dict[str, Any]] = {
     "FasterDecoding's": {"block": "{i}.{j}.linear", "output": "{i}.{n}.weight"},
     "one of several blocks": {"block": "{i}.{j}.linear", "output": "{i}.{n}.weight", "layers": 3},
@@ -358,23 +345,41 @@ def test_the_output_layer_of_the_target_is_read_as_the_target_reads_it(name: str
         torch.testing.assert_close(TargetParts(target).logits(found), target(tokens).logits)
 
 
-@pytest.mark.parametrize(
-    ("faster", "is_kept"),
-    [([1.0, 2.0, -torch.inf], True), ([1.0, 0.0, -torch.inf], False), ([1.0, -torch.inf, 0.0], False)],
-)
-def test_faster_layers_stay_where_the_head_says_the_same_of_the_same_tokens(
-    faster: list[float], is_kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, head = torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1))
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "EAGLE", "Medusa"])
+@torch.inference_mode()
+def test_the_first_drafted_token_is_what_the_twin_says_next(name: str, tmp_path: Path) -> None:
+    """By the target's own hidden states, as they are kept from pass to pass."""
+    if name == "DeepSeek-V3":
+        directory, owner, parts = mtp_directory(tmp_path, **MTP_CASES[name])
+        model, plain = (tiny_model(MTP_CASES[name]["name"]) for _ in range(2))
+    else:
+        model, plain = tiny_model(), tiny_model()
+        eagle, (blocks, outputs) = published.eagle(), published.medusa(3, 1)
+        medusa = {key.replace(".0.", ".0.linear."): tensor for key, tensor in blocks.items()}
+        medusa |= {f"{index}.1.weight": output for index, output in enumerate(outputs)}
+        config = published.EAGLE_SHAPE if name == "EAGLE" else {"medusa_num_heads": 3}
+        directory = published.write(tmp_path, config, eagle if name == "EAGLE" else medusa)
 
-    def replace(parent: torch.nn.Module) -> Any:
-        original, parent[0] = parent[0], plain  # type: ignore[index,operator]
-        yield Replaced(parent, "0", lambda: original)
+    def twin(text: torch.Tensor) -> torch.Tensor:
+        hidden = plain.get_decoder()(text[None, :-1]).last_hidden_state[0]
+        embedded = plain.get_input_embeddings()(text[1:])
+        if name == "Medusa":
+            return slow.medusa([[(blocks["0.0.weight"], blocks["0.0.bias"])]], outputs[:1], hidden[-1])[0]
+        if name == "EAGLE":
+            after = slow.eagle(eagle, published.EAGLE_SHAPE, embedded, hidden)
+        else:
+            after = slow.mtp(owner, 2, parts, embedded[None], hidden[None], hidden_first=False, one_more=False)[0][0]
+        return after[-1] @ plain.get_output_embeddings().weight.T
 
-    def said(head: torch.nn.Module, _target: Any) -> list[torch.Tensor]:
-        return [torch.tensor(faster if head[0] is plain else [1.0, 2.0, -torch.inf])]  # type: ignore[index]
-
-    monkeypatch.setattr(layouts, "CPU_LAYERS", [replace])
-    monkeypatch.setattr(layouts, "say", said)
-    make_faster(cast(Any, head), tiny_model())
-    assert (head[0] is plain) == is_kept
+    head = load_head(directory, model)
+    tapped = tapped_by(head, model.device, model.dtype)
+    target = open_target(model, num_slots=4, max_length=64, tapped=tapped, exact="on")
+    drafter, text, fed = HeadDrafter(head, target), np.random.default_rng(5).integers(3, VOCAB, 30), 0
+    for length in (9, 10, 14, 30):
+        target.forward([1], text[None, fed : length - 1], [length - 1 - fed])
+        fed = length - 1
+        request = DraftRequest("a", text[:length].astype(np.int32), 1, None, 3, prices=np.zeros(1), slot=1)
+        (draft,), chances = drafter.propose([request]), torch.softmax(twin(torch.from_numpy(text[:length])), -1)
+        assert draft.token_ids[0] == int(chances.argmax())
+        assert draft.probabilities is not None
+        assert draft.probabilities[0] == pytest.approx(float(chances.max()), rel=1e-3)

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest, make_drafter
-from ssd.drafting.noise import SequenceNoise
 from ssd.engine.engine import Engine
 from ssd.engine.request import Request
 from ssd.engine.sequence import secret_of
@@ -24,7 +23,9 @@ from ssd.model.loading.load_target import open_target
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.text.codec import TextCodec
 from tests.models import tiny_model
+from tests.reference.law import law_of_outputs, logits_of
 from tests.statistics import assert_follows
+from tests.whole_answers import answers_of
 
 PROMPTS = ("def main(argv):\n    parser = ", "import os\nimport sys\n\ndef walk(", "class Node:\n    def __init__(self")
 
@@ -95,33 +96,25 @@ def test_greedy_output_is_that_of_generate_on_other_architectures(architecture: 
     assert torch.equal(generate(model, prompt, max_new_tokens=40, do_sample=False), wanted)
 
 
-def test_the_law_of_sampled_tokens_is_that_of_generate(cache: SuffixCache) -> None:
-    """First and second tokens of many runs, with a draft that is often right; both laws by enumeration."""
-    model = tiny_model()
-    prompt = torch.tensor([[5, 6, 7, 5, 6]])
-    drafter = make_drafter("ssd", DraftConfig())
+@pytest.mark.parametrize("is_coupled", [False, True])
+def test_the_law_of_tokens_is_that_of_generate(is_coupled: bool, cache: SuffixCache) -> None:
+    """Pairs of tokens over many runs, or many secrets, with a draft that is often right; by enumeration."""
+    model, drafter, prompt = tiny_model(), make_drafter("ssd", DraftConfig()), [5, 6, 7, 5, 6]
     config: dict[str, Any] = {"max_new_tokens": 2, "do_sample": True, "top_k": 4, "temperature": 0.7}
-    with torch.no_grad():
-        first = top_law(model, prompt)
-        second = {a: top_law(model, torch.cat([prompt, torch.tensor([[a]])], 1)) for a in first}
-    law = {(a, b): p * q for a, p in first.items() for b, q in second[a].items() if a != 2}
-    likeliest = max(law, key=lambda pair: law[pair])
+    law: Counter[tuple[int, ...]] = Counter()
+    for pair, chance in law_of_outputs(logits_of(model), prompt, SamplingParams(temperature=0.7, top_k=4), 2).items():
+        law[(2,) if pair[0] == 2 else pair] += chance  # type: ignore[assignment]
     for _ in range(3):
-        cache.append([*prompt[0].tolist(), *likeliest])
+        cache.append([*prompt, *max(law, key=lambda pair: law[pair])])
     torch.manual_seed(0)
-    num_runs, counts = 1500, dict.fromkeys(law, 0)
-    for _ in range(num_runs):
-        output = generate(model, prompt, cache=cache, drafter=drafter, learn=False, **config)[0, 5:].tolist()
-        if output[0] != 2:
-            counts[(output[0], output[1])] += 1
-    expected = {pair: num_runs * p for pair, p in law.items()}
-    chi_square = sum((counts[pair] - e) ** 2 / e for pair, e in expected.items())
-    assert chi_square < 2 * len(law) + 20, (counts, expected)
-
-
-def top_law(model: PreTrainedModel, context: torch.Tensor) -> dict[int, float]:
-    values, tokens = torch.topk(model(context).logits[0, -1] / 0.7, 4)
-    return dict(zip(tokens.tolist(), values.double().softmax(-1).tolist(), strict=True))
+    counts: Counter[tuple[int, ...]] = Counter()
+    for secret in np.random.default_rng(0).integers(0, 2**63, 250 if is_coupled else 600).tolist():
+        coupled = CoupledSampling(secret, window=1) if is_coupled else None
+        output = generate(
+            model, torch.tensor([prompt]), cache=cache, drafter=drafter, learn=False, coupled=coupled, **config
+        )
+        counts[tuple(output[0, 5:].tolist())] += 1
+    assert_follows(counts, law)
 
 
 KINDS: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 20}, {"min_p": 0.01, "top_k": 60}]
@@ -139,19 +132,17 @@ def test_coupled_text_is_the_engines_own(kind: dict[str, Any], cache: SuffixCach
         noise_root=lambda: b"a root",
     )
     sampling = SamplingParams(max_tokens=60, **kind)
-    for number, prompt in enumerate(prompts):
-        engine.submit(Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, noise_stream=number))
-    said: dict[str, list[int]] = {}
-    while engine.has_work():
-        for output in engine.step():
-            said.setdefault(output.request_id, []).extend(output.token_ids)
+    said = answers_of(engine, [
+        Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, noise_stream=number)
+        for number, prompt in enumerate(prompts)
+    ])  # fmt: skip
     model, drafter = tiny_model(), make_drafter("ssd", DraftConfig())
     config = {"max_new_tokens": 60, "do_sample": True, "eos_token_id": 2, "top_k": 0, **kind}
     for number, prompt in enumerate(prompts):
         coupled = CoupledSampling(secret_of(b"a root", "default"), stream=number, window=3)
         for _ in range(2):  # with drafts of nothing else, and of the answer itself
             output = generate(model, torch.tensor([prompt]), cache=cache, drafter=drafter, coupled=coupled, **config)
-            assert output[0, len(prompt) :].tolist() == said[str(number)]
+            assert output[0, len(prompt) :].tolist() == said[number].token_ids
 
 
 def test_coupled_text_does_not_depend_on_drafts_and_is_drafted_where_it_was_said(
@@ -171,34 +162,6 @@ def test_coupled_text_does_not_depend_on_drafts_and_is_drafted_where_it_was_said
     assert passes[1] <= 8 < passes[0], "the second time everything is known"
     other = generate(model, prompt, cache=cache, drafter=drafter, coupled=CoupledSampling(7, stream=4), **config)
     assert not torch.equal(other, alone)
-
-
-def test_the_law_of_coupled_tokens_is_that_of_generate(cache: SuffixCache) -> None:
-    """Pairs of tokens over many secrets, with a draft that is often right; by enumeration."""
-    model, drafter = tiny_model(), make_drafter("ssd", DraftConfig())
-    prompt = torch.tensor([[5, 6, 7, 5, 6]])
-    with torch.no_grad():
-        first = top_law(model, prompt)
-        second = {a: top_law(model, torch.cat([prompt, torch.tensor([[a]])], 1)) for a in first}
-    law: dict[tuple[int, ...], float] = {(2,): first.get(2, 0.0)}
-    law |= {(a, b): p * q for a, p in first.items() for b, q in second[a].items() if a != 2}
-    cache.append([*prompt[0].tolist(), *max(law, key=lambda pair: law[pair])])
-    config: dict[str, Any] = {"max_new_tokens": 2, "do_sample": True, "top_k": 4, "temperature": 0.7}
-    counts: Counter[tuple[int, ...]] = Counter()
-    for secret in np.random.default_rng(0).integers(0, 2**63, 250).tolist():
-        coupled = CoupledSampling(secret, window=1)
-        output = generate(model, prompt, cache=cache, drafter=drafter, learn=False, coupled=coupled, **config)
-        counts[tuple(output[0, 5:].tolist())] += 1
-    assert_follows(counts, law)
-
-
-def test_a_finished_text_is_noted_whole(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[SequenceNoise] = []
-    make = CoupledSampling.noise
-    monkeypatch.setattr(CoupledSampling, "noise", lambda *args: made.append(make(*args)) or made[-1])
-    prompt = torch.tensor([[5, 6, 7]])
-    output = generate(model, prompt, coupled=CoupledSampling(1), max_new_tokens=9, do_sample=True)
-    assert made[0].drawn()[:, 1].tolist() == output[0, 3:].tolist()
 
 
 @pytest.mark.parametrize(
@@ -228,12 +191,6 @@ def test_what_is_generated_is_learned_unless_told_otherwise(
     assert cache.snapshot().num_tokens == 0
     output = generate(model, prompt, cache=cache, max_new_tokens=8, do_sample=False)
     assert cache.stats().num_appended_tokens == output.shape[1]
-
-
-def test_a_failing_drafter_costs_drafts_and_nothing_else(model: PreTrainedModel, codec: TextCodec) -> None:
-    prompt = ids(codec, PROMPTS[1])
-    plain = model.generate(prompt, max_new_tokens=12, do_sample=False)
-    assert torch.equal(generate(model, prompt, drafter=Failing(), max_new_tokens=12, do_sample=False), plain)
 
 
 def test_dictionaries_streamers_and_configurations_pass_through(

@@ -130,30 +130,6 @@ def test_drafts_leave_room_for_the_targets_own_token(proposer: SuffixProposer) -
     assert proposer.stats().num_failures == 0
 
 
-def test_a_row_that_is_prefilling_gets_no_draft_and_teaches_nothing(proposer: SuffixProposer) -> None:
-    learned = learned_by(proposer)
-    batch = VllmBatch()
-    batch.add("a", scripted(4))
-    for _ in range(6):
-        assert batch.step(proposer, prefilling={"a"}) == [[]]
-    texts = run_to_the_end(batch, proposer)
-    proposer.close()
-    assert learned == texts
-
-
-def test_what_is_in_flight_is_learned_at_the_end(proposer: SuffixProposer) -> None:
-    learned = learned_by(proposer)
-    batch = VllmBatch()
-    for number in range(3):
-        batch.add(str(number), scripted(number))
-    for _ in range(5):
-        batch.step(proposer)
-    proposer.close()
-    proposer.close()
-    assert Counter(learned) == Counter(tuple(request.text) for request in batch.requests.values())
-    assert batch.step(proposer) == [[], [], []]
-
-
 def test_foreign_lengths_cost_drafts_and_nothing_else(
     proposer: SuffixProposer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,17 +164,6 @@ def test_a_proposer_that_vllm_drops_keeps_what_it_learned(tmp_path: Path) -> Non
 # Which request is a row
 
 
-def test_equal_requests_in_one_batch_are_each_learned_once(proposer: SuffixProposer) -> None:
-    learned = learned_by(proposer)
-    batch = VllmBatch()
-    for number, max_tokens in enumerate((9, 9, 14, 20)):
-        batch.add(str(number), scripted(6, max_tokens=max_tokens))
-    texts = run_to_the_end(batch, proposer)
-    proposer.close()
-    assert len(texts) == 4
-    assert Counter(learned) == Counter(texts)
-
-
 def test_a_preempted_request_is_stored_once(proposer: SuffixProposer) -> None:
     learned = learned_by(proposer)
     batch = VllmBatch()
@@ -218,21 +183,6 @@ def test_a_preempted_request_is_stored_once(proposer: SuffixProposer) -> None:
     proposer.close()
     assert len(learned) == 3
     assert tuple(waiting.text)[len(before) - 32 :] in learned, "only what is new, with a lead-in"
-
-
-def test_a_short_absence_ends_nothing(proposer: SuffixProposer) -> None:
-    learned = learned_by(proposer)
-    batch = VllmBatch()
-    batch.add("waits", scripted(9))
-    batch.add("runs", scripted(10))
-    batch.step(proposer)
-    waiting = batch.requests["waits"]
-    batch.remove("waits")
-    batch.step(proposer)
-    batch.add("waits", waiting)
-    texts = run_to_the_end(batch, proposer)
-    proposer.close()
-    assert Counter(learned) == Counter(texts)
 
 
 def test_steps_without_a_call_are_caught_up(proposer: SuffixProposer) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ssd.engine import Engine
-from tests.test_prefix_reuse import answer, expected, finish_all, greedy, make_engine, request, text
+from tests.test_prefix_reuse import answer, expected, greedy, make_engine, request, text
 
 
 def running_engine() -> Engine:
@@ -77,10 +77,3 @@ def test_a_fault_in_an_idle_engine_is_logged_and_counted_and_what_was_kept_is_dr
     assert "keeps other tokens than it was fed" in caplog.text
     assert answer(engine, request("c", prompt)) == (expected(request("", prompt)), 0)
     assert engine.check() == []
-
-
-def test_an_idle_engine_is_checked_after_every_kind_of_end() -> None:
-    engine = running_engine()
-    engine.cancel("b")
-    finish_all(engine)
-    assert engine.metrics.integrity_violations == 0 and engine.check() == []

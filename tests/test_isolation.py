@@ -30,6 +30,7 @@ from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState
 from tests.waiting import PATIENCE_S
+from tests.whole_answers import Answer, finish_all, tokens_of, whole
 
 CODEC = TextCodec.load(str(MODEL_PATH))
 POISON = "poison"
@@ -47,7 +48,7 @@ class Failure(Exception):
 @cache
 def target_of_all() -> Target:
     model = load_model(MODEL_PATH, dtype="float32", device="cpu")
-    return open_target(model, num_slots=SLOTS, max_length=128, max_draft_tokens=4)
+    return open_target(model, num_slots=SLOTS, max_length=128, max_draft_tokens=4, exact="on")
 
 
 def engine_of(caches: CacheSet, *, overlap: bool, shape: Any, drafter: Any = None) -> Engine:
@@ -90,36 +91,13 @@ def requests_of(grammar_for: str | None = None) -> list[Request]:
     ]
 
 
-def finish_all(engine: Engine) -> dict[str, list[RequestOutput]]:
-    outputs: dict[str, list[RequestOutput]] = {}
-    for _ in range(2000):
-        if not engine.has_work():
-            break
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        assert engine.check() == []
-    assert not engine.has_work()
-    return outputs
-
-
-def said(outputs: Sequence[RequestOutput]) -> tuple[Any, ...]:
-    assert all(output.finish_reason is None for output in outputs[:-1])
-    return (
-        [token for output in outputs for token in output.token_ids],
-        "".join(output.text for output in outputs),
-        outputs[-1].finish_reason,
-        [each.token_id for output in outputs for each in output.logprobs or ()],
-        [output.prompt_logprobs is not None for output in outputs].count(True),
-    )
-
-
 @cache
-def undisturbed() -> dict[str, tuple[Any, ...]]:
+def undisturbed() -> dict[str, Answer]:
     with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
         engine = engine_of(caches, overlap=False, shape="chain")
         for request in requests_of():
             engine.submit(request)
-        return {name: said(outputs) for name, outputs in finish_all(engine).items()}
+        return {name: whole(outputs) for name, outputs in finish_all(engine).items()}
 
 
 Inject = Callable[[pytest.MonkeyPatch, Engine, BaseException], None]
@@ -246,20 +224,20 @@ def test_a_fault_ends_the_request_it_belongs_to(
         monkeypatch.undo()
 
         expected = undisturbed()
-        assert {name: said(outputs[name]) for name in expected if name != POISON} == {
+        assert {name: whole(outputs[name]) for name in expected if name != POISON} == {
             name: found for name, found in expected.items() if name != POISON
         }
         *before, last = outputs[POISON]
         assert last.finish_reason is FinishReason.ERROR and last.error is not None and "failed" in last.error
         assert all(output.finish_reason is None for output in before)
-        sent = [token for output in before for token in output.token_ids]
-        assert grammar_for or sent == expected[POISON][0][: len(sent)]
+        sent = tokens_of(before)
+        assert grammar_for or sent == expected[POISON].token_ids[: len(sent)]
         assert engine.metrics.num_requests_finished == {"length": 4, "error": 1}
 
         # The slot it had is as good as any.
         for request in requests_of():
             engine.submit(request)
-        assert {name: said(outputs) for name, outputs in finish_all(engine).items()} == expected
+        assert {name: whole(outputs) for name, outputs in finish_all(engine).items()} == expected
         assert engine.metrics.integrity_violations == 0
 
 
@@ -317,7 +295,7 @@ def test_a_fault_in_drafting_or_learning_fails_nothing_and_silences_nobody_else(
         engine = engine_of(caches, overlap=overlap, shape="chain", drafter=drafter)
         for request in requests_of():
             engine.submit(request)
-        assert {name: said(outputs) for name, outputs in finish_all(engine).items()} == undisturbed()
+        assert {name: whole(outputs) for name, outputs in finish_all(engine).items()} == undisturbed()
         assert poisoned.num_drafts > 0 and poisoned.num_deaf > 0
         assert engine.metrics.drafter_failures > poisoned.num_deaf
         assert caches.get().stats().num_tokens > 0
@@ -349,7 +327,7 @@ def test_a_namespace_that_cannot_be_opened_costs_others_no_draft(
                     namespace="bad" if bad else "default",
                 )
             )
-        found = {name: said(outputs) for name, outputs in finish_all(engine).items()}
+        found = {name: whole(outputs) for name, outputs in finish_all(engine).items()}
         assert found == {f"of {name}": each for name, each in undisturbed().items()}
         assert poisoned.num_drafts > 0
         assert caches.num_failed_openings == engine.metrics.drafter_failures - engine._proposals.num_failures > 0
@@ -379,11 +357,11 @@ def test_a_namespace_whose_directory_does_not_answer_holds_up_nobody(
     with CacheSet(config, fingerprint=CODEC.fingerprint) as caches:
         gate, engine = Gate(caches, monkeypatch), engine_of(caches, overlap=False, shape="chain")
 
-        def ask(round: int) -> dict[str, tuple[Any, ...]]:
+        def ask(round: int) -> dict[str, Answer]:
             for request in requests_of():
                 namespace = "slow" if request.request_id in ("greedy", POISON) else "default"
                 engine.submit(replace(request, request_id=f"{request.request_id} {round}", namespace=namespace))
-            return {name.removesuffix(f" {round}"): said(outputs) for name, outputs in finish_all(engine).items()}
+            return {name.removesuffix(f" {round}"): whole(outputs) for name, outputs in finish_all(engine).items()}
 
         assert ask(1) == undisturbed()
         assert caches.names() == ["default"]
@@ -451,5 +429,5 @@ def test_a_failed_copy_of_keys_and_values_is_computed_instead(monkeypatch: pytes
             engine.submit(
                 Request(request_id=str(choice), prompt_token_ids=prompt, sampling=sampling, choice_index=choice)
             )
-        found = [said(outputs) for outputs in finish_all(engine).values()]
+        found = [whole(outputs) for outputs in finish_all(engine).values()]
         assert copies and found[0] == found[1] == found[2]

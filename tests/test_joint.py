@@ -1,4 +1,4 @@
-"""One draft of several drafters': who is asked, what is verified, and what each is told."""
+"""One draft of several drafters': who is asked at what cost, what is verified, what each is told, and nothing fails."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ssd.drafting.arbiter import Arbiter, MergedTree, depth_of, walked
+from ssd.drafting.arbiter import Arbiter, MergedTree, walked
 from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, Draft, DraftRequest
 from ssd.drafting.source import TRIAL_EVERY
-from ssd.pricing.rate import Excess
-from tests.reference.pricing import mean_excess
 
 STEP_S = 0.1
 
@@ -163,17 +159,6 @@ def test_a_draft_without_estimates_stands_beside_ours_even_where_they_agree() ->
     assert costly.told == [([5, 6, 7], 2)]
 
 
-def test_each_hears_of_its_own_tokens_as_far_as_they_were_verified() -> None:
-    judge = Judge({1: tree([5, 6], [-1, 0], [0.5, 0.9])})
-    costly = Costly(chain([5, 8], [0.8, 0.8]))
-    arbiter = Arbiter([judge, costly])
-    draft = arbiter.propose([ask()])[0].cut(2)
-    arbiter.observe("a", *verdict(draft, [5, 8]))
-    (name, tokens, path, accepted), own = judge.told[0], costly.told[0]
-    assert name == "a" and accepted == len(walked(draft, [5, 8])) and len(path) == accepted and len(tokens) == 2
-    assert own[1] <= len(own[0]) <= 2
-
-
 def test_a_source_that_adds_nothing_is_soon_asked_only_now_and_then() -> None:
     clock = Clock()
     costly = Costly(chain([5, 6], [0.8, 0.8]), cost_s=STEP_S / 10)
@@ -194,14 +179,6 @@ def test_a_source_that_adds_what_it_costs_is_asked_at_every_step() -> None:
     assert len(costly.asked) == 50
 
 
-def test_a_second_source_is_asked_for_what_the_first_ones_leave() -> None:
-    one, other = Costly(chain([7], [0.8])), Costly(chain([8], [0.8]))
-    judge = Judge()
-    draft = Arbiter([judge, one, other]).propose([ask()])[0]
-    assert sorted(draft.token_ids.tolist()) == [7, 8]
-    assert len(judge.asked) == 2 + 2  # alone, with offers, and behind each source's token
-
-
 def test_beside_a_chain_the_better_one_is_taken_and_offers_are_judged() -> None:
     judge = Judge({1: chain([5], [0.2])})
     draft = Arbiter([judge, Costly(chain([7, 8], None))]).propose([ask(is_tree=False)])[0]
@@ -210,86 +187,58 @@ def test_beside_a_chain_the_better_one_is_taken_and_offers_are_judged() -> None:
     assert Arbiter([judge, Costly(chain([7], None))]).propose([ask(is_tree=False)])[0].token_ids.tolist() == [5]
 
 
-def test_a_source_that_fails_leaves_the_first_ones_draft() -> None:
-    judge, costly = Judge({1: tree([5], [-1], [0.5])}), Costly(chain([7], [0.9]))
+FOUR = chain([7, 8, 9, 10], [0.9] * 4)
+
+
+def seen(arbiter: Arbiter, clock: Clock, steps: int, said: Sequence[int] = (7, 8, 9, 10)) -> list[bool]:
+    """Of each of so many steps whether anything was drafted."""
+    drafted = []
+    for _ in range(steps):
+        draft = arbiter.propose([ask()])[0]
+        clock.now += STEP_S
+        arbiter.observe("a", *verdict(draft, said))
+        clock.now += 100.0  # idle: does not count
+        drafted.append(len(draft.token_ids) > 0)
+    return drafted
+
+
+def test_a_drafter_that_costs_little_is_asked_and_told_its_cost() -> None:
+    clock, costly = Clock(), Costly(FOUR, cost_s=STEP_S / 50)
+    arbiter = Arbiter([Judge(), costly], clock=clock)
+    assert all(seen(arbiter, clock, 50))
+    # Retrieval brings nothing, so a token saves a step of 0.1 s: 2 ms are worth 0.02 of a token.
+    assert costly.asked[-1].prices == pytest.approx([0.01 + 0.02])
+
+
+def test_reading_begins_when_as_much_has_been_forgone() -> None:
+    clock, costly = Clock(), Costly(FOUR, cost_s=STEP_S / 50, begin_s=10 * STEP_S)
+    arbiter = Arbiter([Judge(), costly], clock=clock)
+    # Ten plain steps' tokens are what reading costs; one token a step is what is expected of asking at first.
+    arbiter.propose([ask("warm-up")])
+    clock.now += STEP_S
+    arbiter.observe("warm-up", EMPTY_DRAFT, 0)
+    costly.asked.clear()
+    drafted = seen(arbiter, clock, 20)
+    assert 8 <= drafted.index(True) <= 12
+    assert all(drafted[drafted.index(True) :])
+    arbiter.finish("a")
+
+
+def test_what_was_never_proposed_for_is_told_nobody_and_all_hear_of_the_end() -> None:
+    judge, costly = Judge({1: chain([5], [0.3])}), Costly(FOUR)
+    arbiter = Arbiter([judge, costly])
+    arbiter.observe("never proposed for", EMPTY_DRAFT, 0)
+    assert not judge.told and not costly.told
+    arbiter.finish("a")
+    assert judge.finished == costly.finished == ["a"]
+
+
+def test_a_failing_drafter_is_counted_and_asked_ever_more_rarely() -> None:
+    judge, costly = Judge({1: chain([5], [0.3])}), Costly(FOUR)
     costly.failing = True
     arbiter = Arbiter([judge, costly])
-    for _ in range(4):
+    for _ in range(16):
         assert arbiter.propose([ask()])[0].token_ids.tolist() == [5]
-    assert arbiter.num_failures == 2 == len(costly.asked)
-    arbiter.observe("a", EMPTY_DRAFT, 0)
-    assert judge.told == [("a", [], [], 0)]
+    assert len(costly.asked) == arbiter.num_failures == 4  # at steps 1, 3, 6, 11
     arbiter.finish("a")
-    assert judge.finished == ["a"]
-
-
-def test_requests_beside_each_other_get_what_is_theirs() -> None:
-    judge = Judge({1: tree([5], [-1], [0.5])})
-    drafts = Arbiter([judge, Costly(chain([7], [0.9]))]).propose([ask("a"), ask("b", limit=0), ask("c", price=None)])
-    assert [sorted(draft.token_ids.tolist()) for draft in drafts] == [[5, 7], [], [5, 7]]
-
-
-trees = st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 12), st.floats(0.01, 1.0)), max_size=12)
-
-
-def planted(nodes: Sequence[tuple[int, int, float]]) -> Draft:
-    return tree(
-        [token for token, _, _ in nodes],
-        [min(parent, i - 1) for i, (_, parent, _) in enumerate(nodes)],
-        [estimate for _, _, estimate in nodes],
-    )
-
-
-def branches(draft: Draft) -> list[list[int]]:
-    """Of each token the tokens from the context to it."""
-    found: list[list[int]] = []
-    parents = range(-1, len(draft.token_ids) - 1) if draft.parents is None else draft.parents.tolist()
-    for token, parent in zip(draft.token_ids.tolist(), parents, strict=True):
-        found.append([*(found[parent] if parent >= 0 else []), token])
-    return found
-
-
-@given(trees, trees, st.integers(0, 30), st.floats(0.0, 0.5))
-def test_a_graft_has_the_branches_of_both_and_the_best_of_them_first(
-    one: list[tuple[int, int, float]], other: list[tuple[int, int, float]], limit: int, price: float
-) -> None:
-    first, second, merged = planted(one), planted(other), MergedTree()
-    nodes = [merged.add(first), merged.add(second)]
-    assert merged.find(second) == nodes[1]
-    whole, order = merged.best(100, np.zeros(1))
-    assert sorted(order) == list(range(len(merged.token_ids)))
-    expected = {tuple(branch) for branch in branches(first) + branches(second)}
-    assert sorted(map(tuple, branches(whole))) == sorted(expected)
-    assert depth_of(whole) == max(map(len, expected), default=0)
-    cut, _ = merged.best(limit, np.array([price]))
-    chances = sorted(merged.chances, reverse=True)
-    assert cut.chances() == pytest.approx([chance for chance in chances[:limit] if chance >= price])
-    assert cut.parents is not None and (cut.parents < np.arange(len(cut.token_ids))).all()
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([0.0, 0.4, 3.0, 50.0]), st.sampled_from([0.0, 0.5, 0.99]), st.integers(0, 9)),
-        max_size=100,
-    ),
-    st.sampled_from([0.0, 0.4, 3.0, 50.0]),
-    st.sampled_from([0.0, 0.5, 0.99]),
-)
-def test_expected_excess_is_the_mean_of_those_alike_leaning_on_all(
-    seen: list[tuple[float, float, int]], promised: float, first: float
-) -> None:
-    excess = Excess()
-    for each in seen:
-        excess.learn(*each)
-    assert excess.expected(promised, first) == pytest.approx(mean_excess(seen, promised, first))
-
-
-def test_excess_follows_traffic_that_changes() -> None:
-    excess = Excess()
-    for _ in range(2000):
-        excess.learn(0.5, 0.4, 3)
-    assert excess.expected(0.5, 0.4) == pytest.approx(3.0, abs=0.05)
-    assert excess.expected(30.0, 0.99) == pytest.approx(3.0, abs=0.1)
-    for _ in range(1000):
-        excess.learn(30.0, 0.99, 0)
-    assert excess.expected(30.0, 0.99) < 0.1 < 2.5 < excess.expected(0.5, 0.4)
+    assert costly.finished == ["a"] and arbiter.num_failures == 5

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.errors import ModelError
 from ssd.model.loading.load_target import open_target
-from ssd.model.loading.memory import cgroup_room, fit_slots, free_bytes, usable_bytes
-from ssd.model.ways.row_target import RowTarget
+from ssd.model.loading.memory import cgroup_room, fit_slots
 from tests.models import tiny_model
 
 
@@ -28,16 +26,6 @@ def fit(
         usable_bytes=usable,
     )
     return [found.num_slots, found.max_length, found.shortage is None]
-
-
-def test_everything_that_fits_is_granted() -> None:
-    assert fit(4, 1000, 5000, 4000) == [4, 1000, True]
-    assert fit(4, None, 1000, 4000) == [4, 1000, True]
-
-
-def test_an_asked_length_is_kept_and_slots_get_fewer() -> None:
-    assert fit(4, 1000, 5000, 3999) == [3, 1000, False]
-    assert fit(4, 1000, 5000, 1000) == [1, 1000, False]
 
 
 def test_a_length_nobody_asked_for_gets_shorter_before_slots_get_fewer() -> None:
@@ -114,10 +102,6 @@ def test_no_limit_and_no_control_groups_at_all(tmp_path: Path) -> None:
     assert cgroup_room(tmp_path, membership) is None
 
 
-def test_this_machine_has_some_memory_left() -> None:
-    assert 0 < usable_bytes(torch.device("cpu")) < free_bytes(torch.device("cpu")) < 1 << 50
-
-
 def test_more_slots_than_there_is_memory_for_run_as_fewer(caplog: pytest.LogCaptureFixture) -> None:
     """A thousand million slots of the tiny model; nothing is allocated for those that are not granted."""
     with caplog.at_level("WARNING"):
@@ -127,11 +111,6 @@ def test_more_slots_than_there_is_memory_for_run_as_fewer(caplog: pytest.LogCapt
     # Two layers, keys and values of two heads of 16 floats: 512 bytes a token, 104 tokens a slot.
     assert target.num_slots == (1 << 19) // (512 * 104)
     assert "lower --max-model-len" in caplog.text
-
-
-def test_rows_computed_one_by_one_are_counted_as_well() -> None:
-    target = open_target(tiny_model("stablelm"), num_slots=10**6, max_length=100, kv_cache_memory_bytes=1 << 19)
-    assert isinstance(target, RowTarget) and 1 <= target.num_slots < 100
 
 
 def test_a_budget_that_holds_no_slot_is_refused() -> None:

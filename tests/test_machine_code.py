@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,12 +50,6 @@ def test_what_one_process_compiled_another_only_loads(compiled: Callable[[], Any
     assert list((tmp_path / "kept").rglob("twice.*.nbc"))
 
 
-def test_a_change_of_its_sources_compiles_anew(compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert num_compiled(compiled()) == 1
-    monkeypatch.setattr(machine_code, "source_stamp", lambda _path: "another")
-    assert [num_compiled(compiled()), num_compiled(compiled())] == [1, 0]
-
-
 def stamp_of(package: Path, name: str = "a.py") -> str:
     """As a process that starts finds it."""
     machine_code._imports_of.cache_clear()
@@ -94,13 +87,6 @@ def test_the_stamp_follows_what_the_files_hold_that_a_kernel_is_made_of(tmp_path
     (package / "a.py").write_text(statement + " ")
     stamps.append(stamp_of(package))
     assert len(set(stamps)) == len(stamps) == 3
-
-
-def test_thesource_stamp_a_kernel_holds_the_layout_of_what_it_reads() -> None:
-    package = machine_code._PACKAGE
-    found = machine_code._imports_of(package / "retrieval" / "lanes.py", package)
-    assert package / "retrieval" / "snapshot.py" in found and package / "compiled" / "addresses.py" in found
-    assert package / "retrieval" / "directory.py" not in found
 
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
@@ -181,23 +167,3 @@ def test_a_directory_that_becomes_unusable_costs_a_warning(
         path.write_text("a file where the directory was")
     assert num_compiled(dispatcher) == 1
     assert len(caplog.records) <= 2 and "compiled kernels" in caplog.text
-
-
-def test_lookups_run_under_a_numba_with_other_internals() -> None:
-    code = """
-import numpy as np
-from numba.core import caching
-
-class Other(caching.IndexDataCacheFile):
-    def __init__(self, *arguments, **settings):
-        super().__init__(*arguments, **settings)
-        self._stamp = self.__dict__.pop("_source_stamp")
-
-caching.IndexDataCacheFile = Other
-from ssd.retrieval.search import longest_match
-from tests.reference.drafting import make_snapshot
-match = longest_match(make_snapshot([[1, 2, 3, -1]], [2, 3, -1]), np.array([9, 2, 3], np.int32), 32)
-print(match.length, match.support)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.split() == ["2", "2"]

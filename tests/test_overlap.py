@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
-from ssd.engine import Engine, FinishReason, Request, RequestOutput
+from ssd.engine import Engine, FinishReason, Request
 from ssd.engine.batch import Batch
 from ssd.engine.sequence import Sequence
 from ssd.model.loading.load_target import load_model, open_target
@@ -22,6 +22,7 @@ from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from tests.fixed_times import fix_times
 from tests.models import VOCAB, tiny_model
+from tests.whole_answers import finish_all, tokens_of, whole
 
 EOS = 2
 CODEC = TextCodec.load(str(MODEL_PATH))
@@ -30,7 +31,7 @@ CODEC = TextCodec.load(str(MODEL_PATH))
 @cache
 def target_of(kind: str) -> Target:
     model = tiny_model() if kind == "tiny" else load_model(MODEL_PATH, dtype="float32", device="cpu")
-    return open_target(model, num_slots=3, max_length=128, max_draft_tokens=4)
+    return open_target(model, num_slots=3, max_length=128, max_draft_tokens=4, exact="on")
 
 
 def engine_of(kind: str, *, runs_beside_host: bool, caches: CacheSet | None = None) -> Engine:
@@ -50,33 +51,6 @@ def engine_of(kind: str, *, runs_beside_host: bool, caches: CacheSet | None = No
         draft=draft,
         noise_root=lambda: b"of all",
         eos_token_ids=[EOS] if kind == "tiny" else None,
-    )
-
-
-def finish_all(engine: Engine) -> dict[str, list[RequestOutput]]:
-    outputs: dict[str, list[RequestOutput]] = {}
-    while engine.has_work():
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        assert engine.check() == []
-    assert engine._under_way is None
-    return outputs
-
-
-def said(outputs: list[RequestOutput]) -> tuple[Any, ...]:
-    """All that a client sees of a request."""
-    *before, last = outputs
-    assert all(output.finish_reason is None for output in before)
-    logprobs = [each for output in outputs for each in output.logprobs or ()]
-    prompt_logprobs = [output.prompt_logprobs for output in outputs]
-    assert prompt_logprobs[1:] == [None] * len(before)
-    return (
-        [token for output in outputs for token in output.token_ids],
-        "".join(output.text for output in outputs),
-        last.finish_reason,
-        last.stop_reason,
-        [(each.token_id, [other for other, _ in each.top]) for each in logprobs] if logprobs else None,
-        prompt_logprobs[0] is None,
     )
 
 
@@ -109,27 +83,10 @@ def test_a_random_load_gives_the_same(seed: int, count: int) -> None:
             engine = engine_of("tiny", runs_beside_host=runs_beside_host, caches=caches)
             for request in requests:
                 engine.submit(request)
-            found.append({name: said(outputs) for name, outputs in finish_all(engine).items()})
+            found.append({name: whole(outputs) for name, outputs in finish_all(engine).items()})
             assert engine.metrics.drafter_failures == 0
             assert sum(engine.metrics.num_requests_finished.values()) == count
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("stop", [(), ("def",), ("\n\n", "return"), ("\n    ",)])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_text_and_stop_strings_are_the_same(stop: tuple[str, ...], temperature: float) -> None:
-    prompt = tuple(CODEC.encode_prompt("import os\n\n\nclass Path:\n    def join(self, other):\n"))
-    sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=3, stop=stop, logprobs=2)
-    found = []
-    for runs_beside_host in (False, True):
-        engine = engine_of("bundled", runs_beside_host=runs_beside_host)
-        for choice in range(3):
-            engine.submit(
-                Request(request_id=str(choice), prompt_token_ids=prompt, sampling=sampling, choice_index=choice)
-            )
-        found.append({name: said(outputs) for name, outputs in finish_all(engine).items()})
-    assert found[0] == found[1]
-    assert all(text for _, text, *_ in found[0].values()) or stop
 
 
 def test_text_is_made_and_learned_from_while_the_next_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +150,7 @@ def test_what_comes_next_is_drafted_while_a_pass_runs(wrong: int | None, monkeyp
             for row, prompt in enumerate(prompts):
                 engine.submit(Request(request_id=str(row), prompt_token_ids=prompt, sampling=sampling, learn=False))
             outputs = finish_all(engine)
-        tokens = [[token for each in outputs[str(row)] for token in each.token_ids] for row in range(len(prompts))]
+        tokens = [tokens_of(outputs[str(row)]) for row in range(len(prompts))]
         return tokens, engine.metrics.num_verify_steps, sum(prepared)
 
     answers, _, _ = answered([], runs_beside_host=False)

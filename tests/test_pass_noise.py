@@ -57,7 +57,6 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logit_bias": ((4, 9.0),)},
     {"temperature": 1.0, "allowed_token_ids": (3, 4, 5)},
 ]
-CHOSEN_INSIDE = 1, 2
 
 
 def row_of(kind: int, seed: int, draft: list[int], **more: Any) -> SamplingRow:

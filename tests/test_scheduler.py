@@ -14,14 +14,15 @@ from ssd.config import EngineConfig, SamplingParams
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import NoDrafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
-from ssd.engine.schedule import AGEING_STEPS, PrefixReuse, Scheduler
+from ssd.engine.schedule import PrefixReuse, Scheduler
 from ssd.engine.sequence import Sequence
 from ssd.errors import ConfigError, RequestError
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
 from tests.models import tiny_model
 from tests.reference import scheduling as slow
-from tests.test_prefix_reuse import drawn, expected, finish_all, greedy, make_engine, model_of, request, text, tokens_of
+from tests.test_prefix_reuse import drawn, expected, greedy, make_engine, model_of, request, text
+from tests.whole_answers import finish_all, tokens_of
 
 
 def ends_in_order(engine: Engine, begun: Several[RequestOutput] = ()) -> list[str]:
@@ -30,25 +31,6 @@ def ends_in_order(engine: Engine, begun: Several[RequestOutput] = ()) -> list[st
     while engine.has_work():
         ended += [output.request_id for output in engine.step() if output.finish_reason]
     return ended
-
-
-def test_lower_priorities_go_first_and_equal_ones_in_order_of_arrival() -> None:
-    engine = make_engine(slots=1)
-    for name, priority in (("a", 0), ("late", 5), ("b", 0), ("early", -5), ("c", 0)):
-        engine.submit(request(name, text(1, 5), greedy(1), priority=priority))
-    assert ends_in_order(engine) == ["early", "a", "b", "c", "late"]
-
-
-def test_waiting_makes_up_for_a_higher_priority() -> None:
-    """One short request a step arrives with the better priority; the other one's turn comes all the same."""
-    engine = make_engine(slots=1)
-    engine.submit(request("patient", text(1, 5), greedy(1), priority=2))
-    ended: list[str] = []
-    for step in range(3 * AGEING_STEPS):
-        engine.submit(request(f"urgent-{step}", text(2, 5), greedy(1), priority=0))
-        ended += [output.request_id for output in engine.step() if output.finish_reason]
-    # Those that came within 2 * AGEING_STEPS of it went first, no others.
-    assert 2 * AGEING_STEPS - 1 <= ended.index("patient") <= 2 * AGEING_STEPS + 1
 
 
 @settings(max_examples=200)
@@ -155,45 +137,6 @@ def test_a_more_urgent_request_takes_the_slot_and_the_output_stays_the_same(samp
     assert engine.metrics.prompt_tokens == 40  # a resumed prompt counts once
 
 
-def test_the_least_urgent_youngest_makes_room_and_equals_never_do() -> None:
-    engine = make_engine(slots=3)
-    for name, priority in (("a", 1), ("b", 3), ("c", 3)):
-        engine.submit(request(name, text(ord(name), 6), greedy(60), priority=priority))
-    engine.step()
-    engine.submit(request("equal", text(7, 6), greedy(2), priority=3))
-    engine.step()
-    assert engine.metrics.num_preemptions == 0
-    engine.submit(request("urgent", text(8, 6), greedy(2), priority=2))
-    assert {output.request_id for output in engine.step()} == {"a", "b", "urgent"}
-    assert engine.metrics.num_preemptions == 1
-    # "c" came before "equal" and goes on first.
-    assert ends_in_order(engine).index("urgent") == 0
-
-
-def test_who_has_waited_its_way_past_the_urgent_is_not_preempted() -> None:
-    engine = make_engine(slots=1)
-    engine.submit(request("old", text(1, 4), greedy(90), priority=1))
-    for _ in range(AGEING_STEPS + 1):
-        engine.step()
-        if not engine.has_work():
-            pytest.fail("the request ended too soon for this test")
-    engine.submit(request("urgent", text(2, 4), greedy(1), priority=0))
-    engine.step()
-    assert engine.metrics.num_preemptions == 0
-
-
-def test_a_preempted_request_can_be_cancelled_and_one_that_waits_too() -> None:
-    engine = make_engine(slots=1)
-    engine.submit(request("slow", text(1, 20), greedy(40), priority=1))
-    engine.step()
-    engine.submit(request("urgent", text(2, 20), greedy(30)))
-    engine.step()
-    engine.cancel("slow")
-    outputs = finish_all(engine)
-    assert outputs["slow"][-1].finish_reason is FinishReason.CANCELLED
-    assert outputs["urgent"][-1].finish_reason is FinishReason.LENGTH
-
-
 def test_a_preempted_prompt_goes_on_where_it_was() -> None:
     """Its keys and values stay in another slot as long as nobody needs that."""
     engine = make_engine(slots=2, chunk=16)
@@ -268,40 +211,11 @@ def test_a_long_prompt_is_done_in_bounded_steps_however_many_short_ones_come() -
     assert step <= 80 // (8 // 4) + 1
 
 
-def test_running_requests_go_on_in_every_step_while_prompts_are_computed() -> None:
-    engine = make_engine(slots=3, chunk=8)
-    engine.submit(request("runs", text(1, 5), greedy(60)))
-    engine.step()
-    for name in ("a", "b"):
-        engine.submit(request(name, text(ord(name), 90), greedy(2)))
-    for _ in range(10):
-        assert "runs" in {output.request_id for output in engine.step()}
-
-
-def test_a_prompt_of_all_but_one_token_of_the_context_runs_beside_others() -> None:
-    engine = make_engine(slots=3, chunk=16)
-    requests = [
-        request("whole", text(1, 95), greedy(1)),
-        request("short", text(2, 5), greedy(60)),
-        request("drawn", text(3, 40), drawn(1, 50)),
-        request("again", [*text(1, 90), 7, 8, 9, 10, 11], greedy(1)),
-    ]
-    for asked in requests:
-        engine.submit(asked)
-    outputs = finish_all(engine)
-    for asked in requests:
-        assert tokens_of(outputs[asked.request_id]) == expected(asked)
-    assert outputs["again"][-1].stats.num_cached_tokens >= 90
-
-
 def test_a_prompt_that_is_to_be_scored_waits_for_a_budget_that_is_used_up() -> None:
     engine = make_engine(slots=2, chunk=8)
     scored = request("scored", text(2, 30), SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=0))
     engine.submit(request("other", text(1, 20), greedy(2)))
     engine.submit(scored)
-    outputs: dict[str, list[RequestOutput]] = {}
-    while engine.has_work():
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
+    outputs = finish_all(engine)
     assert [len(output.prompt_logprobs) for output in outputs["scored"] if output.prompt_logprobs] == [30]
-    assert [token for output in outputs["scored"] for token in output.token_ids] == expected(scored)
+    assert tokens_of(outputs["scored"]) == expected(scored)

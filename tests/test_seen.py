@@ -17,7 +17,7 @@ from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
 from tests.reference import drafting as reference
 from tests.test_acceptance import PRICES, asked_of, levels_of
-from tests.test_search import WIDE, contexts, sequences
+from tests.test_search import contexts, sequences
 
 indexes = st.builds(reference.make_snapshot, st.lists(sequences, max_size=4))
 
@@ -116,51 +116,6 @@ def test_places_and_chances_are_those_of_the_slow_twin(
         expected = slow.candidates(levels, asked, path, model)
         for candidate in position.candidates:
             assert candidate.chance == pytest.approx(expected[candidate.token_id][0], rel=1e-9)
-
-
-@pytest.mark.parametrize("width", [2, 3, 4])
-def test_places_are_found_in_segments_of_every_width(width: int) -> None:
-    small, wide = [1, 2, 3, 4, 5], [WIDE[width] * token for token in (1, 2, 3, 2, 1)]
-    snapshot = reference.make_snapshot([[9, 9, SEPARATOR, *small, SEPARATOR], [*wide, SEPARATOR, *wide, SEPARATOR]])
-    assert snapshot.segments[1].width == width
-    seen = see(SuffixDrafter(recycling=False), request_of(snapshot, wide[:3], 8, False), 0.1)
-    assert {(place.segment, place.position) for place in seen.lookups[0].places} == {(1, 3), (1, 9)}
-    assert all(place.goes_on == tuple(wide[3:]) for place in seen.lookups[0].places)
-    assert seen.draft.token_ids.tolist()[:2] == wide[3:]
-
-
-def test_many_places_are_sampled_and_say_for_how_many_they_stand() -> None:
-    text = [token for number in range(200) for token in (1, 2, 3, 10 + number % 2, SEPARATOR)]
-    seen = see(SuffixDrafter(recycling=False), request_of(reference.make_snapshot([text]), [1, 2, 3], 4, True), 0.05)
-    first = seen.lookups[0]
-    assert len(first.places) < 60
-    assert 64 <= sum(place.weight for place in first.places) <= 200  # beyond 24, at least so many
-    votes = {each.token_id: sum(each.index_votes) for each in seen.positions[0].candidates}
-    assert sum(votes.values()) == pytest.approx(sum(place.weight for place in first.places))
-    assert set(votes) == {10, 11}
-
-
-def test_of_a_long_text_only_the_end_is_looked_up_again() -> None:
-    context = [*range(100, 5000), 1, 2, 3, 4]
-    snapshot = reference.make_snapshot([[1, 2, 3, 4, *range(2000, 2008), SEPARATOR]])
-    for tree in (False, True):
-        seen = see(SuffixDrafter(recycling=False), request_of(snapshot, context, 24, tree), 0.001)
-        assert seen.draft.token_ids.tolist()[:10] == list(range(2000, 2010))
-        (place,) = [each for each in seen.lookups[1].places if each.segment == OWN_TEXT]
-        assert place.goes_on[0] == context[place.position] == 2008
-
-
-def test_a_draft_that_is_carried_on_says_where_it_was_looked_up_again() -> None:
-    begin, end = [1, 2, 3, 4, 5, 6, 7, 8], [5, 6, 7, 8, 9, 10, 11, 12]
-    snapshot = reference.make_snapshot([[*begin, SEPARATOR], [*end, SEPARATOR]])
-    for tree in (False, True):
-        seen = see(SuffixDrafter(recycling=False), request_of(snapshot, [1, 2, 3, 4], 16, tree), 0.01)
-        assert seen.draft.token_ids.tolist()[:8] == [5, 6, 7, 8, 9, 10, 11, 12]
-        again = seen.lookups[1]
-        assert (again.depth, again.lengths) == (4, (8, 4))
-        assert [(place.segment, place.position) for place in again.places if place.goes_on] == [(1, 4)]
-        assert seen.positions[4].lookup == 1
-        assert seen.ended in ("nothing", "price")
 
 
 def test_views_add_up_to_the_chance_and_what_was_learned_is_used() -> None:

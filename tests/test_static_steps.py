@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,14 +16,12 @@ from ssd.config import SamplingParams
 from ssd.model.kv.kv_cache import SlotKVCache
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import PassOutput
-from ssd.model.sampling.target_tokens import target_tokens
-from ssd.model.steps.buffers import StepShape, powers_of_two
+from ssd.model.steps.buffers import StepShape
 from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticMoves, StaticSteps, Step, eagerly
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.steps_probe import Candidate, attach_first, attach_steps, make_steps, steps_error
+from ssd.model.ways.steps_probe import Candidate, attach_first, make_steps, steps_error
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
-from tests.sampling_rows import make_row
 from tests.static_targets import RECORDERS, pair_of_targets
 
 # What transformers has to say about tiny settings.
@@ -159,13 +156,6 @@ def test_shapes_are_few_and_large_passes_have_none() -> None:
     assert shape_of(steps, 25, 1, 10) is None
 
 
-@given(st.integers(1, 300), st.integers(1, 300))
-def test_sizes_double_up_to_the_last(first: int, more: int) -> None:
-    sizes = powers_of_two(first, first + more)
-    assert sizes[0] == first and sizes[-1] == first + more
-    assert all(small < large <= 2 * small for small, large in itertools.pairwise(sizes))
-
-
 def test_warming_up_records_common_shapes_and_touches_no_text() -> None:
     plain, static = pair_of_targets(tiny_model(), num_slots=3, max_width=5)
     static.can_verify_trees = True
@@ -175,13 +165,6 @@ def test_warming_up_records_common_shapes_and_touches_no_text() -> None:
     plain.warm_up()
     assert static.steps is not None and static.steps.num_recorded == 3 * 4 + 4
     assert_same_state(plain, static)
-
-
-def test_prompts_are_read_by_plain_passes() -> None:
-    _, static = pair_of_targets(tiny_model())
-    static.prefill([0], np.arange(3, 8)[None], [5])
-    output = static.forward([0], np.arange(3, 23)[None], [20])  # wider than a draft: a prompt that is scored
-    assert static.steps is not None and static.steps.num_recorded == 0 and output.chosen is None
 
 
 def failing(step: Step) -> Step:
@@ -259,29 +242,6 @@ def test_the_first_steps_that_run_and_agree_are_taken(caplog: pytest.LogCaptureF
         assert said in caplog.text
     attach_first(target, wrong, tolerance=1e-3)
     assert target.steps is None
-
-
-def test_on_a_cpu_passes_are_plain() -> None:
-    target = open_target(tiny_model(), num_slots=2, max_length=32)
-    assert isinstance(target, SlotTarget) and target.steps is None
-    attach_steps(target, tolerance=1e-3)
-    assert target.steps is None
-
-
-def test_only_so_many_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssd.model.steps.static_steps._MOST_SHAPES", 2)
-    _, static = pair_of_targets(tiny_model())
-    assert static.steps is not None
-    for width in (1, 2, 1, 4):
-        static.forward([0], np.full((1, width), 5), [width])
-    assert [shape.width for shape in static.steps._steps] == [1, 4]
-
-
-def test_the_argmax_of_the_pass_is_not_used_where_rules_change_the_logits() -> None:
-    logits = torch.tensor([[[0.0, 2.0, 1.0]]])
-    plain, biased = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logit_bias=((1, -5.0),))
-    for params, expected in ((plain, 0), (biased, 2)):
-        assert target_tokens(PassOutput(logits, torch.tensor([[0]])), [make_row(params)]).tolist() == [[expected]]
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300))

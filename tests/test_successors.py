@@ -127,14 +127,6 @@ def test_a_table_knows_what_was_said_last_after_every_token_and_pair(told: list[
     assert entry(table, (123_456,)) == entry(table, (77, 123_456)) == entry(table, (-1, 5)) == entry(table, (-5,)) == []
 
 
-def test_shares_are_levels_of_what_is_kept_together() -> None:
-    scored = scored_pass([("a", None, True, [1, 2], [10, 11, 12, 13])])
-    scored.top_logits[0, 0, :4] = np.log([0.9, 0.07, 0.0299, 0.0001])
-    successors = NamespaceSuccessors()
-    successors.learn(scored)
-    assert entry(successors.of(None, "a"), (2,)) == [(10, 7), (11, 2), (12, 0)]
-
-
 def test_what_one_namespace_said_no_other_drafts() -> None:
     successors = NamespaceSuccessors()
     one, other = LearnedState(), LearnedState()
@@ -160,12 +152,6 @@ def test_what_one_namespace_said_no_other_drafts() -> None:
     assert said(None, "a third") == said(LearnedState(), "in one") == set()
     successors.ended("of nobody")
     assert said(None, "of nobody") == set() and said(None, "of nobody too") == {40, 41}
-
-
-def test_a_request_that_leaves_nothing_makes_no_table() -> None:
-    successors, one = NamespaceSuccessors(), LearnedState()
-    successors.learn(scored_pass([("a", one, False, [1, 2], [10])]))
-    assert successors.of(one, "a") == 0
 
 
 def test_the_table_used_longest_ago_gives_way_and_none_that_is_in_use() -> None:

@@ -112,14 +112,6 @@ def test_what_is_trained_on_afterwards_changes_nothing_here() -> None:
     assert said(engine) == before
 
 
-def test_keys_and_values_of_the_old_weights_are_not_reused() -> None:
-    engine = engine_of(tiny_model("Llama"))
-    said(engine)
-    assert any(engine.target.length(slot) for slot in range(2))
-    engine.load_weights(moved("Llama", 1).state_dict())
-    assert not any(engine.target.length(slot) for slot in range(2))
-
-
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_passes_of_fixed_shape_compute_with_the_new_weights(recorder: str) -> None:
     plain, static = (engine_of(target) for target in pair_of_targets(moved("Llama", 0), recorder))
@@ -166,14 +158,6 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(spoil: A
     with pytest.raises(ModelError, match=says):
         engine.load_weights(spoil(moved("Llama", 1, tie_word_embeddings=True).state_dict()))
     assert said(engine) == before
-
-
-def test_one_name_of_a_shared_weight_is_enough() -> None:
-    engine, other = (engine_of(tiny_model("Llama", tie_word_embeddings=True)) for _ in range(2))
-    weights = moved("Llama", 1, tie_word_embeddings=True).state_dict()
-    engine.load_weights(less(weights, "lm_head.weight"))
-    other.load_weights(less(weights, "model.embed_tokens.weight"))
-    assert said(engine) == said(other)
 
 
 def test_weights_are_not_changed_under_a_request() -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
 from ssd.model.kv.tree import node_parents
-from ssd.model.layers.tap import FINAL, Tap, Tapped, require_tap
+from ssd.model.layers.tap import FINAL, Tapped, require_tap
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import pad_rows
 from ssd.model.ways.slot_target import SlotTarget
@@ -122,23 +122,6 @@ def test_a_kept_path_keeps_its_features(is_static: bool) -> None:
         torch.testing.assert_close(features_of(target, slot), expected, atol=1e-4, rtol=1e-3)
 
 
-def test_a_copied_prefix_brings_its_features() -> None:
-    target = tapping(tiny_model())
-    read_in_parts(target, [2, 0], [text(11), text(14, seed=1)])
-    target.copy_prefix(0, 3, 12)
-    assert torch.equal(features_of(target, 3), features_of(target, 0)[:12])
-
-
-def test_nothing_is_kept_where_nobody_reads() -> None:
-    target = SlotTarget(tiny_model(), 2, 32, 4)
-    target.prefill([0], pad_rows([text(5)]), [5])
-    held = target.kv_cache.bytes_per_token
-    assert target.features is None
-    tapped = tapping(tiny_model(), num_slots=2, max_length=32)
-    tapped.prefill([0], pad_rows([text(5)]), [5])
-    assert tapped.kv_cache.bytes_per_token == held + 3 * 64 * 4
-
-
 def test_features_count_in_the_budget() -> None:
     """As many bytes of memory hold fewer slots."""
     model = tiny_model()
@@ -147,18 +130,6 @@ def test_features_count_in_the_budget() -> None:
     target = open_target(model, num_slots=64, max_length=100, kv_cache_memory_bytes=2_000_000, tapped=tapped)
     per_token = 2_000_000 // 117
     assert plain.num_slots == per_token // 512 and target.num_slots == per_token // (512 + 64 * 4 + 256)
-
-
-def test_only_a_pass_that_is_listened_to_is_kept() -> None:
-    model = tiny_model()
-    tap = Tap(model, (1,))
-    ids = torch.ones(1, 3, dtype=torch.int64)
-    with tap.listening() as first:
-        model(input_ids=ids)
-    model(input_ids=ids)
-    assert len(first) == 1 and first[0].shape == (1, 3, 64)
-    with pytest.raises(KeyError), tap.listening():
-        pass
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,6 @@ def test_ids_are_those_of_transformers(codec: TextCodec, directory: Path) -> Non
     assert codec.decode(codec.encode_completion(text)) == text
 
 
-def test_content_may_be_text_parts(codec: TextCodec) -> None:
-    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-    assert codec.encode_chat([{"role": "user", "content": parts}]) == codec.encode_chat(
-        [{"role": "user", "content": "hel\nlo"}]
-    )
-
-
 def test_a_template_of_the_callers_and_its_variables(codec: TextCodec) -> None:
     template = "{{ messages[0]['content'] }}{{ mood }}{{ tools | length }}"
     ids = codec.encode_chat([USER], chat_template=template, template_kwargs={"mood": "!", "tools": [{}, {}]})
@@ -186,30 +179,6 @@ def test_templates_that_want_arguments_as_text_get_them(codec: TextCodec) -> Non
         codec.encode_chat(messages, chat_template="{{ 1 / 0 }}")
 
 
-def test_messages_of_older_clients_and_those_that_were_answers_are_understood(codec: TextCodec) -> None:
-    from ssd.text.messages import normalize_messages
-
-    answered = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": None}
-    older = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
-    found = normalize_messages(
-        [
-            answered,
-            older,
-            {"role": "function", "name": "f", "content": "1"},
-            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "tool_calls": []},
-            {"role": "assistant", "content": "", "reasoning": "why"},
-        ]
-    )
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    assert found == [
-        {"role": "assistant", "content": ""},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "f", "content": "1"},
-        {"role": "assistant", "content": "no"},
-        {"role": "assistant", "content": "", "reasoning": "why", "reasoning_content": "why", "thinking": "why"},
-    ]
-
-
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "does <|end|> it"}}]
 
 
@@ -233,20 +202,6 @@ def test_tools_are_told_in_words_where_a_template_knows_of_none(codec: TextCodec
     )
     end = codec.encode_completion("<|end|>")
     assert ids.count(end[0]) == 1  # the template's alone
-
-
-def test_a_template_without_a_place_for_the_system_is_told_of_tools_by_the_user(codec: TextCodec) -> None:
-    template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
-        "{{ m.role ~ ': ' ~ m.content }}{% endfor %}"
-    )
-    ids = codec.encode_chat(
-        [USER], template_kwargs={"tools": TOOLS}, tools_in_words=True, chat_template=template, allow_special_tokens=True
-    )
-    assert codec.decode(ids).startswith("user: You may call functions.")
-    assert codec.decode(ids).endswith("\n\nhello")
-    plain = codec.encode_chat([USER], tools_in_words=True, chat_template=template)
-    assert codec.decode(plain) == "user: hello"
 
 
 def test_half_a_surrogate_pair_is_no_character(codec: TextCodec) -> None:
@@ -401,11 +356,6 @@ def test_an_incomplete_character_waits_for_its_end(codec: TextCodec) -> None:
     assert [stream.push_token(token_id) for token_id in ids] == [""] * (len(ids) - 1) + ["\U0001f680"]
     stream.push(ids[:-1])
     assert stream.finish() == "\ufffd"
-
-
-def test_special_tokens_and_padding_ids_give_no_text(codec: TextCodec) -> None:
-    word = codec.encode_completion("word")
-    assert streamed(codec, [1, *word, 0, codec.vocab_size + 7, *word])[0] == "wordword"
 
 
 @pytest.mark.parametrize("path", real_tokenizers(), ids=lambda path: path.name)

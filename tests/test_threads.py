@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ssd.model.loading import threads
 from ssd.model.loading.load_target import open_target
-from ssd.model.loading.threads import fastest, one_thread_if_small, settle_threads
+from ssd.model.loading.threads import fastest, settle_threads
 from ssd.model.target import Target
 from tests.models import tiny_model
 
@@ -49,14 +49,6 @@ def test_the_fastest_is_used(monkeypatch: pytest.MonkeyPatch, best: int) -> None
     assert set(tried) == {1, 2, 4}
 
 
-def test_large_models_keep_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_MOST_BYTES", 1000)
-    tried = pretend(monkeypatch, {})
-    with one_thread_if_small(tiny_model()):
-        assert torch.get_num_threads() == 4
-    assert settle_threads(tiny_target()) == 4 and tried == []
-
-
 def test_a_small_model_is_opened_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     used: set[int] = set()
     model = tiny_model()
@@ -65,24 +57,10 @@ def test_a_small_model_is_opened_by_one_thread(monkeypatch: pytest.MonkeyPatch) 
     assert used == {1} and torch.get_num_threads() == 4
 
 
-def test_trying_ends_where_passes_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_MOST_S", 0.0)
-    tried = pretend(monkeypatch, {1: 0.001, 2: 0.001, 4: 0.001})
-    settle_threads(tiny_target())
-    assert tried == [count for count in (1, 2, 4) for _ in range(3)]
-
-
 def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = pretend(monkeypatch, {})
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert settle_threads(tiny_target()) == 4 and tried == []
-
-
-@pytest.mark.parametrize("name", ["Llama", "Mamba"])
-def test_real_passes_are_timed_and_leave_nothing(name: str) -> None:
-    target = tiny_target(name)
-    assert settle_threads(target) in (1, 2, 4)
-    assert target.length(0) == 0
 
 
 @given(st.dictionaries(st.integers(1, 64), st.tuples(st.floats(1e-4, 1), st.floats(1e-4, 1)), min_size=1))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
 from ssd.model.sampling.row_choice import DeviceRules
-from ssd.model.sampling.target_tokens import apply_prefix_rules, truncated_scores
+from ssd.model.sampling.target_tokens import apply_prefix_rules
 from ssd.token_rules import BadWords, TokenRules
 from tests.reference.sampling import bad_word_ends
 from tests.sampling_rows import make_row
@@ -41,11 +41,6 @@ def test_bad_words_are_those_of_the_slow_twin(words: list[list[int]], text: list
 def test_words_that_begin_alike_cost_a_bounded_walk(words: list[list[int]]) -> None:
     made = BadWords(words)
     assert made.ends(made.after(int32([1] * 5000))) == bad_word_ends(words, [1] * 5000)
-
-
-def test_nothing_is_made_for_a_request_without_rules() -> None:
-    rules = SamplingParams().rules
-    assert (len(rules.bias_ids), rules.allowed_ids, rules.bad_words) == (0, None, None)
 
 
 def test_rules_are_made_once_a_request_and_anew_for_another() -> None:
@@ -78,10 +73,3 @@ def test_bias_is_added_in_float32_at_every_position_and_adds_up(dtype: torch.dty
     expected[:, 5] -= 100.0
     apply_prefix_rules(logits, row)
     assert torch.equal(logits, expected.to(dtype))
-
-
-@pytest.mark.parametrize("top_k", [6, 7, 8, 2**31 - 1])
-def test_a_top_k_of_the_vocabulary_and_more_cuts_nothing(top_k: int) -> None:
-    logits = torch.randn(2, 7, generator=torch.Generator().manual_seed(1))
-    cut = truncated_scores(logits, [SamplingParams(top_k=top_k)] * 2)
-    assert int(torch.isinf(cut).sum()) == (2 if top_k == 6 else 0)

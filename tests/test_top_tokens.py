@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,14 @@ from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
 from ssd.drafting.successors import SUCCESSORS
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import open_target
-from ssd.model.sampling.sampler import PassOutput, packed_top, top_tokens, unpacked
+from ssd.model.sampling.sampler import packed_top, top_tokens, unpacked
 from ssd.model.steps.static_steps import eagerly
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.model.ways.steps_probe import make_steps
 from ssd.retrieval.cache import CacheSet
 from tests.models import tiny_model
 from tests.reference.top_tokens import top_of
+from tests.whole_answers import finish_all, tokens_of
 
 # What transformers has to say about tiny settings.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -80,16 +80,6 @@ def test_on_a_device_the_same_logits_are_found(scores: torch.Tensor) -> None:
         assert all(float(scores[at][token]) == value for token, value in found_at(ids[at], values[at]))
 
 
-def test_what_is_no_number_is_nothing_on_a_device() -> None:
-    ids, values = unpacked(packed_top(torch.full((1, 1, 20), float("nan"))))
-    assert (ids == -1).all() and ids.shape == values.shape == (1, 1, SUCCESSORS)
-
-
-def test_logits_of_any_layout_are_read_as_they_are() -> None:
-    scores = torch.randn(2, 50, 3).transpose(1, 2)
-    assert np.array_equal(top_tokens(scores, [3, 3])[0], top_tokens(scores.contiguous(), [3, 3])[0])
-
-
 class Witness:
     """The usual drafter; beside it, all that it is told of passes is compared with what the engine holds."""
 
@@ -135,15 +125,11 @@ class Witness:
 
 def asked_of(engine: Engine, num_requests: int, max_tokens: int, **request: Any) -> dict[str, list[int]]:
     """Prompts that repeat themselves now and then, all at once: what each was answered."""
-    found: dict[str, list[int]] = {}
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     for i in range(num_requests):
         prompt = tuple(np.random.default_rng(i).integers(3, 9, 1 + 9 * i).tolist())
         engine.submit(Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling, **request))
-    while engine.has_work():
-        for output in engine.step():
-            found.setdefault(output.request_id, []).extend(output.token_ids)
-    return found
+    return {name: tokens_of(outputs) for name, outputs in finish_all(engine).items()}
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
@@ -166,20 +152,6 @@ def test_a_drafter_is_told_what_every_pass_said(way: str, shape: Any, overlap: b
     assert witness.told[0] == "scores" and witness.told.count("verdict") >= sum(map(len, found.values())) / 7
     assert witness.num_rejected > 0
     assert (witness.num_branches > 0) == (shape == "tree" and architecture == "Llama")
-
-
-@pytest.mark.parametrize("drafter", ["none", "prompt-lookup"])
-def test_where_nobody_learns_from_it_nothing_is_looked_for(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(_output: PassOutput, _counts: Sequence[int]) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(PassOutput, "top", never)
-    target = open_target(tiny_model(), num_slots=3, max_length=96, max_draft_tokens=6)
-    draft = DraftConfig(num_speculative_tokens=6)
-    for config, name in ((draft, drafter), (replace(draft, recycling=False), "ssd")):
-        engine = Engine(target, drafter=make_drafter(name, config), draft=config, eos_token_ids=[2])
-        asked_of(engine, 2, 8)
-        assert engine.metrics.drafter_failures == 0
 
 
 @pytest.mark.parametrize("may_learn", [True, False])

@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: shape, acceptance, the pass over them and what is kept, against one path at a time."""
+"""Chains and trees of drafted tokens: shape, acceptance, the pass over them, what is kept: against a path at a time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
+from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft
 from ssd.engine.verify import usable
 from ssd.model.kv.tree import TreeShape, agree, is_tree, leading_chain, node_parents, path_to
@@ -16,7 +17,6 @@ from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.ways.find_way import verifies_trees
-from ssd.model.ways.row_target import RowTarget
 from ssd.model.ways.slot_target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
@@ -41,18 +41,6 @@ def test_the_shape_of_a_pass_equals_the_slow_twin(drafts: list[tuple[list[int], 
             assert set(np.flatnonzero(shape.sees[b, node]).tolist()) == seen
             assert shape.depths[b, node] == slow.depths(parents, len(tokens))[node] == len(seen) - 1
             assert path_to(ints(parents), node) == slow.path_of(parents, node - 1)
-
-
-def test_without_parents_a_draft_is_a_chain() -> None:
-    assert slow.depths(None, 3) == [0, 1, 2, 3]
-    shape = TreeShape.build(node_parents([None, ints([-1, -1])], 4))
-    assert shape.depths.tolist() == [[0, 1, 2, 3], [0, 1, 1, 2]]
-    assert np.array_equal(shape.sees[0], np.tri(4, dtype=bool))
-    assert (
-        leading_chain(ints([-1, 0, 1])) == 3
-        and leading_chain(ints([-1, 0, 0, 2])) == 2
-        and leading_chain(ints([])) == 0
-    )
 
 
 @settings(max_examples=300)
@@ -189,15 +177,6 @@ def test_only_what_is_not_in_place_is_moved(monkeypatch: pytest.MonkeyPatch) -> 
     assert [target.length(slot) for slot in (0, 1)] == [5, 3]
 
 
-def test_models_that_are_driven_row_by_row_verify_chains_only() -> None:
-    target = open_target(tiny_model("StableLM"), num_slots=2, max_length=32)
-    assert isinstance(target, RowTarget) and not target.can_verify_trees
-    with pytest.raises(NotImplementedError, match="chains only"):
-        target.forward_trees([0], np.array([[5]]), [1], np.array([[-1]]))
-    with pytest.raises(NotImplementedError, match="chains only"):
-        target.keep_paths([0], [1], [np.array([0])])
-
-
 def test_a_model_that_mixes_neighbours_outside_attention_gets_no_trees() -> None:
     model = tiny_model()
     target = SlotTarget(model, 2, 32, 8)
@@ -230,3 +209,28 @@ def test_what_is_no_tree_is_refused_and_what_is_too_big_is_cut(
     chain = usable(Draft(ints(tokens), parents=ints(parents)), limit, vocab_size=6, allow_tree=False)
     assert chain is not None and chain.parents is None
     assert chain.token_ids.tolist() == tokens[: min(limit, leading_chain(ints(parents)))]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 9))
+def test_a_draft_is_accepted_up_to_the_first_difference(seed: int, num_rows: int, width: int) -> None:
+    random = np.random.default_rng(seed)
+    fed, chosen = (random.integers(0, 2, (num_rows, width)) for _ in range(2))
+    counts = random.integers(1, width + 1, num_rows)
+    expected = []
+    for b in range(num_rows):
+        draft, said = fed[b, 1 : counts[b]].tolist(), chosen[b].tolist()
+        expected.append(next((i for i, token in enumerate(draft) if token != said[i]), len(draft)))
+    paths, said, sizes = agree(fed, chosen, counts, fed, False)
+    assert (sizes - 1).tolist() == expected
+    for b, size in enumerate(sizes):
+        assert paths[b, :size].tolist() == list(range(size)) and said[b, :size].tolist() == chosen[b, :size].tolist()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 3), st.integers(0, 40)), max_size=5))
+def test_keys_of_several_sequences_are_those_of_each(rows: list[tuple[int, int, int]]) -> None:
+    noises = [SequenceNoise.seeded(seed, choice) for seed, choice, _ in rows]
+    keys = SequenceNoise.seeded_keys(noises, [length for *_, length in rows], 4)
+    assert keys.shape == (len(rows), 4)
+    for noise, (*_, length), found in zip(noises, rows, keys, strict=True):
+        own = noise.keys(np.zeros(length, np.int32), np.zeros(3, np.int32))
+        assert found.tolist() == own.tolist()

@@ -178,12 +178,3 @@ def test_a_model_that_does_not_fit_names_the_way_out() -> None:
     config.num_attention_heads = config.num_key_value_heads = 1 << 13
     with pytest.raises(ModelError, match=r"GB for its weights.*ssd\.integrations\.vllm"):
         check_weights_fit("huge", config, torch.float32, torch.device("cpu"))
-
-
-def test_row_targets_crop_to_any_length() -> None:
-    target = open_target(tiny_model("StableLM"), num_slots=1, max_length=64)
-    assert isinstance(target, RowTarget)
-    tokens = np.arange(3, 43)[None]
-    whole = target.forward([0], tokens, [40]).logits.clone()
-    target.rollback(0, 3)
-    assert torch.allclose(target.forward([0], tokens[:, 3:], [37]).logits, whole[:, 3:], rtol=1e-4, atol=1e-4)

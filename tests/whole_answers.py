@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.model.sampling.sampler import TokenLogprobs
@@ -26,7 +26,7 @@ def whole(outputs: Sequence[RequestOutput]) -> Answer:
     assert all(output.prompt_logprobs is None for output in outputs[1:])
     has_logprobs = any(output.logprobs is not None for output in outputs)
     return Answer(
-        [token for output in outputs for token in output.token_ids],
+        tokens_of(outputs),
         "".join(output.text for output in outputs),
         last.finish_reason,
         last.stop_reason,
@@ -35,12 +35,28 @@ def whole(outputs: Sequence[RequestOutput]) -> Answer:
     )
 
 
-def answers_of(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
-    """Of each request, all asked at once."""
-    outputs: dict[str, list[Any]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[int]:
+    """All tokens of a request."""
+    return [token for output in outputs for token in output.token_ids]
+
+
+def finish_all(
+    engine: Engine, begun: Sequence[RequestOutput] = (), *, is_checked: bool = True
+) -> dict[str, list[RequestOutput]]:
+    """The outputs of all requests, those that came before as well; the bookkeeping is checked after every step."""
+    outputs: dict[str, list[RequestOutput]] = {}
+    for output in begun:
+        outputs.setdefault(output.request_id, []).append(output)
     while engine.has_work():
         for output in engine.step():
-            outputs[output.request_id].append(output)
-    return [whole(each) for each in outputs.values()]
+            outputs.setdefault(output.request_id, []).append(output)
+        assert not is_checked or engine.check() == []
+    return outputs
+
+
+def answers_of(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+    """Of each request, all asked at once."""
+    for request in requests:
+        engine.submit(request)
+    outputs = finish_all(engine, is_checked=False)
+    return [whole(outputs[request.request_id]) for request in requests]

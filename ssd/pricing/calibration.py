@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 _FORGETTING = 0.97
-_FORGETTING_UNTRIED = 0.999
+_FORGETTING_UNTRIED = 0.99
 _PRIOR_TOKENS = 1.0
 
 

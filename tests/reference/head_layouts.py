@@ -87,9 +87,8 @@ def eagle(weights: Weights, shape: dict[str, Any], embedded: torch.Tensor, featu
     shape : num_attention_heads, num_key_value_heads, rope_theta, rms_norm_eps, num_hidden_layers. embedded, features :
     [T, H].
     """
-    length, size = features.shape
-    heads, groups = shape["num_attention_heads"], shape["num_key_value_heads"]
-    dim = size // heads
+    size = features.shape[1]
+    dim = size // shape["num_attention_heads"]
     x = torch.cat([embedded, features], -1) @ weights["fc.weight"].T
     if "fc.bias" in weights:
         x = x + weights["fc.bias"]
@@ -99,24 +98,51 @@ def eagle(weights: Weights, shape: dict[str, Any], embedded: torch.Tensor, featu
         if index:
             normed = rms(x, weights[at + "input_layernorm.weight"], shape["rms_norm_eps"])
         q, k, v = (_project(normed, weights, at + f"self_attn.{name}_proj") for name in "qkv")
-        mixed = torch.zeros(length, heads, dim)
-        for head in range(heads):
-            group = head // (heads // groups)
-            for place in range(length):
-                query = _turn(q[place, head * dim : head * dim + dim], place, shape["rope_theta"])
-                keys = torch.stack(
-                    [
-                        _turn(k[other, group * dim : group * dim + dim], other, shape["rope_theta"])
-                        for other in range(place + 1)
-                    ]
-                )
-                chances = torch.softmax(keys @ query / math.sqrt(dim), 0)
-                mixed[place, head] = chances @ v[: place + 1, group * dim : group * dim + dim]
-        x = x + mixed.reshape(length, -1) @ weights[at + "self_attn.o_proj.weight"].T
+        x = x + _attended(q, k, v, dim, shape["rope_theta"]) @ weights[at + "self_attn.o_proj.weight"].T
         normed = rms(x, weights[at + "post_attention_layernorm.weight"], shape["rms_norm_eps"])
-        gate, up = (normed @ weights[at + f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (nn.functional.silu(gate) * up) @ weights[at + "mlp.down_proj.weight"].T
+        x = x + _fed_forward(normed, weights, at)
     return x
+
+
+def eagle3(
+    weights: Weights,
+    shape: dict[str, Any],
+    embedded: torch.Tensor,
+    features: torch.Tensor,
+    *,
+    norm_before_residual: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits over the drafted vocabulary, [T, Vd], and outgoing features, [T, H], of EAGLE-3's head.
+
+    shape : as for `eagle`. embedded, features : [T, H].
+    """
+    at, eps = "midlayer.", shape["rms_norm_eps"]
+    normed = rms(features, weights[at + "hidden_norm.weight"], eps)
+    both = torch.cat([rms(embedded, weights[at + "input_layernorm.weight"], eps), normed], -1)
+    q, k, v = (_project(both, weights, at + f"self_attn.{name}_proj") for name in "qkv")
+    mixed = _attended(q, k, v, q.shape[1] // shape["num_attention_heads"], shape["rope_theta"])
+    x = (normed if norm_before_residual else features) + mixed @ weights[at + "self_attn.o_proj.weight"].T
+    x = x + _fed_forward(rms(x, weights[at + "post_attention_layernorm.weight"], eps), weights, at)
+    return rms(x, weights["norm.weight"], eps) @ weights["lm_head.weight"].T, x
+
+
+def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int, theta: float) -> torch.Tensor:
+    """Causal attention, one position and one head of ``dim`` numbers at a time: [T, heads * dim]."""
+    length, heads, groups = len(q), q.shape[1] // dim, k.shape[1] // dim
+    mixed = torch.zeros(length, heads, dim)
+    for head in range(heads):
+        of_group = slice(head * groups // heads * dim, (head * groups // heads + 1) * dim)
+        for place in range(length):
+            query = _turn(q[place, head * dim : head * dim + dim], place, theta)
+            keys = torch.stack([_turn(k[other, of_group], other, theta) for other in range(place + 1)])
+            chances = torch.softmax(keys @ query / math.sqrt(dim), 0)
+            mixed[place, head] = chances @ v[: place + 1, of_group]
+    return mixed.reshape(length, -1)
+
+
+def _fed_forward(x: torch.Tensor, weights: Weights, at: str) -> torch.Tensor:
+    gate, up = (x @ weights[at + f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return (nn.functional.silu(gate) * up) @ weights[at + "mlp.down_proj.weight"].T
 
 
 def _project(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:

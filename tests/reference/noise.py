@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from ssd.drafting.noise import GAMMA, MIX_1, MIX_2
-
+GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _BITS = 0xFFFFFFFFFFFFFFFF
 
 
@@ -21,8 +21,14 @@ def mix(z: int) -> int:
 
 def key_of(seed: int, number: int, place: int) -> int:
     """The key of a place of one sequence."""
-    of_seed = mix((seed + GAMMA) & _BITS)
+    of_seed = mix(((seed & _BITS) + GAMMA) & _BITS)
     return mix((mix((of_seed ^ number) + GAMMA & _BITS) ^ place) + GAMMA & _BITS)
+
+
+def gumbel(key: int, token: int) -> float:
+    """Noise of one token."""
+    bits = mix((key + (token + 1) * GAMMA) & _BITS) >> 11
+    return -math.log(-math.log((bits + 0.5) * 2.0**-53))
 
 
 def position_keys(seed: int, choice_index: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:

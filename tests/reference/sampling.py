@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tests.reference.target import gumbel
+from tests.reference.noise import gumbel
 
 
 def bad_word_ends(bad_words: Sequence[Sequence[int]], output: Sequence[int]) -> set[int]:

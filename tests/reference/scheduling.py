@@ -8,7 +8,8 @@ from fractions import Fraction
 import torch
 
 from ssd.config import SamplingParams
-from tests.reference.target import position_key, token_at
+from tests.reference.noise import key_of
+from tests.reference.target import token_at
 
 
 @torch.inference_mode()
@@ -27,19 +28,11 @@ def plain_decode(
     context = list(prompt)
     for _ in range(sampling.max_tokens or 0):
         logits = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].tolist()
-        key = position_key(sampling.seed or 0, choice_index, len(context)) if key_after is None else key_after(context)
+        key = key_of(sampling.seed or 0, choice_index, len(context)) if key_after is None else key_after(context)
         context.append(token_at(logits, sampling, key))
         if context[-1] == eos:
             break
     return context[len(prompt) :]
-
-
-def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    length = 0
-    while length < min(len(one), len(other)) and one[length] == other[length]:
-        length += 1
-    return length
 
 
 class Ageing:

@@ -9,29 +9,7 @@ import numpy as np
 import torch
 
 from ssd.config import SamplingParams
-
-_MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
-
-
-def splitmix(z: int) -> int:
-    """The output function of SplitMix64 on Python integers."""
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
-
-
-def position_key(seed: int, choice_index: int, position: int) -> int:
-    """The generator key of one position."""
-    key = splitmix(((seed & _MASK) + _GAMMA) & _MASK)
-    key = splitmix(((key ^ choice_index) + _GAMMA) & _MASK)
-    return splitmix(((key ^ position) + _GAMMA) & _MASK)
-
-
-def gumbel(key: int, token: int) -> float:
-    """Noise of one token."""
-    bits = splitmix((key + (token + 1) * _GAMMA) & _MASK) >> 11
-    return -math.log(-math.log((bits + 0.5) * 2.0**-53))
+from tests.reference.noise import gumbel, key_of
 
 
 def allowed_tokens(logits: Sequence[float], params: SamplingParams) -> dict[int, float]:
@@ -56,7 +34,7 @@ def allowed_tokens(logits: Sequence[float], params: SamplingParams) -> dict[int,
 
 def sampled_token(logits: Sequence[float], params: SamplingParams, seed: int, choice: int, position: int) -> int:
     """The token that the noise of a seed picks."""
-    return token_at(logits, params, position_key(seed, choice, position))
+    return token_at(logits, params, key_of(seed, choice, position))
 
 
 def token_at(logits: Sequence[float], params: SamplingParams, key: int) -> int:

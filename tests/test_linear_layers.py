@@ -1,6 +1,8 @@
-"""Packed and fused linear layers against torch's own."""
+"""Layers as packed weights and several as one product, against torch's own."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ssd.model.layers import packed_linear
-from ssd.model.layers.fused_linear import FusedMember
+from ssd.model.layers.fused_linear import FusedLinears, FusedMember, PlainProduct, fuse_linears
 from ssd.model.layers.packed_linear import (
     PackedLinear,
     pack_linears,
@@ -69,25 +71,6 @@ def test_without_the_operators_nothing_changes(monkeypatch: pytest.MonkeyPatch) 
     assert {type(module) for module in model.modules()} & {nn.Linear, PackedLinear, FusedMember} == {nn.Linear}
 
 
-def test_few_numbers_of_rows_are_computed() -> None:
-    sizes = [rounded_rows(n) for n in range(1, 1025)]
-    assert sizes[:16] == list(range(1, 17))
-    assert all(n <= size <= 1.125 * n + 1 for n, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
-    assert len(set(sizes)) == 16 + 8 * 6
-    assert all(rounded_rows(size) == size for size in sizes)
-
-
-@given(num_rows=st.integers(17, 70), seed=st.integers(0, 99))
-def test_rows_that_were_added_change_nothing(num_rows: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    plain = linear(5, 12, bias=True)
-    x = torch.randn(num_rows, 2, 12)[:, 1:]
-    with torch.inference_mode():
-        found = PackedLinear(plain.weight, plain.bias)(x)
-        assert found.shape == (num_rows, 1, 5)
-        torch.testing.assert_close(found, plain(x))
-
-
 def test_preparing_computes_every_kind_of_layer_once_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     list(pack_linears(model))
@@ -100,3 +83,41 @@ def test_preparing_computes_every_kind_of_layer_once_a_size(monkeypatch: pytest.
     monkeypatch.setattr(PackedLinear, "product", product)
     prepare_linears(model)
     assert len(asked) == len(set(asked)) and {size for _, size in asked} == {rounded_rows(n) for n in range(1, 65)}
+
+
+PRODUCTS = [PlainProduct, PackedLinear]
+
+
+@given(
+    outs=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    bias=st.booleans(),
+    asked=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), max_size=12),
+    product=st.sampled_from(PRODUCTS),
+)
+def test_fused_layers_answer_in_any_order(
+    outs: list[int], bias: bool, asked: list[tuple[int, int]], product: Any
+) -> None:
+    torch.manual_seed(0)
+    layers = [linear(out, 11, bias=bias) for out in outs]
+    group = FusedLinears(layers, product)
+    members = [FusedMember(group, member) for member in range(len(layers))]
+    inputs = [torch.randn(2, 3, 11) for _ in range(2)]
+    with torch.inference_mode():
+        for asked_member, number in asked:
+            chosen = asked_member % len(layers)
+            torch.testing.assert_close(members[chosen](inputs[number]), layers[chosen](inputs[number]))
+    for member, layer in zip(members, layers, strict=True):
+        weight, kept_bias = member.unpacked()
+        assert torch.equal(weight, layer.weight)
+        assert kept_bias is None or torch.equal(kept_bias, layer.bias)
+
+
+def test_layers_that_do_not_fit_together_stay() -> None:
+    module = nn.ModuleDict({"gate_proj": linear(3, 4, bias=True), "up_proj": linear(3, 4, bias=False)})
+    assert not list(fuse_linears(module))
+    module = nn.ModuleDict({"gate_proj": linear(3, 4, bias=False), "up_proj": linear(3, 5, bias=False)})
+    assert not list(fuse_linears(module))
+    shared = linear(3, 4, bias=False)
+    assert not list(fuse_linears(nn.ModuleDict({"gate_proj": shared, "up_proj": shared})))
+    module = nn.ModuleDict({"gate_proj": linear(3, 4, bias=False), "up_proj": linear(2, 4, bias=False)})
+    assert not list(fuse_linears(module.double())) and len(list(fuse_linears(module.float()))) == 2

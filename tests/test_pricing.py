@@ -1,0 +1,442 @@
+"""Prices: what passes take is found, drafts are cut where it pays most, promises are taken for what they are worth."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.compiled.addresses import kernel
+from ssd.drafting.protocol import Draft
+from ssd.pricing.calibration import KeptShares, PlattScaling, Throttle
+from ssd.pricing.pass_costs import add_observation, cut_rows, fit_nonnegative
+from ssd.pricing.price_list import PassTime, PriceList
+from ssd.pricing.rate import AcceptanceRates, Excess, Rate, StepRate, best_gain
+from tests.reference import pricing as slow
+
+Floats = npt.NDArray[np.float64]
+
+
+def learned(fixed: float, per_position: float, wide: float = 0.0) -> PriceList:
+    prices = PriceList()
+    for rows, width, _ in itertools.product((1, 8), (1, 2, 17), range(4)):
+        prices.calibrate(rows * width, fixed + per_position * rows * width + wide * (width > 1), is_wide=width > 1)
+    prices.begin()
+    return prices
+
+
+def draft(*probabilities: float) -> Draft:
+    return Draft(np.arange(len(probabilities), dtype=np.int32), 1, "own", np.array(probabilities))
+
+
+@given(
+    st.lists(st.lists(st.floats(0.01, 0.99), max_size=8), min_size=1, max_size=5),
+    st.floats(1e-2, 1.0),
+    st.floats(1e-4, 0.1),
+    st.floats(1e-4, 0.3),
+)
+def test_the_width_maximises_expected_tokens_per_second(
+    rows: list[list[float]], fixed: float, per_position: float, wide: float
+) -> None:
+    drafts = [draft(*row) for row in rows]
+    rates = []
+    for width in range(max(map(len, rows)) + 1):
+        expected = 0.0
+        for row in rows:
+            chance, expected = 1.0, expected + 1.0
+            for probability in row[:width]:
+                chance *= probability
+                expected += chance
+        rates.append(expected / (fixed + per_position * len(rows) * (width + 1) + wide * (width > 0)))
+    chosen = learned(fixed, per_position, wide).paying_width(drafts, [1.0] * len(drafts))
+    assert rates[chosen] == pytest.approx(max(rates), rel=1e-2)
+
+
+def test_what_is_distrusted_has_to_promise_more_and_what_promises_nothing_is_kept_whole() -> None:
+    cost = learned(0.01, 0.002)
+    assert cost.paying_width([draft(0.4, 0.9)], [1.0]) == 2
+    assert cost.paying_width([draft(0.4, 0.9)], [0.3]) == 0
+    assert cost.paying_width([Draft(np.arange(5, dtype=np.int32))], [1.0]) == 5
+
+
+def test_that_a_second_position_is_dear_does_not_keep_a_long_draft_from_being_made() -> None:
+    cost = learned(0.005, 0.0002, wide=0.001)
+    for _ in range(50):
+        cost.observe(17, 17, 0.0094, is_wide=True)  # a token takes half a millisecond, and the first of a draft 1.2
+    assert 0 < cost.price(1) < 0.5
+    assert cost.paying_width([draft(*[0.99] * 16)], [1.0]) == 16
+    assert cost.paying_width([draft(0.9)], [1.0]) == 0
+
+
+def test_cutting_a_draft_keeps_its_estimates_in_step() -> None:
+    whole = draft(0.9, 0.8, 0.7)
+    assert whole.cut(5) is whole
+    shorter = whole.cut(2)
+    assert shorter.token_ids.tolist() == [0, 1]
+    assert shorter.probabilities is not None and shorter.probabilities.tolist() == [0.9, 0.8]
+
+
+@pytest.mark.parametrize("factor", [0.4, 2.5])
+def test_a_change_of_load_is_followed_within_fifty_passes(factor: float) -> None:
+    random, law = np.random.default_rng(0), np.array((0.01, 0.0005, 0.001))
+    prices = learned(*law)
+    for _ in range(50):
+        width = int(random.integers(1, 9))
+        took = factor * float(law @ (1, width, width > 1)) * float(random.normal(1, 0.02))
+        prices.observe(width, 1, took, is_wide=width > 1)
+    for width in (1, 4, 8):
+        want = factor * float(law @ (1, width, width > 1))
+        assert prices.seconds(width, is_wide=width > 1) == pytest.approx(want, rel=0.25)
+
+
+def test_what_the_warm_up_took_and_gave_besides_is_forgotten() -> None:
+    prices, fresh = learned(0.01, 0.001), learned(0.01, 0.001)
+    for _ in range(20):
+        prices.observe(4, 400, 0.03, is_wide=True)
+    assert prices.price(1) > 2 * fresh.price(1)
+    prices.begin()
+    assert (prices.price(1), prices.pass_time) == (fresh.price(1), fresh.pass_time)
+
+
+def test_steps_of_one_size_do_not_tell_what_a_position_costs() -> None:
+    prices = PriceList()
+    for _ in range(100):
+        prices.observe(4, 1, 0.02)
+    assert prices.pass_time is None and prices.price(4) == 0.0
+    assert prices.seconds(4) == pytest.approx(0.02), "but what they take"
+    assert prices.paying_width([draft(0.01)], [1.0]) == 1, "nothing is known: nothing is cut"
+    for positions in [3, 5] * 10:
+        prices.observe(positions, 1, 0.01 + 0.0025 * positions)
+    known = prices.pass_time
+    assert known == pytest.approx(PassTime(0.01, 0.0025, 0.0), rel=1e-2)
+    for _ in range(500):
+        prices.observe(4, 1, 0.03)  # slower, by what nobody knows
+    assert prices.seconds(4) == pytest.approx(0.03, rel=1e-3)
+    assert prices.pass_time is not None and prices.pass_time.per_position == pytest.approx(0.0025, rel=0.2)
+
+
+row_chances = st.lists(st.floats(0.0, 1.0), max_size=4)
+
+
+def cut(prices: PriceList, rows: list[list[float]]) -> list[int]:
+    sizes = np.array([len(row) for row in rows], np.int64)
+    probabilities = np.zeros((len(rows), max(1, int(sizes.max()))))
+    for row, chances in enumerate(rows):
+        probabilities[row, : len(chances)] = chances
+    cut_rows(prices.address, probabilities, sizes, np.empty(int(sizes.sum())))
+    found: list[int] = sizes.tolist()
+    return found
+
+
+@given(
+    st.lists(row_chances, min_size=1, max_size=3),
+    st.floats(1e-4, 0.1),
+    st.floats(1e-4, 0.1),
+    st.lists(st.integers(1, 9), max_size=9),
+)
+def test_no_other_beginnings_give_more_tokens_per_second(
+    rows: list[list[float]], fixed: float, per_position: float, seen: list[int]
+) -> None:
+    prices = learned(fixed, per_position)
+    for num_tokens in seen:
+        prices.observe(num_tokens, num_tokens, fixed + per_position * num_tokens)
+    weights = slow.fading(len(seen), 0.99)
+    tokens = float(np.average(seen, weights=weights)) if seen else 0.0
+    recent = tokens, (fixed + per_position * tokens) if seen else 0.0
+    gains = [np.cumprod(row).tolist() for row in rows]
+    seconds = [fixed + per_position * (len(rows) + n) for n in range(sum(map(len, rows)) + 1)]
+    got = slow.joint_rate(gains, cut(prices, rows), seconds, recent)
+    assert got >= slow.best_joint_rate(gains, seconds, recent) * (1 - 1e-6)
+
+
+steps = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.floats(1e-3, 1.0)), max_size=40)
+
+
+@given(steps, st.lists(row_chances, min_size=1, max_size=4))
+def test_what_steps_without_padding_cost_is_that_of_the_twin(
+    seen: list[tuple[int, int, float]], rows: list[list[float]]
+) -> None:
+    prices, twin = PriceList(), slow.SlowRowPrices()
+    for step in seen:
+        prices.observe(*step)
+        twin.observe(*step)
+    assert (prices.pass_time is not None) == twin.is_known
+    for positions in (1, 7, 40):
+        want = twin.fixed + twin.per_position * positions
+        assert prices.seconds(positions) == pytest.approx(want, rel=1e-6, abs=1e-9)
+    assert prices.price(len(rows)) == pytest.approx(twin.price(len(rows)), rel=1e-6, abs=1e-9)
+    got, want_sizes = cut(prices, rows), twin.sizes(rows)
+    if got != want_sizes:  # two cuts that are as good as each other
+        gains = [np.cumprod(row).tolist() for row in rows]
+        seconds = [twin.fixed + twin.per_position * (len(rows) + n) for n in range(sum(map(len, rows)) + 1)]
+        rates = [slow.joint_rate(gains, sizes, seconds, twin.recent()) for sizes in (got, want_sizes)]
+        assert rates[0] == pytest.approx(rates[1], rel=1e-6)
+
+
+# -- learned times --
+
+
+@kernel
+def fitted(features: Floats, seconds: Floats, keep: float) -> tuple[float, float, float]:
+    moments = np.zeros((3, 4))
+    for i in range(len(features)):
+        add_observation(moments, keep, (features[i, 0], features[i, 1], features[i, 2]), seconds[i])
+    return fit_nonnegative(moments)
+
+
+def features_of(passes: list[tuple[int, int]]) -> Floats:
+    return np.array([[1.0, rows * width, width > 1] for rows, width in passes], np.float64)
+
+
+sizes = st.tuples(st.integers(1, 16), st.integers(1, 9))
+
+
+@given(st.lists(st.tuples(sizes, st.floats(1e-3, 1.0)), min_size=1, max_size=40), st.sampled_from([1.0, 0.98, 0.9]))
+def test_no_other_line_without_negative_parts_is_closer(
+    passes: list[tuple[tuple[int, int], float]], keep: float
+) -> None:
+    features, seconds = features_of([size for size, _ in passes]), np.array([took for _, took in passes])
+    weights = slow.fading(len(passes), keep)
+    got = fitted(features, seconds, keep)
+    want = slow.fit_nonnegative(features, seconds, weights)
+    assert min(got) >= 0.0
+    least = slow.squared_error(want, features, seconds, weights)
+    assert slow.squared_error(got, features, seconds, weights) == pytest.approx(least, rel=1e-6, abs=1e-9)
+
+
+def test_features_that_cannot_be_told_apart_count_as_the_first() -> None:
+    features = features_of([(1, 1), (1, 2)] * 4)  # the second position and the step to it
+    assert fitted(features, features @ (0.01, 0.002, 0.0), 1.0) == pytest.approx((0.01, 0.002, 0.0))
+    assert fitted(np.ones((4, 3)), np.full(4, 0.5), 1.0) == pytest.approx((0.5, 0.0, 0.0))
+    assert fitted(np.zeros((4, 3)), np.full(4, 0.5), 1.0) == (0.0, 0.0, 0.0)
+
+
+# -- what a token is worth --
+
+
+passes = st.lists(st.tuples(st.integers(1, 20), st.floats(1e-3, 1.0)), max_size=30)
+
+
+@given(passes, st.lists(st.tuples(st.floats(1.0, 20.0), st.floats(1e-3, 1.0)), min_size=1, max_size=8))
+def test_the_best_way_gives_most_together_with_a_recent_pass(
+    seen: list[tuple[int, float]], ways: list[tuple[float, float]]
+) -> None:
+    rate, weights = Rate(), slow.fading(len(seen), 0.99)
+    for num_tokens, seconds in seen:
+        rate.observe(num_tokens, seconds)
+    tokens, time = np.average(seen, axis=0, weights=weights) if seen else (0.0, 0.0)
+    rates = [(way_tokens + tokens) / (way_time + time) for way_tokens, way_time in ways]
+    chosen = rate.best(np.array([each[0] for each in ways]), np.array([each[1] for each in ways]))
+    assert rates[chosen] == pytest.approx(max(rates))
+
+
+def test_steps_are_counted_and_not_the_pauses_between() -> None:
+    now = 0.0
+    rate = StepRate(lambda: now)
+    assert rate.tokens_per_s == 0
+    for _ in range(5):
+        rate.begin()
+        now += 0.5
+        rate.count(2)
+        rate.count(3)
+        now += 60
+    rate.begin()
+    assert rate.tokens_per_s == pytest.approx(10)
+
+
+chances = st.lists(st.floats(0.01, 0.99), max_size=6)
+
+
+price_lists = st.lists(st.floats(0, 0.8), min_size=1, max_size=4)
+
+
+@given(chances, price_lists, st.data())
+def test_gain_equals_adding_up_every_cut(estimates: list[float], prices: list[float], data: st.DataObject) -> None:
+    """Of chains and trees; a parent comes before its children, so every cut is a tree."""
+    parents = [data.draw(st.integers(-1, i - 1)) for i in range(len(estimates))]
+    for tree in (False, True):
+        best, gain = 0.0, 0.0
+        for i in range(len(estimates)):
+            chance, node = 1.0, i
+            while node >= 0:
+                chance *= estimates[node]
+                node = parents[node] if tree else node - 1
+            gain += chance - prices[min(i, len(prices) - 1)]
+            best = max(best, gain)
+        draft = Draft(
+            np.zeros(len(estimates), np.int32),
+            probabilities=np.array(estimates),
+            parents=np.array(parents, np.int32) if tree else None,
+        )
+        assert best_gain(draft.chances(), np.array(prices)) == pytest.approx(best)
+
+
+def test_rates_learn_lean_and_fade() -> None:
+    rates = AcceptanceRates()
+    first = rates.rate("a")
+    for _ in range(50):
+        rates.learn("a", 4, 0)
+    assert rates.rate("a") < 0.2 < rates.rate("b") < first
+    for _ in range(300):
+        rates.learn("c", 4, 4)
+    assert rates.rate("b") > 0.8 > 0.5 > rates.rate("a")
+    for _ in range(500):
+        rates.relax("a")
+    assert rates.rate("a") == pytest.approx(rates.rate("b"), abs=0.05)
+    rates.forget("a")
+    rates.relax("a")
+    assert rates.rate("a") == rates.rate("b")
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.4, 3.0, 50.0]), st.sampled_from([0.0, 0.5, 0.99]), st.integers(0, 9)),
+        max_size=100,
+    ),
+    st.sampled_from([0.0, 0.4, 3.0, 50.0]),
+    st.sampled_from([0.0, 0.5, 0.99]),
+)
+def test_expected_excess_is_the_mean_of_those_alike_leaning_on_all(
+    seen: list[tuple[float, float, int]], promised: float, first: float
+) -> None:
+    excess = Excess()
+    for each in seen:
+        excess.learn(*each)
+    assert excess.expected(promised, first) == pytest.approx(slow.mean_excess(seen, promised, first))
+
+
+# -- what promises are worth --
+
+
+PASS = (0.01, 0.002)
+
+
+def draft_lengths(shares: KeptShares, prices: PriceList, promised: float, true: float, passes: int) -> list[int]:
+    """How much is drafted in each of so many passes over one row, of eight tokens of chance ``promised`` each."""
+    random, lengths = np.random.default_rng(0), []
+    for _ in range(passes):
+        draft = Draft(np.zeros(8, np.int32), probabilities=np.full(8, promised))
+        draft = draft.cut(prices.paying_width([draft], [shares.share(1.0)]))
+        length = len(draft.token_ids)
+        accepted = int((np.cumprod(random.random(length) < true)).sum())
+        shares.observe(1.0, draft.promise_tested(range(accepted)), accepted)
+        prices.observe(1 + length, 1 + accepted, PASS[0] + PASS[1] * (1 + length), is_wide=length > 0)
+        lengths.append(length)
+    return lengths
+
+
+def test_a_long_draft_that_is_wrong_at_once_weighs_as_one_wrong_token() -> None:
+    chain = Draft(np.zeros(40, np.int32), probabilities=np.full(40, 0.9))
+    assert chain.promise_tested([]) == pytest.approx(0.9)
+    assert chain.promise_tested(range(40)) == pytest.approx(36)
+    tree = Draft(np.zeros(4, np.int32), probabilities=np.array([0.5, 0.3, 0.8, 0.1]), parents=np.array([-1, -1, 0, 1]))
+    assert tree.promise_tested([]) == pytest.approx(0.8)
+    assert tree.promise_tested([0]) == pytest.approx(1.6)
+    shares = KeptShares()
+    shares.observe(1.0, chain.promise_tested([]), 0)
+    assert shares.share(1.0) > 0.5
+
+
+def test_a_drafter_whose_promises_do_not_hold_is_drafted_less_and_comes_back() -> None:
+    shares, prices = KeptShares(), learned(*PASS)
+    assert draft_lengths(shares, prices, 0.9, 0.9, 200)[-1] > 4, "what it promises comes"
+    lengths = draft_lengths(shares, prices, 0.9, 0.05, 400)
+    assert np.mean(lengths[-200:]) < 0.5, "nothing of it comes any more"
+    assert max(lengths[-200:]) > 0 or max(draft_lengths(shares, prices, 0.9, 0.05, 4000)) > 0, "it is tried again"
+    lengths = draft_lengths(shares, prices, 0.9, 0.9, 6000)
+    assert np.mean(lengths[-100:]) > 4, "it has come back"
+
+
+@pytest.mark.parametrize("true", [0.2, 0.5, 0.8])
+def test_the_share_approaches_what_is_kept(true: float) -> None:
+    shares, random, seen = KeptShares(), np.random.default_rng(2), []
+    for _ in range(1000):
+        shares.observe(1.0, 5.0, int(random.binomial(5, true)))
+        seen.append(shares.share(1.0))
+    assert np.mean(seen[100:]) == pytest.approx(true, abs=0.05)
+
+
+@given(st.floats(0, 2), st.floats(0, 2))
+def test_temperatures_that_are_far_apart_have_their_own(first: float, second: float) -> None:
+    shares = KeptShares()
+    for _ in range(50):
+        shares.observe(first, 2.0, 0)
+    assert shares.share(first) < 0.1
+    if abs(first - second) > 0.25:
+        assert shares.share(second) == 1.0
+
+
+@settings(max_examples=8)
+@given(st.floats(-1, 1), st.floats(0.3, 2.0), st.integers(0, 2**32))
+def test_platt_scaling_finds_how_a_draft_models_probabilities_are_off(shift: float, scale: float, seed: int) -> None:
+    random, model = np.random.default_rng(seed), PlattScaling(shift=0.5, scale=1.0)
+    probes = np.array([0.1, 0.3, 0.6, 0.9])
+    true = 1 / (1 + np.exp(-shift - scale * np.log(probes / (1 - probes))))
+    seen = []
+    for step in range(2000):
+        drawn = random.integers(0, 4, 4)
+        model.learn(probes[drawn], random.random(4) < true[drawn])
+        if step >= 500:
+            seen.append(model.estimate(probes))
+    assert np.mean(seen, axis=0) == pytest.approx(true, abs=0.05)
+
+
+# -- who is asked --
+
+
+def row() -> Any:
+    return SimpleNamespace(num_fruitless=0)
+
+
+def run(throttle: Throttle, batch: list[Any], steps: int, lengths: list[int], ask_s: float, pass_s: float) -> list[int]:
+    """How often each row was asked."""
+    counts = [0] * len(batch)
+    for _ in range(steps):
+        due = throttle.due(batch)
+        asked = [(row, length) for row, length, is_due in zip(batch, lengths, due, strict=True) if is_due]
+        throttle.observe_asking(
+            [row for row, _ in asked], [length for _, length in asked], ask_s * sum(due), spares_some=not all(due)
+        )
+        throttle.observe_pass(pass_s)
+        counts = [count + is_due for count, is_due in zip(counts, due, strict=True)]
+    return counts
+
+
+def test_a_drafter_is_told_of_all_drafts_and_else_as_seldom_as_is_cheap() -> None:
+    throttle = Throttle()
+    assert throttle.tells(has_drafts=False)
+    for told, passed, period in ((1e-5, 1e-2, 1), (3e-4, 1e-2, 4), (1e-1, 1e-2, 8)):
+        for _ in range(200):
+            throttle.observe_telling(told)
+            throttle.observe_pass(passed)
+        assert throttle.tells(has_drafts=True)
+        assert [throttle.tells(has_drafts=False) for _ in range(2 * period)] == 2 * ([False] * (period - 1) + [True])
+
+
+def test_a_call_that_compiled_kernels_is_not_counted() -> None:
+    throttle, batch = Throttle(), [row()]
+    throttle.observe_asking(batch, [1], 40.0, spares_some=False)
+    throttle.observe_telling(40.0)
+    throttle.observe_pass(0.01)
+    assert throttle.period(64) == 1 and throttle.tells(has_drafts=False)
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e-4, 1.0), st.integers(1, 64))
+def test_asking_rows_that_get_nothing_takes_its_share_and_no_longer_pause_than_that_needs(
+    ask_s: float, pass_s: float, num_rows: int
+) -> None:
+    throttle, batch, steps = Throttle(), [row() for _ in range(num_rows)], 840
+    run(throttle, batch, 12, [0] * num_rows, ask_s, pass_s)
+    counts = run(throttle, batch, steps, [0] * num_rows, ask_s, pass_s)
+    pause = steps / counts[0]
+    share = sum(counts) * ask_s / (steps * pass_s)
+    if pause < 8:
+        assert share <= 0.0075 * (1 + 1e-6)
+    if pause > 1:
+        assert share * pause / (pause - 1) > 0.0075 * (1 - 1e-6), "one step less would take too much"
