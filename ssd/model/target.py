@@ -111,9 +111,12 @@ class Target(ABC):
         return self._fed[slot, : self.length(slot)]
 
     def _feed(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
+        self._note_fed(slots, tokens, counts)
+        return self._append(slots, tokens, counts, **kwargs)
+
+    def _note_fed(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
         starts = self.lengths_of(slots)
         _note(self._fed, np.array(slots), starts, np.ascontiguousarray(tokens, np.int64), np.array(counts))
-        return self._append(slots, tokens, counts, **kwargs)
 
     def lengths_of(self, slots: Sequence[int]) -> Int64s:
         """Tokens that each of these slots holds, int64[B]."""

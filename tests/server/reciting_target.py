@@ -98,7 +98,7 @@ class RecitingTarget(WholeTarget):
         """There are no weights."""
 
     def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
-        self.prefill(slots, tokens, counts)
+        self._extend(slots, tokens, counts)
         logits = torch.zeros(len(slots), int(max(counts)), self.vocab_size)
         for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             text = self._texts[slot]

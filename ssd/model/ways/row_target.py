@@ -111,11 +111,15 @@ class WholeTarget(Target):
 
     def prefill(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
         """Append tokens to slots; they are read with the next pass that is scored."""
+        self._note_fed(slots, tokens, counts)
+        self._extend(slots, tokens, counts)
+
+    def _extend(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
         for slot, row, count in zip(slots, tokens, counts, strict=True):
             self._texts[slot].extend(row[:count].tolist())
 
     def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
-        self.prefill(slots, tokens, counts)
+        self._extend(slots, tokens, counts)
         rows = []
         for slot, count in zip(slots, counts, strict=True):
             ids = torch.tensor([self._texts[slot]], device=self.device)
