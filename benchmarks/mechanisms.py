@@ -12,24 +12,23 @@ stdout is one JSON object.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from benchmarks.environment import model_facts, model_name
-from benchmarks.run import SPREAD, Option, Run, in_turn, spread
+from benchmarks.run import SPREAD, Option, Run, spread
+from benchmarks.sources import OFF, Round, run_rounds
 from benchmarks.streams import made_stream
-from benchmarks.ways import Comparison, Tally, ask, open_engine, requests_of
+from benchmarks.ways import open_engine
 from benchmarks.workloads import MIXED, NO_REPEATS
-from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.engine import Engine
 from ssd.model.loading.load_target import load_model
-from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 
-OFF, ALL = "speculation off", "all"
+ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,6 @@ OPTIONS = {
     "prompt_tokens": Option(default=192, help="prompts are cut to"),
     "rounds": 3,
     "temperature": Option(default=0.7, help="of the sampled runs"),
-    "batch": Option(default=1, help="requests at a time"),
     "seed": 0,
     "device": "auto",
     "dtype": "auto",
@@ -103,10 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     length = args.prompt_tokens + args.max_tokens + 8
 
     def opened(mechanism: Mechanism, drafter: str | SuffixDrafter) -> Engine:
-        config = EngineConfig(max_num_seqs=args.batch, enable_prefix_caching=mechanism.keeps_prompts)
-        engine = open_engine(
-            model, drafter, slots=args.batch, length=length, draft=mechanism.draft, config=config, codec=codec
-        )
+        config = EngineConfig(max_num_seqs=1, enable_prefix_caching=mechanism.keeps_prompts)
+        engine = open_engine(model, drafter, slots=1, length=length, draft=mechanism.draft, config=config, codec=codec)
         if mechanism.take_out is not None and isinstance(drafter, SuffixDrafter):
             mechanism.take_out(engine, drafter)
         return engine
@@ -118,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for mix in (MIXED, NO_REPEATS):
         prompts = made_stream(mix, codec, args.requests, args.seed, args.prompt_tokens).prompts
         for temperature in (0.0, args.temperature):
-            rounds, comparison = _rounds(engines, codec, prompts, temperature, args.max_tokens, args.rounds, args.batch)
+            rounds, comparison = run_rounds(engines, codec, prompts, _params(args.max_tokens, temperature), args.rounds)
             num_different += comparison.num_mismatches
             workload = f"{mix.name}, {'sampled' if temperature else 'greedy'}"
             for name in engines:
@@ -127,41 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run.end(**facts, mismatches=num_different, rows=run.rows, is_wrong=num_different > 0)
 
 
-def _rounds(
-    engines: Mapping[str, Engine],
-    codec: TextCodec,
-    prompts: Sequence[list[int]],
-    temperature: float,
-    max_tokens: int,
-    num_rounds: int,
-    batch: int,
-) -> tuple[list[dict[str, Tally]], Comparison]:
-    """Tallies of each round by engine; the next requests go to every engine before others come."""
-    rounds, comparison, names = list[dict[str, Tally]](), Comparison(), list(engines)
-    for number in range(num_rounds):
-        tallies = {name: Tally() for name in names}
-        with ExitStack() as stack:
-            for engine in engines.values():
-                engine.caches = stack.enter_context(CacheSet(CacheConfig(), fingerprint=codec.fingerprint))
-            for turn, first in enumerate(range(0, len(prompts), batch)):
-                asked = prompts[first : first + batch]
-                params = [
-                    SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number * len(prompts) + i)
-                    for i in range(first, first + len(asked))
-                ]
-                said = {
-                    name: ask(engines[name], requests_of(asked, params), tallies[name]) for name in in_turn(names, turn)
-                }
-                for name in names[1:]:
-                    for prompt, each, got, want in zip(asked, params, said[name], said[OFF], strict=True):
-                        comparison.add(engines[OFF].target, prompt, each, got, want)
-            for engine in engines.values():
-                engine.caches = None
-        rounds.append(tallies)
-    return rounds, comparison
+def _params(max_tokens: int, temperature: float) -> Callable[[int], SamplingParams]:
+    """Of the request of a number."""
+    return lambda asked: SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=asked)
 
 
-def _row(rounds: Sequence[Mapping[str, Tally]], name: str) -> dict[str, Any]:
+def _row(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     rates = [each[ALL].tokens_per_cpu_s / each[name].tokens_per_cpu_s for each in rounds]
     passes = sum(each[name].passes for each in rounds) / sum(each[ALL].passes for each in rounds)
     return {
