@@ -197,6 +197,8 @@ def test_writers_follow_a_failover_that_ends_no_connection(redis_server: RedisSe
             replica(f"redis://127.0.0.1:{proxy.port}/0") as one,
             replica(second.url) as two,
         ):
+            two.append([0])
+            eventually(lambda: two.log.stats().num_known == 1)  # it reads: to begin it must be allowed to write
             heir.replicaof("127.0.0.1", str(redis_server.port))
             one.append([1])
             eventually(lambda: [1] in two.stored())
@@ -206,7 +208,7 @@ def test_writers_follow_a_failover_that_ends_no_connection(redis_server: RedisSe
             one.append([2])
             two.append([3])
             eventually(lambda: [2] in two.stored() and [3] in one.stored())
-            assert sorted(one.stored()) == sorted(two.stored()) == [[1], [2], [3]]
+            assert [[0], *sorted(one.stored())] == sorted(two.stored()) == [[0], [1], [2], [3]]
     finally:
         first.close()
         heir.close()
