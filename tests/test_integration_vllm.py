@@ -13,14 +13,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, SamplingParams
 from ssd.errors import CacheLocked, ConfigError, ModelError
 from ssd.integrations import vllm_plugin
-from ssd.integrations.requests import Request, RequestTable, Row
 from ssd.integrations.vllm import SuffixProposer
 from ssd.integrations.vllm_hooks import LENGTHS
 from ssd.retrieval.cache import CacheSet
@@ -39,9 +38,17 @@ VLLM = ROOT / ".venv-vllm"
 Text = tuple[int, ...]
 
 
+WATCH = vllm_plugin.watch_v1
+
+
+@pytest.fixture(autouse=True)
+def _steps_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tests, where vLLM's runner would be watched."""
+    monkeypatch.setattr(vllm_plugin, "watch_v1", lambda _is_ours: True)
+
+
 @pytest.fixture
-def proposer(monkeypatch: pytest.MonkeyPatch) -> Iterator[SuffixProposer]:
-    monkeypatch.setattr(vllm_plugin, "_is_registered", False)
+def proposer() -> Iterator[SuffixProposer]:
     made = SuffixProposer(vllm_config())
     yield made
     made.close()
@@ -54,7 +61,7 @@ def learned_by(proposer: SuffixProposer) -> list[Text]:
     """
     sequences: list[Text] = []
     assert proposer._core is not None
-    proposer._core.learner.namespace.cache.add_listener(
+    proposer._core.learner.cache.add_listener(
         lambda pieces: sequences.extend(tuple(piece.tolist()) for piece in pieces)
     )
     return sequences
@@ -71,13 +78,12 @@ def scripted(seed: int, *, num_prompt: int = 20, num_output: int = 60, max_token
     return Scripted(tokens[:num_prompt], tokens[num_prompt:], max_tokens)
 
 
-def run_to_the_end(batch: VllmBatch, proposer: SuffixProposer, *, with_ids: bool = False) -> list[Text]:
+def run_to_the_end(batch: VllmBatch, proposer: SuffixProposer) -> list[Text]:
     """Steps until all requests are over; returns their texts."""
     texts = []
     while batch.req_ids:
         over = batch.finished()
-        if with_ids:
-            proposer.on_step(batch.runner, finishing(over))
+        proposer.on_step(batch.runner, finishing(over))
         texts += [tuple(batch.finish(name).text) for name in over]
         if batch.req_ids:
             batch.step(proposer)
@@ -93,10 +99,6 @@ def test_a_request_asked_again_is_drafted_from_the_first(proposer: SuffixPropose
         batch = VllmBatch()
         batch.add("a", scripted(1, max_tokens=40))
         run_to_the_end(batch, proposer)
-        for _ in range(4):  # others keep the engine busy, until it is clear that the first one is over
-            other = VllmBatch()
-            other.add("b", scripted(2))
-            other.step(proposer)
         steps.append(batch.num_steps)
     assert steps[0] == 40
     assert steps[1] < 12
@@ -114,9 +116,7 @@ def test_drafts_end_with_the_end_of_text_and_so_does_what_is_learned(proposer: S
         while not batch.finished():
             drafts += batch.step(proposer)
         assert all(0 not in draft[:-1] for draft in drafts)
-        batch.finish(name)
-        for _ in range(4):
-            proposer.propose([], batch.num_tokens_no_spec, batch.token_ids_cpu)
+        proposer.on_step(batch.runner, finishing([name]))
     assert learned[0][-1] != 0, "an end of text that more was said after is text"
     assert learned[1][-1] == 0
 
@@ -135,6 +135,7 @@ def test_foreign_lengths_cost_drafts_and_nothing_else(
 ) -> None:
     batch = VllmBatch()
     batch.add("a", scripted(5))
+    proposer.on_step(batch.runner, finishing(()))
     rows, lengths = batch.token_ids_cpu, batch.num_tokens_no_spec
     assert proposer.propose([[1, 2]], np.zeros(8, np.int32), rows) == [[]]
     assert proposer.propose([[1]], np.full(8, MAX_MODEL_LEN + 1, np.int32), rows) == [[]]
@@ -164,27 +165,6 @@ def test_a_proposer_that_vllm_drops_keeps_what_it_learned(tmp_path: Path) -> Non
 # Which request is a row
 
 
-def test_a_preempted_request_is_stored_once(proposer: SuffixProposer) -> None:
-    learned = learned_by(proposer)
-    batch = VllmBatch()
-    batch.add("waits", scripted(7, num_prompt=40, max_tokens=20))
-    batch.add("runs", scripted(8, max_tokens=40))
-    for _ in range(10):
-        batch.step(proposer)
-    waiting = batch.requests["waits"]
-    batch.remove("waits")
-    for _ in range(8):  # longer than the proposer's patience
-        batch.step(proposer)
-    before = tuple(waiting.text)
-    assert learned == [before]
-    batch.add("waits", waiting)
-    batch.step(proposer, prefilling={"waits"})
-    run_to_the_end(batch, proposer)
-    proposer.close()
-    assert len(learned) == 3
-    assert tuple(waiting.text)[len(before) - 32 :] in learned, "only what is new, with a lead-in"
-
-
 def test_steps_without_a_call_are_caught_up(proposer: SuffixProposer) -> None:
     """vLLM asks for no drafts while the longest request of a batch nears the longest context."""
     learned = learned_by(proposer)
@@ -196,83 +176,52 @@ def test_steps_without_a_call_are_caught_up(proposer: SuffixProposer) -> None:
         batch.sample()
     batch.swap(0, 2)
     texts = run_to_the_end(batch, proposer)
-    proposer.close()
     assert Counter(learned) == Counter(texts)
+    batch.add("last", scripted(30, max_tokens=20))
+    batch.step(proposer)
+    for _ in range(6):
+        batch.sample()
+    proposer.on_step(batch.runner, finishing(["last"]))
+    assert learned[-1] == tuple(batch.requests["last"].text), "from the runner's own record"
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_every_request_is_learned_once_however_rows_move(data: st.DataObject) -> None:
-    """The table alone against the truth: each request's text by name."""
-    table, truth, got = RequestTable(patience=3), Counter[Text](), Counter[Text]()
-    batch, names = VllmBatch(), iter(range(1000))
-
-    def note(ended: list[Request]) -> None:
-        got.update(tuple(request.tokens.tolist()) for request in ended)
-
-    preempted: dict[str, tuple[Scripted, int]] = {}
+def test_every_request_is_learned_once_however_rows_move(proposer: SuffixProposer, data: st.DataObject) -> None:
+    learned, truth, numbers = learned_by(proposer), Counter[Text](), iter(range(1000))
+    batch = VllmBatch()
+    preempted: dict[str, Scripted] = {}
     for _ in range(data.draw(st.integers(5, 30), label="steps")):
-        for name in batch.finished():
-            truth[tuple(batch.finish(name).text)] += 1
-        for name in [name for name, (_, left) in preempted.items() if left == 0]:
-            batch.add(name, preempted.pop(name)[0])
-        preempted = {name: (request, left - 1) for name, (request, left) in preempted.items()}
+        over = batch.finished()
+        proposer.on_step(batch.runner, finishing(over))
+        truth.update(tuple(batch.finish(name).text) for name in over)
+        assert Counter(learned) == truth, "each as it ended"
+        if data.draw(st.booleans(), label="resume") and preempted:
+            batch.add(*preempted.popitem())
         room = 8 - len(batch.req_ids) - len(preempted)
         for seed in data.draw(st.lists(st.integers(0, 2), max_size=min(2, room)), label="new") if room else []:
             max_tokens = data.draw(st.integers(1, 10))
-            batch.add(f"{seed}-{next(names)}", scripted(seed, num_output=80, max_tokens=max_tokens))
+            name = f"{len(truth)}-{seed}-{next(numbers)}-{id(batch)}"
+            batch.add(name, scripted(seed, num_output=80, max_tokens=max_tokens))
         if len(batch.req_ids) > 1:
             if data.draw(st.booleans(), label="swap"):
                 batch.swap(*data.draw(st.permutations(range(len(batch.req_ids))))[:2])
             if data.draw(st.integers(0, 5), label="preempt") == 0:
                 name = data.draw(st.sampled_from(batch.req_ids))
-                preempted[name] = batch.requests[name], 0
+                preempted[name] = batch.requests[name]
                 batch.remove(name)
-        for name in batch.req_ids:
-            request = batch.requests[name]
-            width = data.draw(st.integers(0, 3), label="draft")
-            batch.drafts[name] = request.output[len(request.said) : len(request.said) + width]
         waiting = {name for name in batch.req_ids if not batch.requests[name].said and data.draw(st.booleans())}
-        sampled = batch.sample(waiting)
-        rows = [
-            Row(row, batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]], len(new))
-            for row, new in enumerate(sampled)
-        ]
-        found, ended = table.by_text(rows)
-        note(ended)
-        for row, known in zip(rows, found, strict=True):
-            assert (known is not None) or row.num_new == 0
-            if known is not None:
-                assert known.begins(row.tokens)
-                known.take_over(row.tokens, row.num_new)
-        assert len({id(request) for request in found if request is not None}) == sum(r is not None for r in found)
+        batch.step(proposer, waiting)
+        if data.draw(st.integers(0, 5), label="without a call") == 0:
+            batch.sample(waiting)
+    assert proposer.stats().num_failures == 0
+    over = list(batch.requests)
     truth.update(tuple(request.text) for request in batch.requests.values() if request.said)
-    note(table.end_all())
-    assert got == truth
+    proposer.on_step(batch.runner, finishing(over))
+    assert Counter(learned) == truth
 
 
-# By id
-
-
-def test_ids_make_ends_exact(proposer: SuffixProposer) -> None:
-    learned = learned_by(proposer)
-    batch = VllmBatch()
-    for number in range(4):
-        batch.add(str(number), scripted(number % 2, max_tokens=5 + 3 * number))
-    seen = 0
-    while batch.req_ids:
-        over = batch.finished()
-        proposer.on_step(batch.runner, finishing(over))
-        texts = [tuple(batch.finish(name).text) for name in over]
-        assert Counter(learned[seen:]) == Counter(texts), "learned before the next step"
-        seen = len(learned)
-        if batch.req_ids:
-            batch.step(proposer)
-    assert proposer.stats().knows_ids
-    assert proposer.stats().num_learned == 4
-
-
-def test_with_ids_a_preempted_request_may_stay_away(proposer: SuffixProposer) -> None:
+def test_a_preempted_request_may_stay_away(proposer: SuffixProposer) -> None:
     learned = learned_by(proposer)
     batch = VllmBatch()
     runner = batch.runner
@@ -287,28 +236,15 @@ def test_with_ids_a_preempted_request_may_stay_away(proposer: SuffixProposer) ->
         batch.step(proposer)
     assert learned == []
     batch.add("waits", waiting)
-    texts = run_to_the_end(batch, proposer, with_ids=True)
+    texts = run_to_the_end(batch, proposer)
     assert Counter(learned) == Counter(texts)
 
 
-def test_what_was_said_without_a_call_is_taken_from_the_runner(proposer: SuffixProposer) -> None:
-    learned = learned_by(proposer)
-    batch = VllmBatch()
-    batch.add("a", scripted(30, max_tokens=20))
-    proposer.on_step(batch.runner, finishing(()))
-    batch.step(proposer)
-    for _ in range(6):
-        batch.sample()
-    proposer.on_step(batch.runner, finishing(["a"]))
-    assert learned == [tuple(batch.requests["a"].text)]
-
-
-def test_a_batch_that_is_not_the_runners_is_told_apart_by_text(proposer: SuffixProposer) -> None:
+def test_a_batch_that_is_not_the_runners_is_drafted_nothing_for(proposer: SuffixProposer) -> None:
     batch, other = VllmBatch(), VllmBatch()
     batch.add("a", scripted(31))
     proposer.on_step(other.runner, finishing(()))
-    batch.step(proposer)
-    assert not proposer.stats().knows_ids
+    assert proposer.propose(batch.sample(), batch.num_tokens_no_spec, batch.token_ids_cpu) == [[]]
     assert proposer.stats().num_failures == 0
 
 
@@ -340,9 +276,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
         pass
 
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", SimpleNamespace(GPUModelRunner=Runner))
-    monkeypatch.setattr(vllm_plugin, "_is_registered", False)
-    vllm_plugin.register()
-    vllm_plugin.register()
+    monkeypatch.setattr(vllm_plugin, "watch_v1", WATCH)
     return Runner
 
 
@@ -376,9 +310,9 @@ def test_a_runner_without_these_methods_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", SimpleNamespace(GPUModelRunner=object))
-    monkeypatch.setattr(vllm_plugin, "_is_registered", True)
+    monkeypatch.setattr(vllm_plugin, "watch_v1", WATCH)
     SuffixProposer(vllm_config()).close()
-    assert "requests are told apart by their text" in caplog.text
+    assert "nothing is drafted" in caplog.text
 
 
 def test_what_is_learned_ends_where_the_clients_answer_does(proposer: SuffixProposer) -> None:
@@ -491,7 +425,7 @@ def test_a_redis_log_is_shared_with_our_server(redis_server: RedisServer) -> Non
         core = proposer._core
         assert core is not None
         caches.get().append(ours.prompt + ours.output, prompt_length=len(ours.prompt))
-        wait_until(lambda: core.learner.namespace.cache.snapshot().num_tokens > 0)
+        wait_until(lambda: core.learner.cache.snapshot().num_tokens > 0)
         batch = VllmBatch()
         batch.add("a", ours)
         batch.step(proposer)
@@ -514,4 +448,3 @@ def test_inside_vllm_the_outputs_are_those_without(runner: str) -> None:
         [VLLM / "bin" / "python", "-m", "benchmarks.vllm.check", runner], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "knows ids: True" in done.stdout

@@ -53,7 +53,7 @@ def learned_by(speculator: Speculator) -> list[tuple[int, ...]]:
     """Fills while the speculator learns."""
     sequences: list[tuple[int, ...]] = []
     assert speculator._core is not None
-    cache = speculator._core.learner.namespace.cache
+    cache = speculator._core.learner.cache
     cache.add_listener(lambda pieces: sequences.extend(tuple(piece.tolist()) for piece in pieces))
     return sequences
 
@@ -125,7 +125,7 @@ def test_drafts_and_chances_are_those_of_the_twin(seed: int, lag: int, data: st.
         said = [Said(stays[name], runner.requests[name].said[before[name] :]) for name in names]
         texts = {stays[name]: runner.requests[name].text for name in names}
         # What ended and had not arrived is learned within the step, before it drafts: look again.
-        snapshot = core.learner.namespace.cache.snapshot()
+        snapshot = core.learner.cache.snapshot()
         want = slow.step(said, [bool(new) for _, new in said], texts, snapshot)
         chances = fast.draft_token_confidence_probs[: len(names)]
         for row, (draft, estimates) in enumerate(want):
@@ -240,7 +240,7 @@ def test_a_restart_is_warm_and_two_engines_share_one_redis(tmp_path: Path, redis
     told = scripted(8, max_tokens=40)
     for number, (runner, speculator) in enumerate(pair):
         assert speculator._core is not None
-        cache = speculator._core.learner.namespace.cache
+        cache = speculator._core.learner.cache
         if number:
             wait_until(lambda cache=cache: cache.snapshot().num_tokens > 0)  # type: ignore[misc]
         runner.begin({"a": Scripted(told.prompt, told.output, 40)})
@@ -281,7 +281,7 @@ def test_failures_cost_drafts_and_are_counted(monkeypatch: pytest.MonkeyPatch) -
     core = speculator._core
     assert core is not None
     with monkeypatch.context() as patched:
-        patched.setattr(core.drafter, "draft_chains", None)
+        patched.setattr(core.drafter, "draft", None)
         drafts = runner.step(["a"])
     assert drafts.tolist() == [[int(runner.last_sampled[runner.requests["a"].slot, 0])] * WIDTH]
     runner.speculator.on_add(SimpleNamespace(scheduled_new_reqs=[None]))

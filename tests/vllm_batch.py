@@ -1,8 +1,8 @@
 """Rows of tokens as vLLM's V1 model runner keeps them, so that a proposer can be driven without vLLM.
 
-The order of events is that of vLLM 0.32 (``vllm/v1/worker/gpu_model_runner.py``): finished requests leave and the last
-row moves into the gap, new and resumed ones come at the end, drafts stand behind the text while they are verified, and
-``propose`` is called after the sampled tokens were written.
+The order of events is that of vLLM 0.32 (``vllm/v1/worker/gpu_model_runner.py``): what has ended is told, finished
+requests leave and the last row moves into the gap, new and resumed ones come at the end, drafts stand behind the text
+while they are verified, and ``propose`` is called after the sampled tokens were written.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ class VllmBatch:
         return sampled
 
     def step(self, proposer: Any, prefilling: Collection[str] = ()) -> list[list[int]]:
-        """Sample, then ask for drafts; returns them."""
+        """Say that a step begins, sample, then ask for drafts; returns them."""
+        proposer.on_step(self.runner, SimpleNamespace(finished_req_ids=set()))
         sampled = self.sample(prefilling)
         drafts: list[list[int]] = proposer.propose(
             sampled, self.num_tokens_no_spec, self.token_ids_cpu, slot_mappings=None

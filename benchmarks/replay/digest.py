@@ -36,7 +36,7 @@ from cache_builder.evaluation.log import Row, TokenIds
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import Draft, Drafter, DraftRequest
 from ssd.drafting.drafter import SuffixDrafter
-from ssd.drafting.rows import RowDrafter, Text
+from ssd.drafting.rows import NUM_HEAD, RowDrafter, Text
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.cache_state import LearnedState
 
@@ -147,28 +147,27 @@ def _rows(rows: Sequence[Row]) -> _Digest:
     """Rows of a matrix, each of which has a text till the batch ends."""
     digest, learned = _Digest(), LearnedState()
     width = max((len(row.context) + len(row.output) for row in rows), default=1) + 1
-    drafter = RowDrafter(limit=_LIMIT, max_length=width, vocab_size=1 << 30, end_of_text_ids=(2,), learned=learned)
-    matrix, lengths = np.zeros((_AT_ONCE, width), np.int32), np.zeros(_AT_ONCE, np.int32)
+    drafter = RowDrafter(longest=_LIMIT, max_length=width, vocab_size=1 << 30, end_of_text_ids=(2,), learned=learned)
+    words, said = drafter.new_words(_AT_ONCE), np.zeros((_AT_ONCE, NUM_HEAD + _LIMIT + 1), np.int32)
     with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
         for number, (texts, prompts) in enumerate(_batches(rows, caches.get())):
             snapshot = caches.get().snapshot()
-            names = [Text(f"{number}-{i}", prompts[i], len(text)) for i, text in enumerate(texts)]
-            at = [max(1, prompt) for prompt in prompts]
-            for i, text in enumerate(texts):
-                matrix[i, : len(text)], lengths[i] = text, at[i]
-            sampled: list[list[int]] = [[int(text[at[i] - 1])] for i, text in enumerate(texts)]
-            drafter.seat(names, lengths[: len(texts)].tolist())
-            seconds, is_seated = 0.0, True
+            at, count = [max(1, prompt) for prompt in prompts], len(texts)
+            names = [Text(f"{number}-{i}", text[: at[i]], prompts[i], len(text)) for i, text in enumerate(texts)]
+            drafter.seat(names)
+            seconds, wanted = 0.0, np.ones(count, bool)
             while any(at[i] < len(text) for i, text in enumerate(texts)):
-                drafts = drafter.draft(sampled, lengths, matrix, snapshot, seconds, is_seated=is_seated)
-                assert drafts is not None
+                drafter.draft(wanted, snapshot, words, _LIMIT, seconds)
+                drafts = [row[NUM_HEAD : NUM_HEAD + row[1]] for row in words[:count].tolist()]
                 for i, draft in enumerate(drafts):
                     digest.add(Draft(np.array(draft, np.int32)))
                     accepted = _accepted(draft, texts[i], at[i])
-                    taken = texts[i][at[i] : at[i] + accepted + 1].tolist()
-                    sampled[i], at[i] = taken, at[i] + len(taken)
-                    lengths[i] = at[i]
-                seconds, is_seated = 0.02 + 0.0004 * (len(texts) + sum(map(len, drafts))), False
+                    taken = texts[i][at[i] : at[i] + accepted + 1]
+                    at[i] += len(taken)
+                    said[i, : NUM_HEAD + len(taken)] = [at[i], len(taken), *taken]
+                wanted = said[:count, 1] > 0
+                drafter.take(names, said)
+                seconds = 0.02 + 0.0004 * (count + sum(map(len, drafts)))
             drafter.forget(names)
     drafter.publish()
     digest.add_bytes(learned.newest.to_bytes() if learned.newest is not None else b"")

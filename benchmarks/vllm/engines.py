@@ -107,7 +107,7 @@ class Engine:
         if self.drafter is not None:
             (self._time_v2 if runner == "v2" else self._time_v1)(self.drafter)
         if getattr(self.drafter, "_core", None) is not None:
-            self.drafter._core.learner.namespace.cache.add_listener(
+            self.drafter._core.learner.cache.add_listener(
                 lambda pieces: self.learned.extend(piece.tolist() for piece in pieces)
             )
 

@@ -1,14 +1,17 @@
-"""The suffix drafter for an engine that keeps its sequences as rows of one matrix: one kernel call a step.
+"""The suffix drafter for an engine that keeps its sequences as rows of a batch: one kernel call a step.
 
 A forward pass leaves the caches to its own weights, so between two of them every line of Python costs several times
-what it costs in a loop. What is done for every row of every step is therefore done in ``draft_rows``; Python is only
-told when a row holds another text than before.
+what it costs in a loop. What is done for every row of every step is therefore done in kernels; Python is only told when
+a row holds another text than before.
+
+The engine's device may be ahead of what is known here. So texts follow what each step gave, whenever that arrives, and
+a chain is drafted from what is known: as long as what the device is about to say and a draft after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +20,12 @@ from ssd.compiled.addresses import (
     Address,
     Float64,
     Int64,
-    Int64s,
     Record,
     Records,
     TokenIds,
     address,
+    float32_array,
     float64_array,
-    inlined,
     int32_array,
     int64_array,
     kernel,
@@ -31,20 +33,18 @@ from ssd.compiled.addresses import (
 )
 from ssd.drafting.acceptance_model import NamespaceModels
 from ssd.drafting.ask import MAX_DRAFT, asks_at, drafts_at
-from ssd.drafting.drafter import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
+from ssd.drafting.drafter import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.drafting.propose import Frame, frame_at, propose_suffix
 from ssd.pricing.pass_costs import cut_rows, observe_pass, token_price
 from ssd.pricing.price_list import PriceList
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
-NOT_SEATED: Final = -1
+NUM_HEAD: Final = 2
+"""Words before the tokens in what a step gave (length with them, how many) and in a chain (length known, how many)."""
 
 _PRICE_UNKNOWN: Final = 0.1
 """Of a drafted token, in expected accepted tokens, while it is not known what steps cost."""
-
-_TAIL_TOKENS: Final = 64
-"""Compared at every step, where everything else says that a row still holds the request it held before."""
 
 
 class TextRecord(Record):
@@ -61,30 +61,23 @@ class TextRecord(Record):
     state: Int64
 
 
-class Batch(Record):
+class RowBatch(Record):
     """The rows of a batch, and what they are drafted with.
 
-    The engine's: ``rows`` : int32, row i begins at ``stride * i`` and holds at most ``width`` tokens; 0 where the texts
-    are kept up otherwise (`ssd.drafting.chains`). ``lengths`` : int32, tokens of each. Ours, of each row:
-    ``num_sampled`` : int64, how many of its tokens are of this step, 0 for a row that is still prefilling. ``texts`` :
-    int64, address of its TextRecord, 0 for none. ``asked``, ``sizes``, ``probabilities``, ``best_first`` : scratch, of
-    the drafts asked for. ``out`` : int32, see ``draft_rows``.
+    Of each row: ``texts`` : int64, address of its TextRecord, 0 for none. ``wanted`` : int64, whether it is drafted
+    for. ``asked``, ``sizes``, ``probabilities``, ``best_first`` : scratch, of the drafts asked for.
 
     ``cost`` : see `PassCosts`. ``price`` : of a drafted token while that says nothing. ``ends`` : int32[num_ends], the
-    ids of ends of text. ``last_asked``, ``last_positions`` : rows and words of the last call.
+    ids of ends of text. ``num_new`` : tokens that came since the last call. ``last_asked``, ``last_positions`` : rows
+    and positions of the last call; -1 rows where others were seated since.
     """
 
-    rows: Address
-    stride: Int64
-    width: Int64
-    lengths: Address
-    num_sampled: Address
     texts: Address
+    wanted: Address
     asked: Address
     sizes: Address
     probabilities: Address
     best_first: Address
-    out: Address
     cost: Address
     price: Float64
     workspace: Address
@@ -96,6 +89,7 @@ class Batch(Record):
     max_length: Int64
     longest_match: Int64
     shortest_match: Int64
+    num_new: Int64
     last_asked: Int64
     last_positions: Int64
     num_proposals: Int64
@@ -103,73 +97,36 @@ class Batch(Record):
     num_draft_tokens: Int64
 
 
-text_at = view_of(TextRecord)
-batch_at = view_of(Batch)
-
-
-class Rows(NamedTuple):
-    """A batch and the arrays of its rows."""
-
-    batch: Batch
-    lengths: TokenIds
-    sampled: Int64s
-    texts: Int64s
-
-
-@inlined
-def _row(rows: Rows, row: int) -> TokenIds:
-    return int32_array(rows.batch.rows + 4 * rows.batch.stride * row, rows.lengths[row])
-
-
-@inlined
-def is_sound(length: int, sampled: int, width: int) -> bool:
-    """Whether a row holds what it should."""
-    return max(1, sampled) <= length <= width
+_text_at, _batch_at = view_of(TextRecord), view_of(RowBatch)
 
 
 @kernel
-def goes_on(at: int, row: TokenIds, sampled: int) -> bool:
-    """Whether ``row`` is the text at an address one step later, judged by its length and last tokens. O(1)."""
-    text = text_at(at)
-    length = text.length
-    if length + sampled != len(row):
-        return False
-    known = int32_array(text.tokens, length)
-    differ = 0
-    for i in range(max(0, length - _TAIL_TOKENS), length):
-        differ |= known[i] ^ row[i]
-    return differ == 0
+def _follow(texts_at: int, words_at: int, lost_at: int, num_rows: int, width: int) -> int:
+    """Take over what a step gave each text; how many could not be, which are marked in ``lost``.
 
-
-@kernel
-def take_over(at: int, row: TokenIds, sampled: int) -> None:
-    """Take over what is new in the row of the text at an address, which must have room for it. O(new)."""
-    text = text_at(at)
-    known, length = text.length, len(row)
-    if length > known:
-        int32_array(text.tokens, length)[known:] = row[known:]
-    text.length, text.num_new = length, sampled
-
-
-@kernel
-def _are_seated(rows: Rows, by_text: bool) -> bool:
-    """Whether every row is sound and holds the text it held before, for which there is room."""
-    for row in range(len(rows.texts)):
-        length, sampled = rows.lengths[row], rows.sampled[row]
-        if not is_sound(length, sampled, rows.batch.width):
-            return False
-        if rows.texts[row] == 0:
-            if sampled > 0:
-                return False
+    ``texts_at`` : int64[rows], addresses of TextRecords, 0 for none. ``words_at`` : int32[rows, width], of each
+    the length of the text now and how many of its tokens are new, then these. ``lost_at`` : int64[rows], written.
+    """
+    texts, lost = int64_array(texts_at, num_rows), int64_array(lost_at, num_rows)
+    words, num_lost = int32_array(words_at, num_rows * width), 0
+    for row in range(num_rows):
+        length, count = words[row * width], words[row * width + 1]
+        lost[row] = 0
+        if texts[row] == 0 or count == 0:
             continue
-        text = rows.texts[row]
-        if length > text_at(text).room or (by_text and not goes_on(text, _row(rows, row), sampled)):
-            return False
-    return True
+        text = _text_at(texts[row])
+        if count < 0 or count > width - NUM_HEAD or text.length + count != length or length > text.room:
+            lost[row] = 1
+            num_lost += 1
+            continue
+        known, first = int32_array(text.tokens, length), row * width + NUM_HEAD
+        known[length - count :] = words[first : first + count]
+        text.length, text.num_new = length, count
+    return num_lost
 
 
-@inlined
-def _usable(tokens: TokenIds, size: int, batch: Batch) -> int:
+@kernel
+def _usable(tokens: TokenIds, size: int, batch: RowBatch) -> int:
     """How much of a draft: up to an end of text; nothing where an id is not the target's."""
     ends, usable = int32_array(batch.ends, batch.num_ends), size
     for i in range(size):
@@ -183,20 +140,14 @@ def _usable(tokens: TokenIds, size: int, batch: Batch) -> int:
 
 
 @kernel
-def _ask(frame: Frame, rows: Rows) -> tuple[int, int]:
-    """Take over what is new and ask for a draft for each row that can have one: (how many, tokens new)."""
-    batch, num_asked, num_tokens = rows.batch, 0, 0
-    asked, asks = int64_array(batch.asked, len(rows.texts)), asks_at(frame.asks, frame.num_rows)
-    for row in range(len(rows.texts)):
-        sampled = rows.sampled[row]
-        num_tokens += sampled
-        if rows.texts[row] == 0:
+def _ask(frame: Frame, batch: RowBatch, num_rows: int) -> int:
+    """Ask for a draft for each row that is to have one; how many."""
+    texts, wanted = int64_array(batch.texts, num_rows), int64_array(batch.wanted, num_rows)
+    asked, asks, num_asked = int64_array(batch.asked, num_rows), asks_at(frame.asks, frame.num_rows), 0
+    for row in range(num_rows):
+        if texts[row] == 0 or wanted[row] == 0:
             continue
-        if batch.rows != 0:
-            take_over(rows.texts[row], _row(rows, row), sampled)
-        if sampled == 0:
-            continue
-        ask, text = asks[num_asked], text_at(rows.texts[row])
+        ask, text = asks[num_asked], _text_at(texts[row])
         ask.context, ask.context_length, ask.prompt_length = text.tokens, text.length, text.prompt_length
         # One token is always the target's own.
         ask.limit, ask.state = max(0, min(batch.limit, batch.max_length - text.length - 1)), text.state
@@ -204,71 +155,55 @@ def _ask(frame: Frame, rows: Rows) -> tuple[int, int]:
         ask.successors, ask.choices, ask.no_lookup, ask.warmth, ask.temperature = 0, 0, 0, 0, 0.0
         asked[num_asked] = row
         num_asked += 1
-    return num_asked, num_tokens
+    return num_asked
 
 
 @kernel
-def _write(frame: Frame, rows: Rows, num_asked: int, sizes: Int64s) -> int:
-    """Of every row where its draft ends in ``out``, then the drafts, one after another; words written."""
-    num_rows, batch, drafts = len(rows.texts), rows.batch, drafts_at(frame.drafts, frame.num_rows)
-    asked, out = int64_array(batch.asked, num_rows), int32_array(batch.out, num_rows * (1 + MAX_DRAFT))
-    at, number = num_rows, 0
-    for row in range(num_rows):
-        if number < num_asked and asked[number] == row:
-            size = sizes[number]
-            out[at : at + size] = drafts[number].tokens[:size]
-            at += size
-            batch.num_drafts += size > 0
-            number += 1
-        out[row] = at
-    batch.num_draft_tokens += at - num_rows
-    return at
+def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int) -> None:
+    """Draft for the rows that are wanted, cut the drafts to what pays, and write them as rows of
+    ``NUM_HEAD + 2 * longest`` words.
 
-
-@kernel
-def draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float, is_seated: bool, by_text: bool) -> int:
-    """Follow every row of a batch, draft for those that can have a draft, and cut the drafts to what pays.
-
-    ``snapshot`` : its address. ``seconds`` : since the last call's end, where it was for the same texts in the
-    same rows, else 0. ``is_seated`` : the texts are known to be those of the rows. Where it is not, that is looked at,
-    ``by_text`` also at their last tokens.
-
-    Returns how many words were written: where each row's draft ends among them, then the drafts. NOT_SEATED where a row
-    does not hold the text it held; nothing was done then.
+    ``snapshot`` : its address. ``seconds`` : since the last call's end; 0 where that says nothing. Of each row the
+    length of its text and of its chain, then the chain's tokens as int32, then its chances as float32.
     """
-    batch = batch_at(batch_address)
-    rows = Rows(
-        batch,
-        int32_array(batch.lengths, num_rows),
-        int64_array(batch.num_sampled, num_rows),
-        int64_array(batch.texts, num_rows),
-    )
+    batch = _batch_at(batch_address)
     frame = frame_at(batch.workspace)
-    if not is_seated and not _are_seated(rows, by_text):
-        return NOT_SEATED
-    num_asked, num_tokens = _ask(frame, rows)
-    if seconds > 0.0 and num_asked == num_rows and batch.last_asked == num_rows:
-        observe_pass(batch.cost, batch.last_positions, False, num_tokens, seconds)
+    num_asked = _ask(frame, batch, num_rows)
+    if seconds > 0.0 and 0 < num_asked == num_rows == batch.last_asked:
+        observe_pass(batch.cost, batch.last_positions, False, batch.num_new, seconds)
+    batch.num_new = 0
     price = token_price(batch.cost, num_asked)
     asks, drafts = asks_at(frame.asks, frame.num_rows), drafts_at(frame.drafts, frame.num_rows)
     for number in range(num_asked):
         asks[number].price = price if price > 0.0 else batch.price
     propose_suffix(batch.workspace, snapshot, batch.model, num_asked, batch.longest_match, batch.shortest_match)
     sizes = int64_array(batch.sizes, num_asked)
-    probabilities = float64_array(batch.probabilities, num_asked * MAX_DRAFT).reshape((num_asked, MAX_DRAFT))
+    chances = float64_array(batch.probabilities, num_asked * MAX_DRAFT).reshape((num_asked, MAX_DRAFT))
     for number in range(num_asked):
         draft = drafts[number]
         size = _usable(draft.tokens, draft.size, batch)
-        sizes[number], probabilities[number, :size] = size, draft.probabilities[:size]
-    cut_rows(batch.cost, probabilities, sizes, float64_array(batch.best_first, num_rows * MAX_DRAFT))
-    size = _write(frame, rows, num_asked, sizes)
+        sizes[number], chances[number, :size] = size, draft.probabilities[:size]
+    cut_rows(batch.cost, chances, sizes, float64_array(batch.best_first, num_rows * MAX_DRAFT))
+    width, number, positions = NUM_HEAD + 2 * longest, 0, num_rows
+    words, floats = int32_array(words_at, num_rows * width), float32_array(words_at, num_rows * width)
+    texts, asked = int64_array(batch.texts, num_rows), int64_array(batch.asked, num_rows)
+    for row in range(num_rows):
+        at = row * width
+        words[at], words[at + 1] = 0 if texts[row] == 0 else _text_at(texts[row]).length, 0
+        if number < num_asked and asked[number] == row:
+            words[at + 1] = size = sizes[number]
+            for i in range(size):
+                words[at + NUM_HEAD + i] = drafts[number].tokens[i]
+                floats[at + NUM_HEAD + longest + i] = chances[number, i]
+            batch.num_drafts += size > 0
+            positions += size
+            number += 1
     batch.num_proposals += num_asked
-    batch.last_asked, batch.last_positions = num_asked, size
-    return size
+    batch.num_draft_tokens += positions - num_rows
+    batch.last_asked, batch.last_positions = num_asked, positions
 
 
 Tokens = npt.NDArray[np.int32]
-_MIN_ROOM = 256
 
 
 class Text:
@@ -276,8 +211,8 @@ class Text:
 
     __slots__ = ("_buffer", "_memory", "_record", "address", "name")
 
-    def __init__(self, name: str, prompt_length: int, room: int) -> None:
-        """``name`` : never given to another text. ``room`` : tokens it is going to have at least.
+    def __init__(self, name: str, tokens: Tokens, prompt_length: int, room: int) -> None:
+        """``name`` : never given to another text. ``room`` : most tokens that it is going to have.
 
         ``address`` : of its TextRecord.
         """
@@ -285,8 +220,9 @@ class Text:
         self._memory = Records(TextRecord)
         self._record, self.address = self._memory[0], self._memory.address
         self._record.prompt_length = prompt_length
-        self._buffer = np.empty(0, np.int32)
-        self.make_room(room)
+        self._buffer = np.empty(max(room, len(tokens)), np.int32)  # the system gives it as far as it is written
+        self._record.tokens, self._record.room = address(self._buffer), len(self._buffer)
+        self.replace(tokens, 0)
 
     @property
     def length(self) -> int:
@@ -308,22 +244,11 @@ class Text:
         """int32[length]: prompt and output so far. A view, valid until more is taken over."""
         return self._buffer[: self.length]
 
-    def make_room(self, length: int) -> None:
-        """For so many tokens, and as many again where that takes more than there is. O(text) then."""
-        if length > len(self._buffer):
-            grown, known = np.empty(max(_MIN_ROOM, 2 * length), np.int32), self.length
-            grown[:known] = self._buffer[:known]
-            self._buffer = grown
-            self._record.tokens, self._record.room = address(grown), len(grown)
-
-    def take_over(self, row: Tokens, num_new: int) -> None:
-        """Take over what is new in ``row``, int32[n], the whole text; the last ``num_new`` are of this step. O(new)."""
-        self.make_room(len(row))
-        take_over(self.address, contiguous(row), num_new)
-
-    def goes_on(self, row: Tokens, num_new: int) -> bool:
-        """Whether ``row`` is this text one step later, judged by its length and its last tokens. O(1)."""
-        return goes_on(self.address, contiguous(row), num_new)
+    def replace(self, tokens: Tokens, num_new: int) -> None:
+        """``tokens`` is the whole text, int32[n], cut to its room; the last ``num_new`` are of this step. O(n)."""
+        tokens = tokens[: len(self._buffer)]
+        self._buffer[: len(tokens)] = tokens
+        self._record.length, self._record.num_new = len(tokens), num_new
 
     def keep_at(self, state: int) -> None:
         """Say which state of the workspace it is drafted with."""
@@ -331,25 +256,24 @@ class Text:
 
 
 class _RowArrays:
-    """Arrays of a batch with ``count`` rows, by their names in `Batch`."""
+    """Arrays of a batch with ``count`` rows, by their names in `RowBatch`."""
 
     def __init__(self, count: int) -> None:
-        self.num_sampled, self.texts, self.asked, self.sizes = np.zeros((4, count), np.int64)
+        self.texts, self.wanted, self.asked, self.sizes = np.zeros((4, count), np.int64)
         self.probabilities, self.best_first = np.zeros((2, count * MAX_DRAFT))
-        self.out = np.zeros(count * (1 + MAX_DRAFT), np.int32)
 
 
 class RowDrafter:
-    """Drafts as ``SuffixDrafter`` does, for all rows of a matrix in one call, and cuts them to what pays together.
+    """Drafts as ``SuffixDrafter`` does, for all rows of a batch in one call, and cuts them to what pays together.
 
-    Whose text a row holds is said by ``seat`` and holds until it is said again. Owned by one thread. Deterministic
-    given its calls and the times that it is told.
+    Whose text a row holds is said by ``seat`` and holds until it is said again; texts grow by ``take``. Owned by one
+    thread. Deterministic given its calls and the times that it is told.
     """
 
     def __init__(
         self,
         *,
-        limit: int,
+        longest: int,
         max_length: int,
         vocab_size: int,
         end_of_text_ids: Iterable[int] = (),
@@ -358,27 +282,26 @@ class RowDrafter:
         learned: LearnedState | None = None,
         price: float = _PRICE_UNKNOWN,
     ) -> None:
-        """``limit`` : most tokens of a draft. ``max_length`` : of a text; drafts leave room for the target's own token.
-
-        ``vocab_size`` : of the target; a draft with another id is none. Drafts end with one of ``end_of_text_ids``.
+        """``longest`` : most tokens of a draft, at most MAX_DRAFT. ``max_length`` : of a text; drafts leave room for
+        the target's own token. ``vocab_size`` : of the target; a draft with another id is none. Drafts end with one of
+        ``end_of_text_ids``.
         ``learned`` : where what is learned about the namespace is published; None keeps it to itself. ``price`` : of a
         drafted token, in expected accepted tokens, while it is not known what steps cost.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
-        longest, shortest = checked_lengths(max_match_length, min_match_length)
+        assert longest <= MAX_DRAFT
+        self.longest = longest
         self._workspace, self._price_list = Workspace(), PriceList()
         self._models, self._learned = NamespaceModels(), learned
-        self._memory = Records(Batch)
-        self._batch = self._memory[0]
-        self._given: tuple[object, object] = None, None
-        self._texts: list[Text | None] = []
+        self._memory = Records(RowBatch)
+        self._batch = batch = self._memory[0]
+        self._num_rows = 0
         self._ends = np.array(sorted(end_of_text_ids), np.int32)
-        batch = self._batch
         batch.ends, batch.num_ends = address(self._ends), len(self._ends)
         batch.cost, batch.workspace = self._price_list.address, self._workspace.address
         batch.model = self._models.of(learned).address
-        batch.vocab_size, batch.limit, batch.max_length = vocab_size, min(limit, MAX_DRAFT), max_length
-        batch.longest_match, batch.shortest_match, batch.price = longest, shortest, price
+        batch.vocab_size, batch.max_length, batch.price = vocab_size, max_length, price
+        batch.longest_match, batch.shortest_match = checked_lengths(max_match_length, min_match_length)
         self._make_rows(16)
 
     @property
@@ -386,65 +309,54 @@ class RowDrafter:
         """Since the start: rows that could have had a draft, drafts that were not empty, their tokens."""
         return self._batch.num_proposals, self._batch.num_drafts, self._batch.num_draft_tokens
 
-    def draft(
-        self,
-        sampled: Sequence[Sequence[int]],
-        lengths: npt.NDArray[np.int32],
-        rows: npt.NDArray[np.int32],
-        snapshot: Snapshot,
-        seconds: float,
-        *,
-        is_seated: bool = False,
-        by_text: bool = False,
-    ) -> list[list[int]] | None:
-        """One draft for each row, empty where nothing is known or the row is prefilling.
+    def new_words(self, num_rows: int) -> Tokens:
+        """Memory for what ``draft`` writes of so many rows."""
+        return np.zeros((num_rows, NUM_HEAD + 2 * self.longest), np.int32)
 
-        ``sampled`` : what this step gave each row; nothing while it is prefilling. ``lengths`` : int32[rows or more],
-        tokens of each row, these included. ``rows`` : int32[rows or more, n], row i has its text in
-        ``[i, :lengths[i]]``. ``seconds`` : since the last call returned; for what a step costs, where it was for the
-        same rows.
-
-        ``is_seated`` : ``seat`` was just called for these arrays. Else None is returned, and nothing done, where a row
-        holds what cannot go on from what it held: it is to be said whose the rows are. ``by_text`` looks for that at
-        the last tokens of each row also. O(new tokens) but for drafting.
-        """
-        if lengths is not self._given[0] or rows is not self._given[1]:
-            self._adopt(lengths, rows)
-        num_rows, counts = min(len(sampled), self._num_rows), self._sampled
-        if not is_seated and num_rows != len(self._texts):
-            return None
-        for row in range(num_rows):
-            counts[row] = len(sampled[row])
-        self._workspace.room_for(0, snapshot)
-        size = draft_rows(self._memory.address, snapshot.address, num_rows, seconds, is_seated, by_text)
-        if size == NOT_SEATED:
-            return None
-        written: list[int] = self._out[:size].tolist()
-        drafts, start = [], num_rows
-        for end in written[:num_rows]:
-            drafts.append(written[start:end])
-            start = end
-        if num_rows < len(sampled):
-            drafts += [[] for _ in sampled[num_rows:]]
-        return drafts
-
-    def seat(self, texts: Sequence[Text | None], lengths: Sequence[int]) -> bool:
-        """Say whose text, of ``lengths[i]`` tokens now, is in row i. Returns whether it is as it was. O(rows)."""
-        is_same, self._texts = texts == self._texts, list(texts)
-        if len(texts) > len(self._rows.texts):
+    def seat(self, texts: Sequence[Text | None]) -> None:
+        """Say whose text is in each row; None is drafted nothing for. O(rows)."""
+        self._num_rows = len(texts)
+        if len(texts) > len(self._arrays.texts):
             self._make_rows(2 * len(texts))
         workspace = self._workspace
         workspace.room_for(len(texts), NO_SNAPSHOT)
-        self._rows.texts[: len(texts)] = [0 if text is None else text.address for text in texts]
-        for text, length in zip(texts, lengths, strict=True):
+        self._arrays.texts[: len(texts)] = _addresses(texts)
+        for text in texts:
             if text is not None:
-                text.make_room(length)
                 text.keep_at(workspace.begun_state(text.name, text.prompt_length))
-        return is_same
+        self._batch.last_asked = -1
+
+    def take(self, texts: Sequence[Text | None], words: Tokens) -> list[int]:
+        """Take over what a step gave these texts; returns those that could not follow, as tokens are missing.
+
+        ``words`` : int32[texts or more, n]; of each the length of the text now and how many of its tokens are new, 0
+        for none, then these. O(new tokens).
+        """
+        count = len(texts)
+        addresses, lost = _addresses(texts), np.empty(count, np.int64)
+        self._batch.num_new += int(words[:count, 1].sum())
+        found = _follow(address(addresses), address(words), address(lost), count, words.shape[1])
+        return np.flatnonzero(lost).tolist() if found else []
+
+    def draft(
+        self, wanted: npt.NDArray[np.bool_], snapshot: Snapshot, words: Tokens, limit: int, seconds: float = 0.0
+    ) -> None:
+        """Draft for the texts that are seated and wanted, at most ``limit`` tokens each.
+
+        ``wanted`` : bool[rows]. ``words`` : int32[rows or more, NUM_HEAD + 2 * longest], of ``new_words``; of each row
+        written are the length of its text and of its draft, then the draft's tokens and, from NUM_HEAD + longest on,
+        their chances as float32. ``seconds`` : since the last call returned, for what a step costs.
+        """
+        count = self._num_rows
+        assert count == len(wanted) <= len(words) and words.shape[1] == NUM_HEAD + 2 * self.longest
+        self._arrays.wanted[:count] = wanted
+        self._workspace.room_for(0, snapshot)
+        self._batch.limit = min(limit, self.longest)
+        _draft_rows(self._memory.address, snapshot.address, count, seconds, address(words), self.longest)
 
     def forget(self, texts: Iterable[Text]) -> None:
         """These have ended; nobody is seated any more."""
-        self._texts = []
+        self._num_rows = 0
         for text in texts:
             self._workspace.forget(text.name)
         self._models.ended(self._learned)
@@ -456,27 +368,19 @@ class RowDrafter:
     def warm_up(self) -> None:
         """Compile the kernels, so that the first request compiles nothing."""
         self._batch.model = self._models.of(None).address  # the namespace learns nothing from it
-        text, rows, lengths = Text("", 1, 2), np.zeros((1, 2), np.int32), np.full(1, 2, np.int32)
-        text.take_over(rows[0], 1)
-        text.goes_on(rows[0], 1)
-        self.seat([text], [2])
-        self.draft([[0]], lengths, rows, NO_SNAPSHOT, 0.0, is_seated=True)
+        text = Text("", np.zeros(1, np.int32), 1, 2)
+        self.take([text], np.array([[2, 1, 5]], np.int32))
+        self.seat([text])
+        self.draft(np.ones(1, bool), NO_SNAPSHOT, self.new_words(1), 1)
         self.forget([text])
-        self._batch.num_proposals = 0
+        self._batch.num_proposals = self._batch.num_new = 0
         self._batch.model = self._models.of(self._learned).address
 
     def _make_rows(self, count: int) -> None:
-        self._rows = rows = _RowArrays(count)
-        # As plain memory: a few numbers at a time, this is quicker, most of all when numpy's code is in no cache.
-        self._sampled, self._out = memoryview(rows.num_sampled), memoryview(rows.out)  # type: ignore[arg-type]
-        for name, array in vars(rows).items():
+        self._arrays = arrays = _RowArrays(count)
+        for name, array in vars(arrays).items():
             setattr(self._batch, name, address(array))
 
-    def _adopt(self, lengths: npt.NDArray[np.int32], rows: npt.NDArray[np.int32]) -> None:
-        """Note where the engine's arrays lie; copies of arrays of another kind are made anew at every call."""
-        taken = np.ascontiguousarray(lengths, np.int32), np.ascontiguousarray(rows, np.int32)
-        self._given = (lengths, rows) if taken[0] is lengths and taken[1] is rows else (None, None)
-        self._taken = taken
-        self._batch.lengths, self._batch.rows = address(taken[0]), address(taken[1])
-        self._num_rows = min(len(taken[0]), len(taken[1]))
-        self._batch.stride = self._batch.width = taken[1].shape[1]
+
+def _addresses(texts: Sequence[Text | None]) -> npt.NDArray[np.int64]:
+    return np.fromiter((0 if text is None else text.address for text in texts), np.int64, len(texts))

@@ -7,9 +7,8 @@ Settings (``ssd.integrations.settings``) come from ``SSD_CACHE_DIR``, ``SSD_REDI
 from ``--additional-config '{"ssd": {"cache_dir": ...}}'``. A directory, warm-up directories and a Redis log are shared
 with ``ssd-serve``: the names and the tokenizer's fingerprint are the same.
 
-vLLM hands over rows of tokens and nothing else. Where it loads our entry point (``ssd.integrations.vllm_plugin``, which
-an installed package brings), requests, their ends and what their clients got are known by id; elsewhere they are told
-apart by their text (``ssd.integrations.requests``). vLLM calls its interface for such classes experimental.
+vLLM hands over rows of tokens and nothing else: which requests they are, when these end and what their clients got is
+heard from its runner, which is watched for that. vLLM calls its interface for such classes experimental.
 
 vLLM verifies: an accepted token is one that the target chose, so drafts change no output. It gives up its asynchronous
 scheduling for classes like this one, and where the longest request of a step leaves no room for a full draft before
@@ -28,14 +27,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ssd.drafting.rows import RowDrafter
+from ssd.drafting.ask import MAX_DRAFT
+from ssd.drafting.rows import NUM_HEAD, Tokens
 from ssd.integrations import vllm_plugin
-from ssd.integrations.requests import Request, Row, stop_rules_of
-from ssd.integrations.vllm_core import Core, Failures, ProposerStats, checked
+from ssd.integrations.requests import Request, stop_rules_of
+from ssd.integrations.vllm_core import Core, VllmDrafter
 from ssd.integrations.vllm_hooks import lengths_of
 
 
-class SuffixProposer:
+class SuffixProposer(VllmDrafter):
     """Drafts for every running request of a vLLM engine from a namespace of the cache, and learns what completes.
 
     Made and called by vLLM, on one thread. Of the ranks of a tensor-parallel group only the first one drafts: vLLM
@@ -46,21 +46,15 @@ class SuffixProposer:
     def __init__(self, vllm_config: Any) -> None:
         """``vllm_config`` : vLLM's. Raises what `Core` does, and ConfigError for models whose state vLLM corrupts."""
         self._runner: weakref.ref[Any] | None = None  # weak: the runner holds this proposer
-        self._known_batch: Any = None  # of the runner, as it was at the last call
-        self._knows_ids = False
-        self._names: list[str] | None = None  # of the rows as they are seated, where they are known by id
-        self._num_seated = 0  # requests in them
-        self._failures = Failures()
+        self._names: list[str] | None = None  # ids of the rows as they are seated
+        self._texts: list[Request | None] = []
         self._ended = 0.0  # the last call
-        self._core: Core[RowDrafter] | None = None
-        self._last_stats = ProposerStats(num_proposals=0, num_drafts=0, num_draft_tokens=0, num_learned=0,
-                                         num_failures=0, knows_ids=False)  # fmt: skip
-        if not checked(vllm_config):
-            return
-        limit = vllm_config.speculative_config.num_speculative_tokens
-        self._core = Core(vllm_config, lambda **settings: RowDrafter(limit=limit, **settings))
-        if vllm_plugin.is_registered():
-            vllm_plugin.watch_v1(lambda drafter: isinstance(drafter, SuffixProposer))
+        self._limit: int = min(MAX_DRAFT, vllm_config.speculative_config.num_speculative_tokens)
+        super().__init__(vllm_config, longest=self._limit)
+        if self._core is not None:
+            self._words = self._core.drafter.new_words(16)
+            if not vllm_plugin.watch_v1(lambda drafter: isinstance(drafter, SuffixProposer)):
+                self.close()
 
     def load_model(self, target_model: object) -> None:
         """There is no model to load."""
@@ -78,128 +72,84 @@ class SuffixProposer:
         ``num_tokens_no_spec`` : int32[rows or more], tokens of each row, these included. ``token_ids_cpu`` :
         int32[rows or more, max_model_len], row i has its text in ``[i, :num_tokens_no_spec[i]]``.
         """
-        core = self._core
-        if core is None:
-            return [[] for _ in sampled_token_ids]
+        core, drafts = self._core, list[list[int]]()
         try:
-            seconds, drafter = time.perf_counter() - self._ended, core.drafter
-            batch, snapshot, drafts = self._batch(token_ids_cpu), core.learner.namespace.cache.snapshot(), None
-            if self._may_be_seated(core, batch):
-                drafts = drafter.draft(
-                    sampled_token_ids, num_tokens_no_spec, token_ids_cpu, snapshot, seconds, by_text=batch is None
-                )
-            if drafts is None:
-                if not self._seat(core, batch, sampled_token_ids, num_tokens_no_spec, token_ids_cpu):
-                    seconds = 0.0
-                drafts = drafter.draft(
-                    sampled_token_ids, num_tokens_no_spec, token_ids_cpu, snapshot, seconds, is_seated=True
-                )
-                assert drafts is not None
-            self._ended = time.perf_counter()
-            return drafts
-        except Exception:  # whatever is wrong in here must not be the request's problem
-            self._failures.note("drafting")
-            return [[] for _ in sampled_token_ids]
+            batch = None if self._runner is None else getattr(self._runner(), "input_batch", None)
+            if core is not None and batch is not None and batch.token_ids_cpu is token_ids_cpu:
+                drafts = self._draft(core, batch, sampled_token_ids, num_tokens_no_spec)
+        except Exception:
+            self._note_failure("drafting")
+        return drafts + [[] for _ in range(len(sampled_token_ids) - len(drafts))]
 
     def on_step(self, runner: Any, scheduler_output: Any) -> None:
         """vLLM's runner begins a step, and requests have ended. Never raises."""
         try:
             if self._runner is None or self._runner() is not runner:
-                self._runner, self._known_batch = weakref.ref(runner), None
+                self._runner = weakref.ref(runner)
             names, core = list(scheduler_output.finished_req_ids), self._core
-            if names and self._knows_ids and core is not None:
+            if names and core is not None:
                 states, lengths = getattr(runner, "requests", {}), lengths_of(scheduler_output)
                 for name in names:
                     request, state = core.requests.get(name), states.get(name)
                     if request is not None:
                         _catch_up(request, state)
-                        request.end, request.stop = (
-                            lengths.get(name),
-                            stop_rules_of(getattr(state, "sampling_params", None)),
-                        )
-                self._end(core, core.requests.end(names))
+                        request.end = lengths.get(name)
+                        request.stop = stop_rules_of(getattr(state, "sampling_params", None))
+                self._names = None
+                core.end(core.requests.end(names))
         except Exception:
-            self._failures.note("learning")
-
-    def stats(self) -> ProposerStats:
-        """The counters as they are now, or as they were when it was closed."""
-        core = self._core
-        return self._last_stats if core is None else core.stats(self._failures, self._knows_ids)
-
-    def close(self) -> None:
-        """Learn what is in flight and close the cache; nothing is drafted any more. May be called twice."""
-        core, self._core = self._core, None
-        if core is not None:
-            core.close()
-            self._last_stats = core.stats(self._failures, self._knows_ids)
+            self._note_failure("learning")
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _may_be_seated(self, core: Core[RowDrafter], batch: Any) -> bool:
-        """Whether rows may be those of the last call, for all that names tell: no other request is waited for."""
-        if batch is None:
-            return not self._knows_ids and self._num_seated == len(core.requests)
-        return self._knows_ids and self._names == batch.req_ids
+    def _draft(
+        self, core: Core, batch: Any, sampled: Sequence[Sequence[int]], lengths: npt.NDArray[np.int32]
+    ) -> list[list[int]]:
+        matrix: Tokens = batch.token_ids_cpu
+        count = min(len(sampled), len(batch.req_ids), len(lengths), len(matrix))
+        seconds = time.perf_counter() - self._ended
+        sizes = np.fromiter(map(len, sampled), np.int64, len(sampled))[:count]
+        totals = lengths[:count].astype(np.int64)
+        if self._names != batch.req_ids or count != len(self._texts):
+            self._seat(core, batch, totals - sizes)
+        wanted = sizes > 0
+        wanted[self._take(core, matrix, totals, sizes)] = False
+        if count > len(self._words):
+            self._words = core.drafter.new_words(2 * count)
+        core.drafter.draft(wanted, core.learner.cache.snapshot(), self._words, self._limit, seconds)
+        drafted = self._words[:count, 1].tolist()
+        tokens = self._words[:count, NUM_HEAD : NUM_HEAD + max(drafted, default=0)].tolist()
+        self._ended = time.perf_counter()
+        return [row[:size] for row, size in zip(tokens, drafted, strict=True)]
 
-    def _seat(
-        self,
-        core: Core[RowDrafter],
-        batch: Any,
-        sampled: Sequence[Sequence[int]],
-        lengths: npt.NDArray[np.int32],
-        token_ids: npt.NDArray[np.int32],
-    ) -> bool:
-        """Find out which requests the rows are, and tell the drafter. Returns whether they are those they were."""
-        rows = _rows(sampled, lengths, token_ids)
-        requests = self._identify(core, rows, batch)
-        self._names = None if batch is None else list(batch.req_ids)
-        self._num_seated = sum(request is not None for request in requests)
-        texts: list[Request | None] = [None] * min(len(sampled), len(lengths), len(token_ids))
-        for row, request in zip(rows, requests, strict=True):
-            texts[row.number] = request
-        return core.drafter.seat(texts, lengths[: len(texts)].tolist())
+    def _seat(self, core: Core, batch: Any, known: npt.NDArray[np.int64]) -> None:
+        """Tell the drafter which requests the rows are; new ones begin with the tokens that were known before."""
+        self._texts, width = [], batch.token_ids_cpu.shape[1]
+        for row, (name, length) in enumerate(zip(batch.req_ids, known.tolist(), strict=False)):
+            request = core.requests.get(name)
+            if request is None and 0 <= length <= width:
+                tokens, prompt_length = batch.token_ids_cpu[row, :length], int(batch.num_prompt_tokens[row])
+                request, _ = core.requests.begin(name, tokens, prompt_length)
+            self._texts.append(request)
+        core.drafter.seat(self._texts)
+        self._names = list(batch.req_ids)
 
-    def _identify(self, core: Core[RowDrafter], rows: list[Row], batch: Any) -> list[Request | None]:
-        if batch is None:
-            self._knows_ids = False
-            requests, ended = core.requests.by_text(rows)
-            self._end(core, ended)
-            return requests
-        if not self._knows_ids:  # what was told apart by text has no ids
-            self._end(core, core.requests.end_all())
-            self._knows_ids = True
-        names = [batch.req_ids[row.number] for row in rows]
-        return core.requests.by_id(rows, names, [int(batch.num_prompt_tokens[row.number]) for row in rows])
-
-    def _batch(self, token_ids_cpu: npt.NDArray[np.int32]) -> Any:
-        """The runner's batch, where it is the one that these rows are of; else None."""
-        batch = self._known_batch
-        if batch is None or batch.token_ids_cpu is not token_ids_cpu:
-            runner = None if self._runner is None else self._runner()
-            batch = getattr(runner, "input_batch", None)
-            is_of_these = getattr(batch, "token_ids_cpu", None) is token_ids_cpu
-            if not is_of_these or not hasattr(batch, "req_ids") or not hasattr(batch, "num_prompt_tokens"):
-                batch = None
-            self._known_batch = batch
-        return batch
-
-    def _end(self, core: Core[RowDrafter], ended: list[Request]) -> None:
-        if ended:
-            self._names = None
-            core.end(ended)
-
-
-def _rows(
-    sampled: Sequence[Sequence[int]], num_tokens: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]
-) -> list[Row]:
-    """The rows that hold what they should; others get no draft and teach nothing."""
-    num_rows, most = token_ids.shape
-    lengths = num_tokens[: len(sampled)].tolist()
-    return [
-        Row(number, token_ids[number, :length], len(new))
-        for number, (new, length) in enumerate(zip(sampled[:num_rows], lengths, strict=False))
-        if max(1, len(new)) <= length <= most
-    ]
+    def _take(
+        self, core: Core, matrix: Tokens, lengths: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
+    ) -> list[int]:
+        """Take over what the step gave; the rows that hold what cannot be."""
+        count, width = len(sizes), matrix.shape[1]
+        places = (lengths - sizes)[:, None] + np.arange(sizes.max(initial=0))
+        new = matrix[np.arange(count)[:, None], places.clip(0, width - 1)]
+        words = np.concatenate([lengths[:, None], sizes[:, None], new], axis=1, dtype=np.int32)
+        unsound = []
+        for row in core.drafter.take(self._texts, words):
+            request, length, size = self._texts[row], int(lengths[row]), int(sizes[row])
+            if request is not None and size <= length <= width:  # steps went by without a call
+                request.replace(matrix[row, :length], size)
+            else:
+                unsound.append(row)
+        return unsound
 
 
 def _catch_up(request: Request, state: Any) -> None:
@@ -208,4 +158,4 @@ def _catch_up(request: Request, state: Any) -> None:
         return
     missing: list[int] = state.output_token_ids[max(0, request.length - request.prompt_length) :]
     if missing:
-        request.take_over(np.concatenate([request.tokens, np.array(missing, np.int32)]), len(missing))
+        request.replace(np.concatenate([request.tokens, np.array(missing, np.int32)]), len(missing))

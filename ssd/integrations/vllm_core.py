@@ -5,59 +5,41 @@ from __future__ import annotations
 import importlib
 import multiprocessing.util
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from ssd.config import DraftConfig
 from ssd.drafting.rows import RowDrafter
 from ssd.errors import ConfigError, ModelError
-from ssd.integrations.requests import Learner, OpenNamespace, Request, RequestTable
+from ssd.integrations.requests import Learner, Request, RequestTable
 from ssd.integrations.settings import IntegrationSettings, read_settings
 from ssd.integrations.vllm_hooks import TESTED_VERSIONS, log
 
 if TYPE_CHECKING:
     from ssd.text.codec import TextCodec
 
-D = TypeVar("D", bound=RowDrafter)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerStats:
     """Counters since the start."""
 
-    num_proposals: int
+    num_proposals: int = 0
     """Rows that could have had a draft."""
-    num_drafts: int
-    num_draft_tokens: int
-    num_learned: int
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_learned: int = 0
     """Requests that ended and were given to the cache."""
-    num_failures: int
+    num_failures: int = 0
     """Failed calls; each cost drafts and nothing else."""
-    knows_ids: bool
-    """Whether requests are known by vLLM's ids."""
 
 
-class Failures:
-    """Counts what went wrong in here: it must not be the request's problem."""
+class Core:
+    """Opened for one engine of vLLM."""
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def note(self, what: str) -> None:
-        """Call it where an exception was caught."""
-        self.count += 1
-        if self.count.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only
-            log.exception("%s failed, the step goes on without (%d times so far)", what, self.count)
-
-
-class Core(Generic[D]):
-    """Opened for one engine of vLLM; the first rank of a tensor-parallel group has one."""
-
-    def __init__(self, vllm_config: Any, make: Callable[..., D]) -> None:
-        """``make`` : the drafter, given all that `RowDrafter` takes but for its limit.
+    def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
+        """``longest`` : most tokens that are drafted at once. ``drafting`` : other settings of `RowDrafter`.
 
         Raises ConfigError and CacheError, and ModelError where text is shared and the tokenizer cannot be loaded.
         """
@@ -66,22 +48,23 @@ class Core(Generic[D]):
             num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
             max_match_length=settings.max_match_length,
         )
-        vocab_size = int(model.get_vocab_size())
+        vocab_size, max_length = int(model.get_vocab_size()), int(model.max_model_len)
         codec = _load_codec(settings.tokenizer or model.tokenizer or model.model, settings)
-        fingerprint = codec.fingerprint if codec else xxhash.xxh3_128_hexdigest(str(model.model).encode())
-        namespace = OpenNamespace(
-            settings, fingerprint=fingerprint, vocab_size=codec.vocab_size if codec else vocab_size
-        )
-        requests = RequestTable(patience=4 * _num_pipeline_stages(vllm_config))
-        self.learner = Learner(namespace, requests, codec)
-        self.requests = requests
-        self.drafter: D = make(
-            max_length=int(model.max_model_len),
+        self.requests = RequestTable(max_length)
+        self.learner = Learner(
+            settings, self.requests, codec,
+            fingerprint=codec.fingerprint if codec else xxhash.xxh3_128_hexdigest(str(model.model).encode()),
+            vocab_size=codec.vocab_size if codec else vocab_size,
+        )  # fmt: skip
+        self.drafter = RowDrafter(
+            longest=longest,
+            max_length=max_length,
             vocab_size=vocab_size,
             end_of_text_ids=self.learner.end_of_text_ids,
             max_match_length=draft.max_match_length,
             min_match_length=draft.min_match_length,
-            learned=namespace.cache.learned,
+            learned=self.learner.cache.learned,
+            **drafting,
         )
         self.drafter.warm_up()
         # Closed when vLLM drops its runner, and at the end of the process; a forked worker runs the first kind only.
@@ -97,22 +80,47 @@ class Core(Generic[D]):
             self.drafter.forget(ended)
             self.learner.learn(ended)
 
-    def stats(self, failures: Failures, knows_ids: bool) -> ProposerStats:
-        """The counters as they are now."""
-        proposals, drafts, draft_tokens = self.drafter.counts
-        return ProposerStats(
-            num_proposals=proposals,
-            num_drafts=drafts,
-            num_draft_tokens=draft_tokens,
-            num_learned=self.learner.num_learned,
-            num_failures=failures.count,
-            knows_ids=knows_ids,
-        )
-
 
 def _close(learner: Learner, drafter: RowDrafter) -> None:
     drafter.publish()
     learner.close()
+
+
+class VllmDrafter:
+    """What is alike on both runners. The first rank of a tensor-parallel group drafts; others, and one that was closed,
+    have no core."""
+
+    def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
+        """As `Core`; raises ConfigError too for models whose state vLLM corrupts."""
+        self._num_failures = 0
+        self._last_stats = ProposerStats()
+        self._core = Core(vllm_config, longest=longest, **drafting) if checked(vllm_config) else None
+
+    def stats(self) -> ProposerStats:
+        """The counters as they are now, or as they were when it was closed."""
+        if (core := self._core) is not None:
+            proposals, drafts, draft_tokens = core.drafter.counts
+            self._last_stats = ProposerStats(
+                num_proposals=proposals,
+                num_drafts=drafts,
+                num_draft_tokens=draft_tokens,
+                num_learned=core.learner.num_learned,
+                num_failures=self._num_failures,
+            )
+        return self._last_stats
+
+    def close(self) -> None:
+        """Learn what is in flight and close the cache; nothing is drafted any more. May be called twice."""
+        if (core := self._core) is not None:
+            core.close()
+            self.stats()
+            self._core = None
+
+    def _note_failure(self, what: str) -> None:
+        """Called where an exception was caught: whatever is wrong in here must not be the requests' problem."""
+        self._num_failures += 1
+        if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only
+            log.exception("%s failed, the step goes on without (%d times so far)", what, self._num_failures)
 
 
 def checked(vllm_config: Any) -> bool:
@@ -162,11 +170,6 @@ def settings_of(vllm_config: Any) -> IntegrationSettings:
     if settings.cache_dir is not None and getattr(parallel, "data_parallel_size", 1) > 1:
         return settings.below(f"rank-{getattr(parallel, 'data_parallel_rank', 0)}")
     return settings
-
-
-def _num_pipeline_stages(vllm_config: Any) -> int:
-    """Batches that are in the pipeline at once: a request is in every so many calls only."""
-    return max(1, int(getattr(getattr(vllm_config, "parallel_config", None), "pipeline_parallel_size", 1)))
 
 
 def _load_codec(name: str, settings: IntegrationSettings) -> TextCodec | None:

@@ -61,18 +61,13 @@ def register() -> None:
         setattr(scheduler, _MARK, True)
 
 
-def is_registered() -> bool:
-    """Whether vLLM loaded this plugin in this process."""
-    return _is_registered
-
-
 def watch_v1(is_ours: Callable[[object], bool]) -> bool:
     """Tell drafters that ``is_ours`` accepts about steps and shutdown. Returns whether the runner could be watched."""
     try:
         runner = importlib.import_module(V1_RUNNER).GPUModelRunner
         methods = runner._update_states, runner.shutdown
     except (ImportError, AttributeError) as error:
-        log.warning("vLLM's model runner cannot be watched, requests are told apart by their text: %s", error)
+        log.warning("vLLM's model runner cannot be watched, nothing is drafted: %s", error)
         return False
     if not hasattr(runner, _MARK):
         runner._update_states = _announcing(methods[0], "drafter", is_ours)

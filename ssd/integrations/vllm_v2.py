@@ -31,13 +31,16 @@ import torch
 from torch import Tensor
 
 from ssd.drafting.ask import MAX_DRAFT
-from ssd.drafting.chains import NUM_HEAD, ChainDrafter
+from ssd.drafting.rows import NUM_HEAD
 from ssd.integrations.requests import Request, stop_rules_of
-from ssd.integrations.vllm_core import Core, Failures, ProposerStats, checked, tensor_rank
+from ssd.integrations.vllm_core import Core, VllmDrafter, tensor_rank
 from ssd.integrations.vllm_hooks import METHOD, lengths_of, log
 
 OFF_COURSE: Final = 0.5
 """How far the first chance of a chain is trusted where the text left it and came back."""
+
+_LOW_PRICE: Final = 0.02
+"""Of a drafted token. A device verifies a draft of fixed width, so that a token less saves nothing."""
 
 _FAR: Final = 1 << 40
 """More than twice any length."""
@@ -54,7 +57,8 @@ class Event(Protocol):
 class _Step:
     """Host memory of one step, pinned where there is a device: what it said, and what it was told.
 
-    ``said`` : int32[requests, n], see `follow`. ``told`` : int32[requests, n], see `write_chains`.
+    ``said`` : int32[requests, n], see `RowDrafter.take`. ``told`` : int32[requests, n], see
+    `RowDrafter.draft`.
     """
 
     def __init__(self, num_requests: int, num_said: int, num_told: int, event: Event | None) -> None:
@@ -69,7 +73,7 @@ class _Step:
         return self.event is None or self.event.query()
 
 
-class Speculator:
+class Speculator(VllmDrafter):
     """vLLM's ``BaseSpeculator``, by its methods. Made and called by its V2 model runner, on one thread.
 
     Every rank of a tensor-parallel group has one; the first drafts, the others are sent what it says, on the device.
@@ -104,30 +108,26 @@ class Speculator:
         self.draft_token_confidence_probs = torch.zeros(shape, dtype=torch.float32, device=device)
         self._longest = min(3 * self._width + 2, MAX_DRAFT)
         self._offsets = torch.arange(max(self._longest, self._width) + 1, device=device)
-        self._failures = Failures()
         self._steps: deque[_Step] = deque()  # not arrived, oldest first
         self._free: list[_Step] = []
         self._arrived: _Step | None = None  # the last that has: the device may still read what it was told
         self._ending: list[Request] = []
         self._seated: list[str] | None = None  # ids of the rows
         self._texts: list[Request | None] = []
-        self._last_stats: ProposerStats | None = None
         self.num_steps = self.num_behind = 0
         """Steps that were drafted for, and those in which the device was ahead of what was known."""
-        self._core: Core[ChainDrafter] | None = None
-        is_first = checked(vllm_config)
+        super().__init__(vllm_config, longest=self._longest, price=_LOW_PRICE)
         self._num_ranks = tensor_rank()[1]
-        if is_first:
-            longest = self._longest
-            self._core = Core(vllm_config, lambda **settings: ChainDrafter(longest=longest, **settings))
-            log.info(
-                "SSD drafts in place of vLLM's n-gram method: the method \"%s\" is named because vLLM's checks and "
-                "its asynchronous scheduling know it, nothing of it runs; prompt_lookup_* have no effect",
-                METHOD,
-            )
-            if not self.enable_adaptive_verification:
-                log.info("vLLM verifies %d tokens of every request in every step, also where SSD has nothing to say",
-                         self._width)  # fmt: skip
+        if self._core is None:
+            return
+        log.info(
+            "SSD drafts in place of vLLM's n-gram method: the method \"%s\" is named because vLLM's checks and its "
+            "asynchronous scheduling know it, nothing of it runs; prompt_lookup_* have no effect",
+            METHOD,
+        )
+        if not self.enable_adaptive_verification:
+            log.info("vLLM verifies %d tokens of every request in every step, also where SSD has nothing to say",
+                     self._width)  # fmt: skip
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """There is no graph."""
@@ -174,8 +174,8 @@ class Speculator:
             if self._core is not None:
                 told = self._draft(self._core, input_batch, slots, num_sampled[:count])
                 self._choose(told, slots, filling, drafts, chances)
-        except Exception:  # whatever is wrong in here must not be the requests' problem
-            self._failures.note("drafting")
+        except Exception:
+            self._note_failure("drafting")
         if self._num_ranks > 1:
             group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
             group.broadcast(drafts, src=0)
@@ -193,12 +193,12 @@ class Speculator:
                 if new.sampling_params is None:  # pooling
                     continue
                 tokens = np.array(new.prefill_token_ids, np.int32)
-                request, before = core.requests.begin(new.req_id, tokens, min(new.prompt_len, len(tokens)))
+                request, before = core.requests.begin(new.req_id, tokens, new.prompt_len)
                 request.stop = stop_rules_of(new.sampling_params)
                 if before is not None:
                     core.drafter.forget([before])
         except Exception:
-            self._failures.note("following requests")
+            self._note_failure("following requests")
 
     def on_step(self, runner: Any, scheduler_output: Any) -> None:
         """Requests have ended. Each is learned once all that its client got has arrived here. Never raises."""
@@ -214,15 +214,7 @@ class Speculator:
             self._take_over(core)
             self._learn(core)
         except Exception:
-            self._failures.note("learning")
-
-    def stats(self) -> ProposerStats:
-        """The counters as they are now, or as they were when it was closed."""
-        core = self._core
-        if core is not None:
-            return core.stats(self._failures, True)
-        return self._last_stats or ProposerStats(num_proposals=0, num_drafts=0, num_draft_tokens=0, num_learned=0,
-                                                 num_failures=self._failures.count, knows_ids=True)  # fmt: skip
+            self._note_failure("learning")
 
     def close(self) -> None:
         """Learn what has ended and what is in flight, and close the cache. May be called twice."""
@@ -236,15 +228,13 @@ class Speculator:
             self._take_over(core)
             self._learn(core)
         except Exception:
-            self._failures.note("learning")
-        self._core = None
-        core.close()
-        self._last_stats = core.stats(self._failures, True)
+            self._note_failure("learning")
+        super().close()
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _draft(self, core: Core[ChainDrafter], batch: Any, slots: Tensor, num_sampled: Tensor) -> Tensor:
-        """Chains for the rows of a batch, on the device: int32[rows, n], see `write_chains`."""
+    def _draft(self, core: Core, batch: Any, slots: Tensor, num_sampled: Tensor) -> Tensor:
+        """Chains for the rows of a batch, on the device: int32[rows, n], see `RowDrafter.draft`."""
         count = len(slots)
         if self._seated != batch.req_ids:
             self._texts, self._seated = [core.requests.get(name) for name in batch.req_ids], None
@@ -255,14 +245,14 @@ class Speculator:
         self._take_over(core)
         self._learn(core)
         if self._seated is None:
-            core.drafter.seat(self._texts, [0 if text is None else text.length for text in self._texts])
+            core.drafter.seat(self._texts)
             self._seated = list(batch.req_ids)
         # A row whose prompt is not computed to its end has said nothing.
         says = batch.num_computed_tokens_np[:count] + batch.num_scheduled_tokens[:count] >= batch.prefill_len_np[:count]
         self.num_steps += 1
         self.num_behind += bool(self._steps)
         limit = self._longest if self._steps else self._width
-        core.drafter.draft_chains(says, core.learner.namespace.cache.snapshot(), step.told_np, limit)
+        core.drafter.draft(says, core.learner.cache.snapshot(), step.told_np, limit)
         return step.told[:count].to(self._device, non_blocking=True)
 
     def _new_step(self) -> _Step:
@@ -285,7 +275,7 @@ class Speculator:
         if step.event is not None:
             step.event.record(self._stream)
 
-    def _take_over(self, core: Core[ChainDrafter]) -> None:
+    def _take_over(self, core: Core) -> None:
         """What has arrived, into the texts."""
         while self._steps and self._steps[0].has_arrived():
             step = self._steps.popleft()
@@ -297,7 +287,7 @@ class Speculator:
                 self._free.append(self._arrived)
             self._arrived = step
 
-    def _lose(self, core: Core[ChainDrafter], texts: Sequence[Request]) -> None:
+    def _lose(self, core: Core, texts: Sequence[Request]) -> None:
         """Tokens of these are missing: they are not drafted for any more, and not learned."""
         lost = [name for name, request in core.requests.items() if request in texts]
         core.drafter.forget(core.requests.end(lost))
@@ -306,7 +296,7 @@ class Speculator:
         if lost:
             log.warning("%d requests are not followed any more: tokens of theirs are missing", len(lost))
 
-    def _learn(self, core: Core[ChainDrafter]) -> None:
+    def _learn(self, core: Core) -> None:
         """Those that have ended, as far as nothing that their client got is still to arrive."""
         if self._ending:
             coming = {id(text) for step in self._steps for text in step.texts}
