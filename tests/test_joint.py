@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ssd.drafting.arbiter import Arbiter, MergedTree, walked
+from ssd.drafting.arbiter import Arbiter, num_verified, walked
 from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, Draft, DraftRequest
 from ssd.drafting.source import TRIAL_EVERY
 
@@ -56,11 +56,17 @@ class Judge:
         offers = request.offers
         if offers is None:
             return own.cut(request.limit)
-        merged = MergedTree()
-        merged.add(own)
-        merged.add(Draft(offers.token_ids, probabilities=offers.chances, parents=offers.parents))
-        draft, _ = merged.best(request.limit, np.zeros(1))
-        return draft
+        chances: dict[tuple[int, ...], tuple[float, float]] = {}
+        for each in (own, Draft(offers.token_ids, probabilities=offers.chances, parents=offers.parents)):
+            assert each.probabilities is not None or not len(each.token_ids)
+            paths: list[tuple[int, ...]] = []
+            for node, parent in enumerate(each.parents_of_all()):
+                paths.append((*(paths[parent] if parent >= 0 else ()), int(each.token_ids[node])))
+                assert each.probabilities is not None
+                chances.setdefault(paths[-1], (float(each.probabilities[node]), float(each.chances()[node])))
+        order = sorted(chances, key=lambda path: -chances[path][1])[: request.limit]
+        parents = [order.index(path[:-1]) if len(path) > 1 else -1 for path in order]
+        return tree([path[-1] for path in order], parents, [chances[path][0] for path in order])
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         path = [] if draft.path is None else draft.path.tolist()
@@ -133,30 +139,31 @@ def test_what_is_offered_and_what_is_known_go_into_one_tree() -> None:
     assert offers.parents.tolist() == [-1, 0] and offers.chances.tolist() == [0.8, 0.8]
 
 
-def test_what_is_offered_is_carried_on_by_what_the_first_knows() -> None:
-    judge = Judge({8: tree([9, 10], [-1, 0], [0.9, 0.9])})
-    arbiter = Arbiter([judge, Costly(chain([7, 8], [0.8, 0.8]))])
-    draft = arbiter.propose([ask()])[0]
-    assert len(walked(draft, [7, 8, 9, 10])) == 4
-    behind = [request for request in judge.asked if request.request_id != "a"]
-    assert [request.context.tolist() for request in behind] == [[1, 7], [1, 7, 8]]
-    assert judge.finished == [request.request_id for request in behind]
-    arbiter.observe("a", *verdict(draft, [7, 8, 9]))
-    assert judge.told == [("a", [7, 8], [0, 1], 2)]
-
-
-def test_a_draft_without_estimates_stands_beside_ours_even_where_they_agree() -> None:
+def test_a_draft_without_estimates_is_offered_at_its_sources_rate_and_each_is_told_its_own() -> None:
     judge = Judge({1: tree([5, 6], [-1, 0], [0.5, 0.9])})
-    costly = Costly(chain([5, 6, 7], None))
+    costly = Costly(chain([5, 7, 9], None))
     arbiter = Arbiter([judge, costly])
-    draft = arbiter.propose([ask()])[0]
-    assert sorted(draft.token_ids.tolist()) == [5, 5, 6, 6, 7]
-    assert all(request.offers is None for request in judge.asked)
-    path = [i for i, token in enumerate(draft.token_ids.tolist()) if token in (5, 6, 7)]
-    assert len(path) == 5
-    arbiter.observe("a", *verdict(draft, [5, 6]))
-    assert judge.told == [("a", [5, 6], [0, 1], 2)]
-    assert costly.told == [([5, 6, 7], 2)]
+    draft = arbiter.propose([ask(limit=4)])[0]
+    assert draft.token_ids.tolist() == [5, 7, 6, 9]
+    offers = judge.asked[1].offers
+    assert offers is not None and len(set(offers.chances.tolist())) == 1 and 0 < offers.chances[0] < 1
+    arbiter.observe("a", *verdict(draft, [5, 7]))
+    assert judge.told == [("a", [5, 7, 6, 9], [0, 1], 2)]
+    assert costly.told == [([5, 7, 9], 2)]
+
+
+@pytest.mark.parametrize(
+    ("own", "verified", "count"),
+    [
+        (chain([5, 6, 7], None), chain([5, 6], None), 2),
+        (chain([5, 6], None), tree([8, 5, 6], [-1, -1, 1], [0.5] * 3), 2),
+        (tree([5, 8, 6], [-1, -1, 0], [0.5] * 3), tree([5, 6], [-1, 0], [0.5] * 2), 1),
+        (EMPTY_DRAFT, chain([5], None), 0),
+        (chain([5], None), EMPTY_DRAFT, 0),
+    ],
+)
+def test_as_much_of_a_draft_was_verified_as_stands_in_the_one_that_was(own: Draft, verified: Draft, count: int) -> None:
+    assert num_verified(own, verified) == count
 
 
 def test_a_source_that_adds_nothing_is_soon_asked_only_now_and_then() -> None:
@@ -177,14 +184,6 @@ def test_a_source_that_adds_what_it_costs_is_asked_at_every_step() -> None:
     costly.asked.clear()
     run_steps(arbiter, clock, 50, [7, 8, 9])
     assert len(costly.asked) == 50
-
-
-def test_beside_a_chain_the_better_one_is_taken_and_offers_are_judged() -> None:
-    judge = Judge({1: chain([5], [0.2])})
-    draft = Arbiter([judge, Costly(chain([7, 8], None))]).propose([ask(is_tree=False)])[0]
-    assert draft.token_ids.tolist() == [7, 8] and draft.parents is None
-    judge = Judge({1: chain([5], [0.99])})
-    assert Arbiter([judge, Costly(chain([7], None))]).propose([ask(is_tree=False)])[0].token_ids.tolist() == [5]
 
 
 FOUR = chain([7, 8, 9, 10], [0.9] * 4)

@@ -17,9 +17,7 @@ seconds become tokens at the rate at which tokens come. Who estimates what, from
   promises. The arbiter asks where it exceeds the source's time, turned into tokens by what this request's steps bring
   of late.
 - ``rate.AcceptanceRates``: the **chance of a token before it is drafted**, by drafter and request. Read by the draft
-  model, to decide whether to draft it; and by the arbiter for drafts without estimates.
-- ``rate.best_gain``: the **accepted tokens less prices** of a draft. Beside a chain nothing can stand: where drafts
-  without estimates are offered too, the arbiter takes the one of most.
+  model, to decide whether to draft it; and by the arbiter, which offers drafts without estimates at it.
 - ``calibration.PlattScaling``: the **chance of a token that a draft model drew**, from the model's own probability and
   what came of those before. It is the draft model's estimate.
 - ``calibration.KeptShares``: the **share of promised tokens that came**, by temperature. The engine divides prices by

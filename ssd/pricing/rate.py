@@ -161,15 +161,6 @@ def price_of(prices: Floats, i: int) -> float:
     return float(prices[min(i, len(prices) - 1)])
 
 
-def best_gain(chances: Floats, prices: Floats) -> float:
-    """Expected accepted tokens less prices, of the draft cut where that is greatest; at least 0, of no draft.
-
-    ``chances`` : float64[k], that each token and all before it are accepted. ``prices`` : float64[n]. O(k).
-    """
-    prices = prices[np.minimum(np.arange(len(chances)), len(prices) - 1)]
-    return float(np.cumsum(chances - prices).max(initial=0.0))
-
-
 _FIRST_GUESS = 0.7
 _FIRST_WEIGHT = 20.0
 _MEMORY = 2000.0
