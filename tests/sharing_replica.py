@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,10 +27,10 @@ KEY = stream_key(FINGERPRINT, "default")
 
 
 class Replica(NamedTuple):
-    """A cache and what it shares through: a ``RedisLog``, or a ``Sharing``."""
+    """A cache and what it shares through."""
 
     caches: CacheSet
-    log: Any
+    log: RedisLog
 
     def append(self, *texts: list[int]) -> None:
         """Learn ``texts`` as finished sequences."""

@@ -133,7 +133,7 @@ def test_replicas_agree_and_a_directory_keeps_what_they_agree_on(redis_server: R
     redis_server.kill()
     with sharing(redis_server, tmp_path / "two") as (two, b):
         b.wait(PATIENCE_S)
-        assert two() == one() and two.source == "directory" and b.num_failures
+        assert two() == one() and two.source == "directory" and b.loop.num_failures
     redis_server.start()  # an empty one
     with sharing(redis_server, tmp_path / "one") as (again, a), sharing(redis_server) as (new, b):
         a.wait(PATIENCE_S)
@@ -156,7 +156,7 @@ def test_a_root_that_redis_lost_is_written_again(redis_server: RedisServer) -> N
         a.wait(PATIENCE_S)
         client.flushall()
         eventually(lambda: client.get(KEY) == one())
-        assert not a.num_failures
+        assert not a.loop.num_failures
 
 
 @pytest.mark.parametrize("hostile", [b"", b"short", b"x" * (ROOT_BYTES + 1), bytes(1 << 24), ["a", "list"]])
@@ -169,6 +169,6 @@ def test_whatever_else_is_under_the_key_costs_the_agreement_alone(
             own = one()
             a.wait(PATIENCE_S)
             eventually(lambda: "ssd-share-noise interrupted" in caplog.text)
-            assert a.num_failures and one() == own and one.source == "memory" and own.hex() not in caplog.text
+            assert a.loop.num_failures and one() == own and one.source == "memory" and own.hex() not in caplog.text
             client.delete(KEY)
             eventually(lambda: one.source == "replicas" and client.get(KEY) == own)

@@ -7,17 +7,17 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from cache_builder.shared import shown
 from hypothesis import given
 from hypothesis import strategies as st
+from ssd.sharing.published.commands import push_segments
 
 from cache_builder.__main__ import main
 from cache_builder.commands.redis_status import read_status
-from cache_builder.shared import shown
 from ssd.errors import StoreUnavailable
 from ssd.sharing.connection import connect
 from ssd.sharing.entry import head_key, heartbeat_key, lease_key, purge_key, stream_key
 from ssd.sharing.noise_root import KEY as NOISE
-from ssd.sharing.published.commands import push_segments
 from ssd.sharing.stream import FIELD
 from tests.redis_server import RedisServer, redis_server
 from tests.redis_topologies import Cluster, started

@@ -16,42 +16,40 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from redis import exceptions as of
 
+from cache_builder.__main__ import main
+from cache_builder.commands.pull import pull
+from cache_builder.commands.push import push
 from ssd.config import CacheConfig
-from ssd.errors import ConfigError, StoreUnavailable, TokenizerMismatch
+from ssd.errors import ConfigError, StoreUnavailable
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import NamespaceTerms
-from ssd.retrieval.static import StaticWriter
+from ssd.retrieval.ring import sequences_of
+from ssd.retrieval.static import StaticWriter, load_static_directory
+from ssd.sharing.background import REASONS, reason_of
 from ssd.sharing.connection import address_of, connect, hide_password
 from ssd.sharing.entry import (
     FORMAT_VERSION,
+    INVALID,
     MAX_ENTRY_TOKENS,
     Entry,
     InvalidEntryError,
-    join_planes,
     num_tokens_of,
     pack_entry,
     stream_key,
     unpack_entry,
 )
-from ssd.sharing.published.commands import push_segments
 from ssd.sharing.redis_log import RedisLog
-from ssd.sharing.stream import FIELD
+from ssd.sharing.stats import Received
+from ssd.sharing.stream import FIELD, OversizedReplyError
 from tests.redis_server import RedisServer, redis_server
-from tests.reference.sharing import slow_tokens
 from tests.sharing_replica import FINGERPRINT, KEY, VOCAB_SIZE, catch_up, entry, eventually, replica, stored
 
 __all__ = ["redis_server"]  # the fixture
 
 
 # Entries
-
-
-@given(st.binary(min_size=4, max_size=200).map(lambda planes: planes[: len(planes) // 4 * 4]))
-def test_planes_are_joined_as_a_plain_loop_does(planes: bytes) -> None:
-    tokens = np.empty(len(planes) // 4, np.uint32)
-    largest = join_planes(np.frombuffer(planes, np.uint8), tokens)
-    assert tokens.tolist() == slow_tokens(planes) and largest == max(slow_tokens(planes))
 
 
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=300), st.binary(min_size=24, max_size=24))
@@ -307,54 +305,92 @@ def test_a_full_queue_drops_the_oldest() -> None:
             assert log.stats().num_dropped == 60
 
 
-# Pushing a directory
+# Directories into the log and out of it
 
 
-def write_directory(path: Path, texts: list[list[int]]) -> None:
+def write_directory(path: Path, texts: list[list[int]]) -> Path:
     with StaticWriter(path, fingerprint=FINGERPRINT) as writer:
         for text in texts:
             writer.append(text)
+    return path
 
 
-def test_a_pushed_directory_reaches_a_running_replica_once(redis_server: RedisServer, tmp_path: Path) -> None:
+def held(path: Path) -> list[list[int]]:
+    return [sequence.tolist() for sequence in sequences_of(load_static_directory(path, fingerprint=FINGERPRINT))]
+
+
+def test_a_replica_that_joins_begins_with_what_was_said_and_pushed_once(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
     texts = [[n, n + 1] for n in range(150)] + [[5, 6]]
-    write_directory(tmp_path / "warm", texts)
+    warm = write_directory(tmp_path / "warm", texts)
     with replica(redis_server.url) as running:
-        result = push_segments(tmp_path / "warm", redis_server.url, "default", fingerprint=FINGERPRINT)
+        result = push(warm, redis_server.url, "default")
         assert (result.num_sequences, result.num_entries, result.num_left_out_tokens) == (151, 151, 0)
         eventually(lambda: running.stored() == texts)
-        push_segments(tmp_path / "warm", redis_server.url, "default", fingerprint=FINGERPRINT)
-        end = catch_up(redis_server.url, running)
-        assert running.stored() == [*texts, end]
+        running.append([7], [8])
+        push(warm, redis_server.url, "default")
+        texts += [[7], [8], catch_up(redis_server.url, running)]
+        assert running.stored() == texts
+        with replica(redis_server.url) as joiner:
+            texts.append(catch_up(redis_server.url, running, joiner))
+            assert joiner.stored() == running.stored() == texts
+            push(warm, redis_server.url, "default")
+            texts.append(catch_up(redis_server.url, running, joiner))
+            assert joiner.stored() == running.stored() == texts
 
 
-def test_a_directory_can_be_pushed_to_two_namespaces_of_a_replica(redis_server: RedisServer, tmp_path: Path) -> None:
-    write_directory(tmp_path / "warm", [[1, 2], [3]])
-    with replica(redis_server.url) as (one, _):
-        for namespace in ("default", "other"):
-            one.get(namespace)
-            push_segments(tmp_path / "warm", redis_server.url, namespace, fingerprint=FINGERPRINT)
-        eventually(lambda: stored(one) == stored(one, "other") == [[1, 2], [3]])
+def test_what_was_pulled_is_the_log_once_and_can_be_pushed_elsewhere(redis_server: RedisServer, tmp_path: Path) -> None:
+    said = [[1, 2], [1, 2], [3], list(range(900)) * 6]
+    with replica(redis_server.url) as one, closing(connect(redis_server.url)) as client:
+        one.append(*said)
+        eventually(lambda: one.log.stats().num_published == 5)  # the long one in two parts
+        entries: Any = client.xrange(KEY)
+        client.xadd(KEY, entries[0][1])  # written twice
+        client.xadd(KEY, {FIELD: b"junk"})
+        assert tuple(pull(client, FINGERPRINT, "default", tmp_path / "out")) == (5 + 5400 + 32, 5, 1)
+    assert held(tmp_path / "out") == [*said[:3], said[3][:4096], said[3][4064:]]
+    push(tmp_path / "out", redis_server.url, "other")
+    with replica(redis_server.url) as two:
+        two.caches.get("other")
+        eventually(lambda: stored(two.caches, "other") == held(tmp_path / "out"))
 
 
 def test_a_push_says_what_the_bound_leaves_out(redis_server: RedisServer, tmp_path: Path) -> None:
-    write_directory(tmp_path / "warm", [[n] * 1000 for n in range(10)])
-    result = push_segments(tmp_path / "warm", redis_server.url, "default", fingerprint=FINGERPRINT, max_tokens=4096)
+    warm = write_directory(tmp_path / "warm", [[n] * 1000 for n in range(10)])
+    result = push(warm, redis_server.url, "default", max_tokens=4096)
     assert (result.num_sequences, result.num_tokens) == (4, 4000)
     assert (result.num_left_out_sequences, result.num_left_out_tokens) == (6, 6000)
-    with replica(redis_server.url) as (one, _):
-        eventually(lambda: stored(one) == [[n] * 1000 for n in range(6, 10)])
+    with replica(redis_server.url) as one:
+        eventually(lambda: one.stored() == [[n] * 1000 for n in range(6, 10)])
 
 
 def test_a_push_that_cannot_work_says_why(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="ssd-cache build"):
-        push_segments(tmp_path / "none", "redis://127.0.0.1:1/0", "default", fingerprint=FINGERPRINT)
-    write_directory(tmp_path / "warm", [[1]])
-    with pytest.raises(TokenizerMismatch):
-        push_segments(tmp_path / "warm", "redis://127.0.0.1:1/0", "default", fingerprint="f" * 32)
+        push(tmp_path / "none", "redis://127.0.0.1:1/0", "default")
+    warm = write_directory(tmp_path / "warm", [[1]])
     with pytest.raises(StoreUnavailable, match="did not take the push: it failed at the first entries") as caught:
-        push_segments(tmp_path / "warm", "redis://:hidden@127.0.0.1:1/0", "default", fingerprint=FINGERPRINT)
+        push(warm, "redis://:hidden@127.0.0.1:1/0", "default")
     assert "hidden" not in str(caught.value)
+
+
+def test_a_purge_leaves_nothing_in_redis_and_says_who_holds_what(
+    redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = ("", ":head", ":layer", ":chunks", ":member:0a")  # former versions kept more than the log
+    with closing(connect(redis_server.url)) as client:
+        for fingerprint in (FINGERPRINT, "f" * 32):
+            for suffix in old:
+                client.set(stream_key(fingerprint, "tenant") + suffix, "x")
+        client.xadd(stream_key(FINGERPRINT, "tenant2"), {FIELD: b"x"})
+        assert main(["purge", "--namespace", "tenant", "--redis", redis_server.url]) == 0
+        said = capsys.readouterr().out
+        assert "10 keys removed from Redis, nothing is left" in said and "DELETE /admin/tenants/NAME/cache" in said
+        assert client.keys() == [stream_key(FINGERPRINT, "tenant2").encode()]
+        assert main(["purge", "--namespace", "tenant", "--redis", redis_server.url]) == 0
+        client.execute_command("ACL", "SETUSER", "default", "-del")
+        assert main(["purge", "--namespace", "tenant2", "--redis", redis_server.url]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(redis_server: RedisServer) -> None:
@@ -387,3 +423,102 @@ def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(redis
         caches.hold("e")
         assert set(logs[0].reader._streams) == {stream_key(FINGERPRINT, name) for name in caches.names() if name != "c"}
         assert stored(sets[1], "c") == []
+
+
+# What is counted
+
+
+def test_what_is_sent_and_received_is_weighed_by_namespace(redis_server: RedisServer) -> None:
+    with replica(redis_server.url) as one, replica(redis_server.url) as two:
+        one.append([1, 2, 3])
+        eventually(lambda: two.stored() == [[1, 2, 3]])
+        for number in range(20):
+            one.caches.get("other").append([4, number])
+        two.caches.get("other")
+        eventually(lambda: two.log.stats().num_received == 21)
+        sent, received = one.log.stats().streams, two.log.stats().streams
+        assert set(sent) == set(received) == {"default", "other"}
+        assert (sent["other"].num_sent, received["other"].num_received) == (20, 20)
+        assert sent["other"].num_sent_bytes == received["other"].num_received_bytes > 20 * 35
+        assert received["other"].num_sent == 0
+        with closing(connect(redis_server.url)) as client:
+            client.xadd(KEY, {FIELD: entry(9, sequence_id=b"z" * 16)})
+        eventually(lambda: [9] in two.stored())
+        eventually(lambda: sum(two.log.stats().delays.counts) >= 1)
+        assert two.log.stats().delays.total < 10 * sum(two.log.stats().delays.counts)
+        assert received["default"].lag_seconds == 0
+
+
+def test_lag_grows_while_the_server_is_away_and_is_gone_afterwards(redis_server: RedisServer) -> None:
+    def lag() -> float:
+        return one.log.stats().streams["default"].lag_seconds
+
+    with replica(redis_server.url) as one:
+        one.append([1])
+        eventually(lambda: one.log.stats().is_connected and lag() == 0)
+        redis_server.kill()
+        eventually(lambda: lag() > 0.3)
+        eventually(lambda: one.log.stats().refusals["connection"] > 0)
+        redis_server.start()
+        eventually(lambda: lag() == 0)
+
+
+def test_refusals_are_counted_by_reason(redis_server: RedisServer) -> None:
+    with closing(connect(redis_server.url)) as client, replica(redis_server.url) as one:
+        one.append([1])
+        eventually(lambda: one.log.stats().num_published == 1)
+        client.xadd(KEY, {FIELD: b"junk"})
+        client.xadd(KEY, {FIELD: entry(999) + b"x"})
+        torn = bytearray(entry(1, 2, 3))
+        torn[3] ^= 1
+        client.xadd(KEY, {FIELD: bytes(torn)})
+        eventually(lambda: one.log.stats().num_invalid == 3)
+        counts = one.log.stats().refusals
+        assert set(counts) == {*REASONS, *(f"invalid_{kind}" for kind in INVALID)}
+        assert counts["invalid_size"] == counts["invalid_damaged"] == counts["invalid_checksum"] == 1
+        client.config_set("maxmemory", 1)
+        one.append([2])
+        eventually(lambda: one.log.stats().refusals["out_of_memory"])
+        client.config_set("maxmemory", 0)
+        client.delete(KEY)
+        client.set(KEY, "a string")
+        one.append([3])
+        eventually(lambda: one.log.stats().refusals["wrong_type"])
+        client.execute_command("ACL", "SETUSER", "default", "-xread", "-xadd")
+        client.delete(KEY)
+        one.append([4])
+        eventually(lambda: one.log.stats().refusals["no_rights"])
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (of.ConnectionError("refused"), "connection"),
+        (ConnectionResetError(), "connection"),
+        (of.TimeoutError(), "timeout"),
+        (of.AuthenticationError("invalid username-password pair"), "authentication"),
+        (of.BusyLoadingError("loading"), "busy"),
+        (of.ReadOnlyError("You can't write against a read only replica."), "read_only"),
+        (of.ClusterDownError("CLUSTERDOWN down"), "cluster_down"),
+        (of.ResponseError("MISCONF no disk"), "read_only"),
+        (of.ResponseError("WRONGTYPE of key"), "wrong_type"),
+        (OversizedReplyError([]), "oversized"),
+        (ValueError("?"), "other"),
+    ],
+)
+def test_each_failure_has_one_reason(error: Exception, reason: str) -> None:
+    assert reason_of(error) == reason and reason in REASONS
+
+
+def test_a_clock_that_is_not_told_gives_no_delay(redis_server: RedisServer) -> None:
+    with closing(connect(redis_server.url)) as client:
+        received = Received()
+        received.caught_up()
+        assert received.delay_of(b"1-0") is None
+        received.set_clock(client)
+        delay = received.delay_of(b"%d-0" % int((time.time() - 5) * 1000))
+        assert delay is not None and 4.9 < delay < 6
+        assert received.delay_of(b"18446744073709551615-1") == 0
+        client.execute_command("ACL", "SETUSER", "default", "-time")
+        received.set_clock(client)
+        assert received.delay_of(b"1-0") is None and not received.is_clock_due
