@@ -16,14 +16,14 @@ import pytest
 from redis.crc import key_slot
 
 from cache_builder.__main__ import main
+from cache_builder.commands.redis_status import read_status
 from ssd.errors import ConfigError
 from ssd.sharing.connection import address_of, connect, hide_password, masters_of, read_url
-from ssd.sharing.entry import all_keys, stream_key
+from ssd.sharing.entry import stream_key
 from ssd.sharing.redis_log import RedisCounters
 from ssd.sharing.stream import FIELD, append
 from tests.redis_topologies import Cluster, Watched, started
-from tests.sharing_replica import FINGERPRINT, KEY, eventually, replica, stored
-from tests.test_published import member, published
+from tests.sharing_replica import FINGERPRINT, eventually, replica, stored
 
 NAMES = [f"n{number}" for number in range(12)]
 
@@ -183,6 +183,8 @@ def test_sharing_goes_on_when_the_master_of_sentinels_is_killed(tmp_path: Path) 
         assert sorted(one.stored()) == sorted(two.stored()) == [[1], [2], [3]]
         assert one.log.stats().num_dropped == 0
         eventually(lambda: one.log.stats().num_reconnects and two.log.stats().num_reconnects)
+        with replica(watched.url) as joiner:
+            eventually(lambda: [2] in joiner.stored() and [3] in joiner.stored())
 
 
 @pytest.mark.slow
@@ -269,6 +271,9 @@ def test_namespaces_of_all_nodes_of_a_cluster_are_shared_and_slots_may_move(tmp_
         eventually(lambda: have_all(replicas, texts))
         eventually(lambda: all(each.log.stats().is_connected for each in replicas))
         assert all(each.log.stats().num_dropped == 0 for each in replicas)
+        with pair(cluster.url) as joiners:
+            eventually(lambda: have_all(joiners, texts))
+        assert main(["purge", "--namespace", NAMES[0], "--redis", cluster.url]) == 0
 
 
 def test_pipelines_and_transactions_are_of_one_hash_tag_and_scans_of_all_nodes(tmp_path: Path) -> None:
@@ -289,6 +294,10 @@ def test_pipelines_and_transactions_are_of_one_hash_tag_and_scans_of_all_nodes(t
                 transaction.get(f"{{{name}}}:a")
                 assert transaction.execute()[1] == b"%d" % number
         assert len(list(client.scan_iter(match="ssd:1:*"))) == len(NAMES)
+        status = read_status(cluster.url)
+        assert len({server.address for server in status.servers}) == 3
+        assert [space.namespace for space in status.namespaces] == sorted(NAMES)
+        assert all(right.is_given for right in status.rights)
         assert counters.add("x", 2) == 2 and counters.read(["x", "y"]) == [2, 0]
 
 
@@ -317,46 +326,3 @@ def test_a_lost_node_holds_up_no_other_and_its_replica_takes_over(tmp_path: Path
         eventually(lambda: one.log.stats().is_connected and two.log.stats().is_connected)
         if number == signal.SIGKILL:  # one that is only stopped refuses no connection
             eventually(lambda: one.log.stats().num_reconnects + two.log.stats().num_reconnects)
-
-
-# Published text
-
-
-def test_joining_warm_and_purging_work_in_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = [[number, number % 7, 3, 4] for number in range(150)]
-    with (
-        started(Cluster(tmp_path, has_replicas=False)) as cluster,
-        closing(connect(cluster.url)) as client,
-        member(cluster.url) as first,
-    ):
-        first.log.obey(first.caches.discard)
-        first.append(*said)
-        first.caches.get("tenant").append(list(range(50)))
-        first.caches.flush()
-        eventually(lambda: published(cluster.url) and first.log.stats().num_published == 151)
-        client.xtrim(KEY, maxlen=10, approximate=False)
-        with member(cluster.url) as second:
-            eventually(lambda: len(second.stored()) >= 150)
-            assert sorted(second.stored()) == sorted(said)
-            eventually(lambda: second.log.stats().num_taken_tokens > 0)
-        keys = all_keys(FINGERPRINT, "tenant")
-        eventually(lambda: client.exists(*keys) >= 4)
-        assert main(["purge", "--namespace", "tenant", "--redis", cluster.url]) == 0
-        assert "nothing is left" in capsys.readouterr().out
-        assert client.exists(*keys) == 0
-
-
-@pytest.mark.slow
-def test_after_a_failover_others_join_warm(tmp_path: Path) -> None:
-    said = [[number, number % 7, 3, 4] for number in range(150)]
-    with started(Watched(tmp_path)) as watched, member(watched.url) as first:
-        first.append(*said[:100])
-        first.caches.flush()
-        eventually(lambda: published(watched.url))
-        watched.master.kill()
-        first.append(*said[100:])
-        first.caches.flush()
-        eventually(lambda: first.log.stats().num_published >= 150)
-        with member(watched.url) as second:
-            eventually(lambda: len(second.stored()) >= 150)
-            assert sorted(second.stored()) == sorted(said)
