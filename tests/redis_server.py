@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from benchmarks.processes import find_redis_server, free_port
+from ssd.sharing.connection import connect
 from tests.waiting import wait_until
 
 
@@ -93,3 +94,10 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A running server, killed at the end."""
     with started(RedisServer(tmp_path)) as server:
         yield server
+
+
+@pytest.fixture
+def client(redis_server: RedisServer) -> Iterator[Any]:
+    """Who else may write to this Redis."""
+    with closing(connect(redis_server.url)) as connection:
+        yield connection

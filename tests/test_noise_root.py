@@ -26,21 +26,13 @@ __all__ = ["redis_server"]  # the fixture
 
 
 def test_a_root_of_a_secret_or_a_seed_is_that_of_no_other() -> None:
-    roots = [
-        NoiseRoot.of_secret(b"a" * 16),
-        NoiseRoot.of_secret(b"b" * 16),
-        NoiseRoot.of_seed(0),
-        NoiseRoot.of_seed(-1),
-    ]
-    again = [
-        NoiseRoot.of_secret(b"a" * 16),
-        NoiseRoot.of_secret(b"b" * 16),
-        NoiseRoot.of_seed(0),
-        NoiseRoot.of_seed(-1),
-    ]
-    assert [root() for root in roots] == [root() for root in again]
-    assert len({root() for root in roots}) == 4
-    assert [root.source for root in roots] == ["secret", "secret", "seed", "seed"]
+    def roots() -> list[NoiseRoot]:
+        secrets, seeds = (b"a" * 16, b"b" * 16), (0, -1)
+        return [*map(NoiseRoot.of_secret, secrets), *map(NoiseRoot.of_seed, seeds)]
+
+    assert [root() for root in roots()] == [root() for root in roots()]
+    assert len({root() for root in roots()}) == 4
+    assert [root.source for root in roots()] == ["secret", "secret", "seed", "seed"]
     assert NoiseRoot.kept_at(None)() != NoiseRoot.kept_at(None)()
 
 

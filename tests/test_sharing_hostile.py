@@ -5,18 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ssd.sharing.connection import connect
 from ssd.sharing.stream import FIELD
-from tests.redis_server import RedisServer, redis_server
-from tests.sharing_replica import KEY, Replica, entry, eventually, replica, stored
+from tests.redis_server import RedisServer, client, redis_server
+from tests.sharing_replica import KEY, Replica, entry, eventually, foreign, replica, stored
 
-__all__ = ["redis_server"]  # the fixture
+__all__ = ["client", "redis_server"]  # fixtures
 
 ROOT = Path(__file__).parent.parent
 LAST_ID = b"18446744073709551615-18446744073709551615"
@@ -24,19 +22,6 @@ FUTURE_ID = b"18446744073709551000-7"
 OTHER_KEY = KEY.replace("default", "other")
 
 Client = Any
-
-
-@pytest.fixture
-def client(redis_server: RedisServer) -> Iterator[Client]:
-    """Who else may write to this Redis."""
-    connection = connect(redis_server.url)
-    yield connection
-    connection.close()
-
-
-def foreign(number: int, key: str = KEY) -> dict[bytes, bytes]:
-    """What another replica writes for the text [7, ``number``]."""
-    return {FIELD: entry(7, number, sequence_id=b"another." + number.to_bytes(8, "little"), key=key)}
 
 
 def settled(one: Replica) -> None:
