@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.redis_server import RedisServer, redis_server
-from tests.server.client import get, greedy_completion, until_ready, wait_until
+from tests.server.client import greedy_completion, metric, until_ready, wait_until
 from tests.server.test_process import SMALL, running
 
 __all__ = ["redis_server"]  # a fixture
@@ -42,19 +41,10 @@ def complete(port: int, prompt: str) -> str:
     return text
 
 
-def counters(port: int) -> dict[str, float]:
-    """Every metric, summed over its labels."""
-    found: dict[str, float] = {}
-    for line in get(port, "/metrics").content.decode().splitlines():
-        if match := re.match(r"([a-z_:]+)(?:\{.*\})? ([-+.e\d]+)$", line):
-            found[match[1]] = found.get(match[1], 0.0) + float(match[2])
-    return found
-
-
 def steps_of(port: int, prompt: str) -> tuple[str, float]:
-    before = counters(port)["ssd:verify_steps_total"]
+    before = metric(port, "ssd:verify_steps_total")
     text = complete(port, prompt)
-    return text, counters(port)["ssd:verify_steps_total"] - before
+    return text, metric(port, "ssd:verify_steps_total") - before
 
 
 def test_replicas_share_and_outlive_redis(replicas: tuple[int, int], redis_server: RedisServer) -> None:
@@ -62,7 +52,7 @@ def test_replicas_share_and_outlive_redis(replicas: tuple[int, int], redis_serve
 
     # What was asked of the first is drafted by the second.
     learned = {prompt: steps_of(first, prompt) for prompt in PROMPTS}
-    wait_until(lambda: counters(second)["ssd:sharing_received_total"] >= len(PROMPTS))
+    wait_until(lambda: metric(second, "ssd:sharing_received_total") >= len(PROMPTS))
     again = {prompt: steps_of(second, prompt) for prompt in PROMPTS}
     assert all(again[prompt][0] == text for prompt, (text, _) in learned.items())
     num_steps, num_before = (sum(steps for _, steps in each.values()) for each in (again, learned))
@@ -95,11 +85,11 @@ def test_replicas_share_and_outlive_redis(replicas: tuple[int, int], redis_serve
 
     # Redis is back, empty: sharing resumes by itself.
     redis_server.start()
-    received = counters(second)["ssd:sharing_received_total"]
+    received = metric(second, "ssd:sharing_received_total")
     prompt = "def unheard_of(value):\n"
 
     def resumed() -> bool:
         complete(first, prompt)
-        return counters(second)["ssd:sharing_received_total"] > received
+        return metric(second, "ssd:sharing_received_total") > received
 
     wait_until(resumed)

@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 import zlib
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from ssd.retrieval.namespace import NamespaceTerms
 from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.static import StaticWriter, load_static_directory
 from ssd.sharing.background import REASONS, reason_of
-from ssd.sharing.connection import connect
 from ssd.sharing.entry import (
     FORMAT_VERSION,
     INVALID,
@@ -43,10 +42,10 @@ from ssd.sharing.entry import (
 from ssd.sharing.redis_log import RedisLog
 from ssd.sharing.stats import Received
 from ssd.sharing.stream import FIELD, OversizedReplyError
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import RedisServer, client, redis_server
 from tests.sharing_replica import FINGERPRINT, KEY, VOCAB_SIZE, catch_up, entry, eventually, replica, stored
 
-__all__ = ["redis_server"]  # the fixture
+__all__ = ["client", "redis_server"]  # fixtures
 
 
 # Entries
@@ -152,8 +151,7 @@ def test_a_long_sequence_arrives_in_overlapping_parts(redis_server: RedisServer)
         assert first + second[32:] + third[32:] == text
 
 
-def test_the_log_is_bounded_in_tokens(redis_server: RedisServer) -> None:
-    client = connect(redis_server.url)
+def test_the_log_is_bounded_in_tokens(redis_server: RedisServer, client: Any) -> None:
     with replica(redis_server.url, max_tokens=8192) as (one, _):
         for number in range(100):
             one.get().append([number] * 500)
@@ -167,31 +165,32 @@ def test_the_log_is_bounded_in_tokens(redis_server: RedisServer) -> None:
         kept = [unpack_entry(fields[FIELD], KEY, vocab_size=VOCAB_SIZE) for _, fields in entries]
         assert 7000 < sum(len(e.tokens) for e in kept) <= 8192
         assert kept[-1].tokens[0] == 99
-    client.close()
 
 
 # What others may have put there
 
 
-def test_bad_entries_are_counted_and_skipped(redis_server: RedisServer) -> None:
-    client = connect(redis_server.url)
-    torn = bytearray(entry(1, 2, 3))
+def test_bad_entries_are_counted_by_reason_and_skipped(redis_server: RedisServer, client: Any) -> None:
+    torn, another, beyond = bytearray(entry(1, 2, 3)), bytearray(entry(1, 2, 3)), entry(VOCAB_SIZE)
     torn[-1] ^= 1
-    bad = [b"", b"junk", bytes(torn), entry(VOCAB_SIZE), struct.pack("<B", 9) + entry(1)[1:]]
+    another[3] ^= 1
+    bad = [b"", b"junk", entry(1) + b"x", bytes(torn), bytes(another), beyond, struct.pack("<B", 9) + entry(1)[1:]]
     for data in bad:
         client.xadd(KEY, {FIELD: data})
     client.xadd(KEY, {b"other": b"field"})
     client.xadd(KEY, {FIELD: entry(1, 2, sequence_id=b"a" * 16)})
     client.xadd(KEY, {FIELD: entry(1, 2, sequence_id=b"a" * 16)})  # written twice
-    with replica(redis_server.url) as (one, log):
-        eventually(lambda: stored(one) == [[1, 2]])
+    with replica(redis_server.url) as one:
+        eventually(lambda: one.stored() == [[1, 2]])
         client.xadd(KEY, {FIELD: b"more junk"})
         client.xadd(KEY, {FIELD: entry(1, 2, sequence_id=b"a" * 16)})
         client.xadd(KEY, {FIELD: entry(7, sequence_id=b"b" * 16)})
-        eventually(lambda: stored(one) == [[1, 2], [7]])
-        assert log.stats().num_invalid == len(bad) + 2
-        eventually(lambda: log.stats().num_received == 2)
-    client.close()
+        eventually(lambda: one.stored() == [[1, 2], [7]])
+        eventually(lambda: one.log.stats().num_received == 2)
+        stats = one.log.stats()
+        assert set(stats.refusals) == {*REASONS, *(f"invalid_{kind}" for kind in INVALID)}
+        assert [stats.refusals[f"invalid_{kind}"] for kind in INVALID] == [4, 1, 2, 1, 1]
+        assert stats.num_invalid == len(bad) + 2 and stats.num_known == 2
 
 
 # Redis comes and goes
@@ -289,9 +288,11 @@ def test_a_replica_that_joins_begins_with_what_was_said_and_pushed_once(
             assert joiner.stored() == running.stored() == texts
 
 
-def test_what_was_pulled_is_the_log_once_and_can_be_pushed_elsewhere(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_what_was_pulled_is_the_log_once_and_can_be_pushed_elsewhere(
+    redis_server: RedisServer, client: Any, tmp_path: Path
+) -> None:
     said = [[1, 2], [1, 2], [3], list(range(900)) * 6]
-    with replica(redis_server.url) as one, closing(connect(redis_server.url)) as client:
+    with replica(redis_server.url) as one:
         one.append(*said)
         eventually(lambda: one.log.stats().num_published == 5)  # the long one in two parts
         entries: Any = client.xrange(KEY)
@@ -324,25 +325,26 @@ def test_a_push_that_cannot_work_says_why(tmp_path: Path) -> None:
 
 
 def test_a_purge_leaves_nothing_in_redis_and_says_who_holds_what(
-    redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+    redis_server: RedisServer, client: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = ("", ":head", ":layer", ":chunks", ":member:0a")  # former versions kept more than the log
-    with closing(connect(redis_server.url)) as client:
-        for fingerprint in (FINGERPRINT, "f" * 32):
-            for suffix in old:
-                client.set(stream_key(fingerprint, "tenant") + suffix, "x")
-        client.xadd(stream_key(FINGERPRINT, "tenant2"), {FIELD: b"x"})
-        assert main(["purge", "--namespace", "tenant", "--redis", redis_server.url]) == 0
-        said = capsys.readouterr().out
-        assert "10 keys removed from Redis, nothing is left" in said and "DELETE /admin/tenants/NAME/cache" in said
-        assert client.keys() == [stream_key(FINGERPRINT, "tenant2").encode()]
-        assert main(["purge", "--namespace", "tenant", "--redis", redis_server.url]) == 0
-        client.execute_command("ACL", "SETUSER", "default", "-del")
-        assert main(["purge", "--namespace", "tenant2", "--redis", redis_server.url]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+    for fingerprint in (FINGERPRINT, "f" * 32):
+        for suffix in old:
+            client.set(stream_key(fingerprint, "tenant") + suffix, "x")
+    client.xadd(stream_key(FINGERPRINT, "tenant2"), {FIELD: b"x"})
+    assert main(["purge", "--namespace", "tenant", "--redis", redis_server.url]) == 0
+    said = capsys.readouterr().out
+    assert "10 keys removed from Redis, nothing is left" in said and "DELETE /admin/tenants/NAME/cache" in said
+    assert client.keys() == [stream_key(FINGERPRINT, "tenant2").encode()]
+    assert main(["purge", "--namespace", "tenant", "--redis", redis_server.url]) == 0
+    client.execute_command("ACL", "SETUSER", "default", "-del")
+    assert main(["purge", "--namespace", "tenant2", "--redis", redis_server.url]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(redis_server: RedisServer) -> None:
+def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(
+    redis_server: RedisServer, client: Any
+) -> None:
     with ExitStack() as stack:
         logs, sets = [], []
         for _ in range(2):
@@ -357,12 +359,11 @@ def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(redis
         sets[1].get("b").append([4, 5, 6])
         eventually(lambda: stored(sets[1], "a") == [[1, 2, 3]] and stored(sets[0], "b") == [[4, 5, 6]])
         assert stored(sets[0]) == stored(sets[1]) == []
-        with closing(connect(redis_server.url)) as client:
-            for caches, log in zip(sets, logs, strict=True):
-                caches.discard("a")
-                log.forget("a")
-            assert client.exists(stream_key(FINGERPRINT, "a")) == 0
-            assert client.exists(stream_key(FINGERPRINT, "b")) == 1
+        for caches, log in zip(sets, logs, strict=True):
+            caches.discard("a")
+            log.forget("a")
+        assert client.exists(stream_key(FINGERPRINT, "a")) == 0
+        assert client.exists(stream_key(FINGERPRINT, "b")) == 1
         assert held and all(len(log.reader._streams) == 2 for log in logs)
         brief = NamespaceTerms(is_kept=False)  # neither published nor read
         caches = sets[0]
@@ -377,7 +378,7 @@ def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(redis
 # What is counted
 
 
-def test_what_is_sent_and_received_is_weighed_by_namespace(redis_server: RedisServer) -> None:
+def test_what_is_sent_and_received_is_weighed_by_namespace(redis_server: RedisServer, client: Any) -> None:
     with replica(redis_server.url) as one, replica(redis_server.url) as two:
         one.append([1, 2, 3])
         eventually(lambda: two.stored() == [[1, 2, 3]])
@@ -390,8 +391,7 @@ def test_what_is_sent_and_received_is_weighed_by_namespace(redis_server: RedisSe
         assert (sent["other"].num_sent, received["other"].num_received) == (20, 20)
         assert sent["other"].num_sent_bytes == received["other"].num_received_bytes > 20 * 35
         assert received["other"].num_sent == 0
-        with closing(connect(redis_server.url)) as client:
-            client.xadd(KEY, {FIELD: entry(9, sequence_id=b"z" * 16)})
+        client.xadd(KEY, {FIELD: entry(9, sequence_id=b"z" * 16)})
         eventually(lambda: [9] in two.stored())
         eventually(lambda: sum(two.log.stats().delays.counts) >= 1)
         assert two.log.stats().delays.total < 10 * sum(two.log.stats().delays.counts)
@@ -412,31 +412,21 @@ def test_lag_grows_while_the_server_is_away_and_is_gone_afterwards(redis_server:
         eventually(lambda: lag() == 0)
 
 
-def test_refusals_are_counted_by_reason(redis_server: RedisServer) -> None:
-    with closing(connect(redis_server.url)) as client, replica(redis_server.url) as one:
-        one.append([1])
-        eventually(lambda: one.log.stats().num_published == 1)
-        client.xadd(KEY, {FIELD: b"junk"})
-        client.xadd(KEY, {FIELD: entry(999) + b"x"})
-        torn = bytearray(entry(1, 2, 3))
-        torn[3] ^= 1
-        client.xadd(KEY, {FIELD: bytes(torn)})
-        eventually(lambda: one.log.stats().num_invalid == 3)
-        counts = one.log.stats().refusals
-        assert set(counts) == {*REASONS, *(f"invalid_{kind}" for kind in INVALID)}
-        assert counts["invalid_size"] == counts["invalid_damaged"] == counts["invalid_checksum"] == 1
+def test_refusals_are_counted_by_reason(redis_server: RedisServer, client: Any) -> None:
+    def refuses(number: int, reason: str) -> None:
+        one.append([number])
+        eventually(lambda: one.log.stats().refusals[reason])
+
+    with replica(redis_server.url) as one:
         client.config_set("maxmemory", 1)
-        one.append([2])
-        eventually(lambda: one.log.stats().refusals["out_of_memory"])
+        refuses(1, "out_of_memory")
         client.config_set("maxmemory", 0)
         client.delete(KEY)
         client.set(KEY, "a string")
-        one.append([3])
-        eventually(lambda: one.log.stats().refusals["wrong_type"])
+        refuses(2, "wrong_type")
         client.execute_command("ACL", "SETUSER", "default", "-xread", "-xadd")
         client.delete(KEY)
-        one.append([4])
-        eventually(lambda: one.log.stats().refusals["no_rights"])
+        refuses(3, "no_rights")
 
 
 @pytest.mark.parametrize(
@@ -459,15 +449,14 @@ def test_each_failure_has_one_reason(error: Exception, reason: str) -> None:
     assert reason_of(error) == reason and reason in REASONS
 
 
-def test_a_clock_that_is_not_told_gives_no_delay(redis_server: RedisServer) -> None:
-    with closing(connect(redis_server.url)) as client:
-        received = Received()
-        received.caught_up()
-        assert received.delay_of(b"1-0") is None
-        received.set_clock(client)
-        delay = received.delay_of(b"%d-0" % int((time.time() - 5) * 1000))
-        assert delay is not None and 4.9 < delay < 6
-        assert received.delay_of(b"18446744073709551615-1") == 0
-        client.execute_command("ACL", "SETUSER", "default", "-time")
-        received.set_clock(client)
-        assert received.delay_of(b"1-0") is None and not received.is_clock_due
+def test_a_clock_that_is_not_told_gives_no_delay(redis_server: RedisServer, client: Any) -> None:
+    received = Received()
+    received.caught_up()
+    assert received.delay_of(b"1-0") is None
+    received.set_clock(client)
+    delay = received.delay_of(b"%d-0" % int((time.time() - 5) * 1000))
+    assert delay is not None and 4.9 < delay < 6
+    assert received.delay_of(b"18446744073709551615-1") == 0
+    client.execute_command("ACL", "SETUSER", "default", "-time")
+    received.set_clock(client)
+    assert received.delay_of(b"1-0") is None and not received.is_clock_due
