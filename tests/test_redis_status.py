@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
+from cache_builder.commands.options import shown
 from cache_builder.commands.push import push
-from cache_builder.commands.redis_status import read_status, shown
+from cache_builder.commands.redis_status import read_status
 from ssd.errors import StoreUnavailable
 from ssd.sharing.connection import connect
 from ssd.sharing.entry import stream_key

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cache_builder.inputs.record import FORMATS, FieldNames
 from ssd.bundled import MODEL_PATH
-from ssd.errors import SSDError, StoreUnavailable, first_line
+from ssd.errors import SSDError, StoreUnavailable
 from ssd.sharing.connection import URL_VARIABLE
 
 if TYPE_CHECKING:
@@ -57,6 +57,16 @@ def add_log_of_namespace(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument("--fingerprint", metavar="HEX", help="of one tokenizer, where servers of several share")
 
 
+_LONGEST_SHOWN: Final = 120
+
+
+def shown(value: object) -> str:
+    """At most 120 printable characters on one line; what cannot be printed is escaped."""
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    text = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text[: 2 * _LONGEST_SHOWN])
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
+
+
 @contextmanager
 def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what was asked") -> Iterator[redis.Redis]:
     """A client of the servers' Redis; what it raises becomes StoreUnavailable, in one line, without passwords.
@@ -71,10 +81,9 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what 
     except (SSDError, OSError):  # of files; redis-py makes its own of those of sockets
         raise
     except Exception as error:  # a server that talks nonsense raises whatever it likes
-        reason = hide_password(f"{type(error).__name__}: {first_line(error)}", url)
+        reason = shown(hide_password(f"{type(error).__name__}: {error}", url))
         raise StoreUnavailable(
-            f"{address_of(url)} {failed()} ({reason}). Check the address, the user's rights (ssd-cache redis-status) "
-            "and maxmemory, then do it again: nothing is stored twice"
+            f"{address_of(url)} {failed()} ({reason}): check address, rights (ssd-cache redis-status) and maxmemory"
         ) from None
     finally:
         client.close()

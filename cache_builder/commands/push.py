@@ -114,7 +114,8 @@ def push(
     num_written = 0
 
     def failed() -> str:
-        return f"did not take the push: it failed {f'after {num_written}' if num_written else 'at the first'} entries"
+        where = f"after {num_written}" if num_written else "at the first"
+        return f"did not take the push: it failed {where} entries, which are not stored twice if pushed again"
 
     parts = (
         part

@@ -88,37 +88,26 @@ def _read(url: str) -> Address:
     from redis.connection import parse_url
 
     scheme, rest = url.split("://", 1)
-    kind = {"redis-sentinel": "sentinel", "redis-cluster": "cluster"}.get(scheme.replace("rediss-", "redis-"))
-    if kind is None:
+    kind = scheme.replace("rediss-", "redis-")
+    if kind not in ("redis-sentinel", "redis-cluster"):
         return Address("server", (), "", parse_url(url), {})  # type: ignore[no-untyped-call]
+    is_cluster = kind == "redis-cluster"
     rest, _, query = rest.partition("?")
     authority, _, path = rest.partition("/")
     user, at, names = authority.rpartition("@")
-    service, database = _service(path) if kind == "sentinel" else ("", _no_database(path))
-    plain = scheme.partition("-")[0]
-    options: dict[str, Any] = parse_url(f"{plain}://{user}{at}host/{database}?{query}")  # type: ignore[no-untyped-call]
-    hosts = tuple(_host(name, _SENTINEL_PORT if kind == "sentinel" else 6379) for name in names.split(","))
-    if not 1 <= len(hosts) <= _MOST_HOSTS:
+    service, _, database = ("", "", path) if is_cluster else path.partition("/")
+    if (database not in ("", "0")) if is_cluster else not service:
+        raise ValueError("a cluster has no databases, sentinels name a service")
+    plain, number = scheme.partition("-")[0], int(database or 0)
+    options: dict[str, Any] = parse_url(f"{plain}://{user}{at}host/{number}?{query}")  # type: ignore[no-untyped-call]
+    hosts = tuple(_host(name, 6379 if is_cluster else _SENTINEL_PORT) for name in names.split(","))
+    if len(hosts) > _MOST_HOSTS:
         raise ValueError("hosts")
     del options["host"]
     own = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
-    about_nodes = {"username", "password", "db"}
-    sentinel_options = {name: value for name, value in options.items() if name not in about_nodes}
+    sentinel_options = {name: value for name, value in options.items() if name not in ("username", "password", "db")}
     sentinel_options |= {name: value for name, value in own.items() if value is not None}
-    return Address("sentinel" if kind == "sentinel" else "cluster", hosts, service, options, sentinel_options)
-
-
-def _service(path: str) -> tuple[str, int]:
-    service, _, database = path.partition("/")
-    if not service:
-        raise ValueError("service")
-    return unquote(service), int(database or 0)
-
-
-def _no_database(path: str) -> int:
-    if path not in ("", "0"):
-        raise ValueError("a cluster has no databases")
-    return 0
+    return Address("cluster" if is_cluster else "sentinel", hosts, unquote(service), options, sentinel_options)
 
 
 def _host(name: str, default_port: int) -> Host:
