@@ -17,7 +17,7 @@ from cache_builder.commands.options import (
 from ssd.errors import SSDError
 from ssd.retrieval.static import StaticWriter
 from ssd.sharing.entry import InvalidEntryError, stream_key, unpack_entry
-from ssd.sharing.stream import all_entries, value_of
+from ssd.sharing.stream import BEGINNING, all_entries, entries_after, value_of
 
 if TYPE_CHECKING:
     import redis
@@ -41,7 +41,7 @@ def add(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     with redis_client(redis_url_of(options)) as client, progress_bar(0, " tokens") as progress:
         found = fingerprints_in(client, options)
-        if not found or not client.exists(stream_key(found[0], options.namespace)):
+        if not found or not entries_after(client, stream_key(found[0], options.namespace), BEGINNING, 1).entries:
             raise SSDError(f"there is nothing of namespace {options.namespace}: is it the servers' --namespace?")
         if len(found) > 1:
             raise SSDError(
