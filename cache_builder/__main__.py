@@ -28,7 +28,7 @@ examples:
   ssd-cache explain warm/ --prompt question.txt --tokenizer ./my-model
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
   ssd-cache pull --redis redis://localhost:6379/0 --namespace default --out saved/
-  ssd-cache purge --namespace old-tenant --redis redis://localhost:6379/0 --directory cache/
+  ssd-cache purge --namespace old --redis redis://localhost:6379/0
   ssd-cache prune warm/ --budget 4M --logs logs.jsonl --tokenizer ./my-model --out small/
 """
 
@@ -42,10 +42,10 @@ COMMANDS = {
     "diff": "what two caches do not share",
     "export": "a cache as JSON lines",
     "explain": "what would be drafted after a text, and why",
-    "push": "send a cache directory to running servers",
-    "pull": "save what servers have learned",
+    "push": "write a cache directory into the log that servers share",
+    "pull": "save what the log holds as a directory",
     "redis-status": "what the servers' Redis holds, and what its user may do",
-    "purge": "remove a tenant everywhere, and prove it",
+    "purge": "remove what Redis holds of a namespace",
     "prune": "make a cache directory smaller, by what is used",
 }
 """What each is for; ``cache_builder.commands`` has a module of the same name for each, read when it is asked for."""

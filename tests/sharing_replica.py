@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,10 +27,10 @@ KEY = stream_key(FINGERPRINT, "default")
 
 
 class Replica(NamedTuple):
-    """A cache and what it shares through: a ``RedisLog``, or a ``Sharing``."""
+    """A cache and what it shares through."""
 
     caches: CacheSet
-    log: Any
+    log: RedisLog
 
     def append(self, *texts: list[int]) -> None:
         """Learn ``texts`` as finished sequences."""
@@ -80,6 +80,11 @@ def entry(*tokens: int, replica_id: bytes = b"elsewher", sequence_id: bytes = b"
     return pack_entry(Entry(replica_id, sequence_id, np.array(tokens, np.int32)), key)
 
 
+def foreign(number: int, key: str = KEY) -> dict[bytes, bytes]:
+    """What another replica writes for the text [7, ``number``]."""
+    return {FIELD: entry(7, number, sequence_id=b"another." + number.to_bytes(8, "little"), key=key)}
+
+
 _numbers = count()
 
 
@@ -91,9 +96,8 @@ def catch_up(url: str, *replicas: Replica) -> list[int]:
     eventually(lambda: all(one.log.stats().num_queued == 0 for one in replicas))
     number = next(_numbers)
     text = [VOCAB_SIZE - 1, number // VOCAB_SIZE, number % VOCAB_SIZE]
-    client = connect(url)
-    client.xadd(KEY, {FIELD: entry(*text, sequence_id=b"the end " + number.to_bytes(8, "little"))})
-    client.close()
+    with closing(connect(url)) as client:
+        client.xadd(KEY, {FIELD: entry(*text, sequence_id=b"the end " + number.to_bytes(8, "little"))})
     eventually(lambda: all(text in one.stored() for one in replicas))
     return text
 

@@ -22,7 +22,7 @@ from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.static import load_static_directory
-from ssd.sharing.published.published import Sharing
+from ssd.sharing.redis_log import RedisLog
 from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
 from tests.reference.text import chat_examples
@@ -199,15 +199,13 @@ def test_push_reaches_a_running_replica(
     out = tmp_path / "out"
     assert build(model, out, write_lines(tmp_path / "in.jsonl", {"messages": CHAT}, {"text": "more"})) == 0
     with (
-        Sharing(redis_server.url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size) as log,
+        RedisLog(redis_server.url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size) as log,
         CacheSet(CacheConfig(), codec.fingerprint, inline=True, on_open=log.attach) as caches,
     ):
         caches.get("support")
         assert main(["push", str(out), "--redis", redis_server.url, "--namespace", "support"]) == 0
         assert "pushed" in capsys.readouterr().out
         eventually(lambda: stored(caches, "support") == sequences(out, codec))
-        assert main(["push", str(out), "--log", "--redis", redis_server.url, "--namespace", "support"]) == 0
-        eventually(lambda: stored(caches, "support") == 2 * sequences(out, codec))
     saved = tmp_path / "saved"
     assert main(["pull", "--out", str(saved), "--redis", redis_server.url, "--namespace", "support"]) == 0
     assert sequences(saved, codec) == sequences(out, codec)

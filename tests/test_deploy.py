@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import find_redis_server, free_port
 from server.command.arguments import Options, parse_arguments
-from ssd.sharing.stats import Delays, SharingStats, StreamStats, all_reasons
+from ssd.sharing.background import REASONS
+from ssd.sharing.stats import Delays, SharingStats, StreamStats
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import ask, get, until_ready, wait_until
 from tests.server.failing_engine import RunningServer, serving
@@ -86,7 +86,7 @@ def expressions() -> list[str]:
 def sharing_stats() -> dict[str, SharingStats]:
     """Of a server whose Redis answers and has nothing to say."""
     nothing: dict[str, Any] = dict.fromkeys(SharingStats.__dataclass_fields__, 0)
-    shown = {"streams": {"default": StreamStats()}, "delays": Delays(), "refusals": all_reasons(Counter(), Counter())}
+    shown = {"streams": {"default": StreamStats()}, "delays": Delays(), "refusals": dict.fromkeys(REASONS, 0)}
     return {"default": SharingStats(**nothing | {"is_connected": True} | shown)}
 
 

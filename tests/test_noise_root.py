@@ -26,21 +26,13 @@ __all__ = ["redis_server"]  # the fixture
 
 
 def test_a_root_of_a_secret_or_a_seed_is_that_of_no_other() -> None:
-    roots = [
-        NoiseRoot.of_secret(b"a" * 16),
-        NoiseRoot.of_secret(b"b" * 16),
-        NoiseRoot.of_seed(0),
-        NoiseRoot.of_seed(-1),
-    ]
-    again = [
-        NoiseRoot.of_secret(b"a" * 16),
-        NoiseRoot.of_secret(b"b" * 16),
-        NoiseRoot.of_seed(0),
-        NoiseRoot.of_seed(-1),
-    ]
-    assert [root() for root in roots] == [root() for root in again]
-    assert len({root() for root in roots}) == 4
-    assert [root.source for root in roots] == ["secret", "secret", "seed", "seed"]
+    def roots() -> list[NoiseRoot]:
+        secrets, seeds = (b"a" * 16, b"b" * 16), (0, -1)
+        return [*map(NoiseRoot.of_secret, secrets), *map(NoiseRoot.of_seed, seeds)]
+
+    assert [root() for root in roots()] == [root() for root in roots()]
+    assert len({root() for root in roots()}) == 4
+    assert [root.source for root in roots()] == ["secret", "secret", "seed", "seed"]
     assert NoiseRoot.kept_at(None)() != NoiseRoot.kept_at(None)()
 
 
@@ -133,7 +125,7 @@ def test_replicas_agree_and_a_directory_keeps_what_they_agree_on(redis_server: R
     redis_server.kill()
     with sharing(redis_server, tmp_path / "two") as (two, b):
         b.wait(PATIENCE_S)
-        assert two() == one() and two.source == "directory" and b.num_failures
+        assert two() == one() and two.source == "directory" and b.loop.num_failures
     redis_server.start()  # an empty one
     with sharing(redis_server, tmp_path / "one") as (again, a), sharing(redis_server) as (new, b):
         a.wait(PATIENCE_S)
@@ -156,7 +148,7 @@ def test_a_root_that_redis_lost_is_written_again(redis_server: RedisServer) -> N
         a.wait(PATIENCE_S)
         client.flushall()
         eventually(lambda: client.get(KEY) == one())
-        assert not a.num_failures
+        assert not a.loop.num_failures
 
 
 @pytest.mark.parametrize("hostile", [b"", b"short", b"x" * (ROOT_BYTES + 1), bytes(1 << 24), ["a", "list"]])
@@ -169,6 +161,6 @@ def test_whatever_else_is_under_the_key_costs_the_agreement_alone(
             own = one()
             a.wait(PATIENCE_S)
             eventually(lambda: "ssd-share-noise interrupted" in caplog.text)
-            assert a.num_failures and one() == own and one.source == "memory" and own.hex() not in caplog.text
+            assert a.loop.num_failures and one() == own and one.source == "memory" and own.hex() not in caplog.text
             client.delete(KEY)
             eventually(lambda: one.source == "replicas" and client.get(KEY) == own)

@@ -11,16 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
+from cache_builder.commands.options import shown
+from cache_builder.commands.push import push
 from cache_builder.commands.redis_status import read_status
-from cache_builder.shared import shown
 from ssd.errors import StoreUnavailable
 from ssd.sharing.connection import connect
-from ssd.sharing.entry import head_key, heartbeat_key, lease_key, purge_key, stream_key
+from ssd.sharing.entry import stream_key
 from ssd.sharing.noise_root import KEY as NOISE
-from ssd.sharing.published.commands import push_segments
 from ssd.sharing.stream import FIELD
 from tests.redis_server import RedisServer, redis_server
-from tests.redis_topologies import Cluster, started
 from tests.sharing_replica import FINGERPRINT, KEY, entry, eventually, replica
 from tests.test_sharing import write_directory
 from tests.test_topologies import liar, nonsense
@@ -31,16 +30,12 @@ __all__ = ["redis_server"]  # the fixture
 def test_it_says_what_is_there_and_changes_nothing(
     redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_directory(tmp_path / "warm", [[1, 2, 3]] * 3)
-    push_segments(tmp_path / "warm", redis_server.url, "pushed", fingerprint=FINGERPRINT)
+    push(write_directory(tmp_path / "warm", [[1, 2, 3]] * 3), redis_server.url, "pushed")
     with closing(connect(redis_server.url)) as client, replica(redis_server.url) as one:
         for number in range(200):
             one.append([7, number])
         eventually(lambda: client.xlen(KEY) == 200)
-        client.set(lease_key(FINGERPRINT, "default"), b"somebody", px=60_000)
-        client.set(heartbeat_key(FINGERPRINT, "default", "0a"), b"")
-        client.set(heartbeat_key(FINGERPRINT, "default", "0b"), b"")
-        client.set(purge_key(FINGERPRINT, "pushed"), b"")
+        client.set(KEY + ":head", b"of a former version")
         client.set(NOISE, b"secret" * 6)
         client.hset("ssd:1:generations", "a", 3)
         before = {key: client.dump(key) for key in client.scan_iter()}
@@ -57,8 +52,7 @@ def test_it_says_what_is_there_and_changes_nothing(
         0,
     )
     assert len(default["last_writer"]) == 16 and 0 <= default["newest_age_s"] <= default["oldest_age_s"] < 60
-    assert default["bytes"] > 200 and 0 < default["lease_ms"] <= 60_000
-    assert (default["servers"], default["is_being_purged"], spaces["pushed"]["is_being_purged"]) == (2, False, True)
+    assert default["bytes"] > 200 and spaces["pushed"]["last_writer"] == "ssd-cache push"
     assert said["generations"] == 1 and said["has_noise_root"] is True
     assert "secret" not in json.dumps(said)
     assert (said["user"], said["servers"][0]["role"]) == ("default", "master")
@@ -97,7 +91,6 @@ def test_hostile_keys_and_contents_are_shown_escaped_or_left_out(redis_server: R
         client.xadd(stream_key(FINGERPRINT, "junk"), {FIELD: b"\x1b[2J" * 9})
         client.xadd(stream_key(FINGERPRINT, "large"), {FIELD: bytes(20 << 20)})
         client.xadd(KEY, {FIELD: entry(1)}, id=b"18446744073709551615-1")
-        client.set(head_key(FINGERPRINT, "default"), b"ssd1 nonsense")
         client.set("ssd:1:generations", "no hash")
         client.hset(NOISE, "a", "b")
     for exact in (False, True):
@@ -106,7 +99,6 @@ def test_hostile_keys_and_contents_are_shown_escaped_or_left_out(redis_server: R
         assert set(spaces) == {"string", "junk", "large", "default"}
         assert "WRONGTYPE" in spaces["string"].error
         assert spaces["junk"].invalid_entries == spaces["large"].invalid_entries == 1
-        assert spaces["default"].published is not None and "damaged" in spaces["default"].published.about
         assert status.generations is status.has_noise_root is None
         assert status.as_text().replace("\n", "").isprintable()
         json.dumps(status.as_json())
@@ -135,13 +127,3 @@ def test_a_server_that_answers_nonsense_is_shown_escaped_or_told_in_one_line(for
                 assert read_status(form.format(port)).as_text().replace("\n", "").isprintable()
             except StoreUnavailable as error:
                 assert str(error).isprintable()
-
-
-def test_a_cluster_is_told_node_by_node(tmp_path: Path) -> None:
-    with started(Cluster(tmp_path, has_replicas=False)) as cluster, closing(connect(cluster.url)) as client:
-        for number in range(6):
-            client.xadd(stream_key(FINGERPRINT, f"n{number}"), {FIELD: entry(number)})
-        status = read_status(cluster.url)
-        assert len({server.address for server in status.servers}) == 3
-        assert [space.namespace for space in status.namespaces] == [f"n{number}" for number in range(6)]
-        assert all(right.is_given for right in status.rights)

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache_builder.commands.push import push
 from ssd.retrieval import ring as module
 from ssd.retrieval import segment as segment_module
 from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.segment import SEPARATOR, unpack
 from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_array import build_segment
-from ssd.sharing.published.commands import push_segments
 from tests.redis_server import RedisServer
 from tests.redis_server import redis_server as redis_server  # a fixture
 
@@ -57,7 +57,7 @@ def test_a_push_unpacks_each_token_a_few_times_and_never_many_at_once(
     with StaticWriter(tmp_path / "warm", fingerprint=FINGERPRINT) as writer:
         for number in range(1000):
             writer.append(np.full(200, number, np.int32))
-    result = push_segments(tmp_path / "warm", redis_server.url, "default", fingerprint=FINGERPRINT)
+    result = push(tmp_path / "warm", redis_server.url, "default")
     assert (result.num_sequences, result.num_tokens) == (1000, 200_000)
     assert sum(unpacked) <= 3 * 201_000
     assert max(unpacked) <= 1 << 16

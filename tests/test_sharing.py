@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 import zlib
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +16,39 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from redis import exceptions as of
 
+from cache_builder.__main__ import main
+from cache_builder.commands.pull import pull
+from cache_builder.commands.push import push
 from ssd.config import CacheConfig
-from ssd.errors import ConfigError, StoreUnavailable, TokenizerMismatch
+from ssd.errors import StoreUnavailable
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import NamespaceTerms
-from ssd.retrieval.static import StaticWriter
-from ssd.sharing.connection import address_of, connect, hide_password
+from ssd.retrieval.ring import sequences_of
+from ssd.retrieval.static import StaticWriter, load_static_directory
+from ssd.sharing.background import REASONS, reason_of
 from ssd.sharing.entry import (
     FORMAT_VERSION,
+    INVALID,
     MAX_ENTRY_TOKENS,
     Entry,
     InvalidEntryError,
-    join_planes,
     num_tokens_of,
     pack_entry,
     stream_key,
     unpack_entry,
 )
-from ssd.sharing.published.commands import push_segments
 from ssd.sharing.redis_log import RedisLog
-from ssd.sharing.stream import FIELD
-from tests.redis_server import RedisServer, redis_server
-from tests.reference.sharing import slow_tokens
+from ssd.sharing.stats import Received
+from ssd.sharing.stream import FIELD, OversizedReplyError
+from tests.redis_server import RedisServer, client, redis_server
 from tests.sharing_replica import FINGERPRINT, KEY, VOCAB_SIZE, catch_up, entry, eventually, replica, stored
 
-__all__ = ["redis_server"]  # the fixture
+__all__ = ["client", "redis_server"]  # fixtures
 
 
 # Entries
-
-
-@given(st.binary(min_size=4, max_size=200).map(lambda planes: planes[: len(planes) // 4 * 4]))
-def test_planes_are_joined_as_a_plain_loop_does(planes: bytes) -> None:
-    tokens = np.empty(len(planes) // 4, np.uint32)
-    largest = join_planes(np.frombuffer(planes, np.uint8), tokens)
-    assert tokens.tolist() == slow_tokens(planes) and largest == max(slow_tokens(planes))
 
 
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=300), st.binary(min_size=24, max_size=24))
@@ -109,61 +106,24 @@ def test_an_entry_forged_with_a_right_checksum_is_text_or_refused(
     assert back.tokens.min() >= 0 and back.tokens.max() < VOCAB_SIZE and back.tokens.dtype == np.int32
 
 
-def test_a_token_outside_the_vocabulary_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("data", "key", "kind"),
+    [
+        (entry(VOCAB_SIZE), KEY, "vocabulary"),
+        (entry(1, 2), KEY.replace("default", "defaulu"), "checksum"),
+        (entry(1, 2), KEY.replace("0123", "0124"), "checksum"),
+        (entry(*range(10))[:35] + zlib.compress(bytes(1 << 24)), KEY, "damaged"),
+    ],
+    ids=["beyond the vocabulary", "of another namespace", "of another tokenizer", "inflates beyond its tokens"],
+)
+def test_what_else_is_no_entry(data: bytes, key: str, kind: str) -> None:
+    with pytest.raises(InvalidEntryError) as caught:
+        unpack_entry(data, key, vocab_size=VOCAB_SIZE)
+    assert caught.value.kind == kind
     assert unpack_entry(entry(VOCAB_SIZE - 1), KEY, vocab_size=VOCAB_SIZE).tokens.tolist() == [VOCAB_SIZE - 1]
-    with pytest.raises(InvalidEntryError, match="vocabulary"):
-        unpack_entry(entry(VOCAB_SIZE), KEY, vocab_size=VOCAB_SIZE)
-
-
-def test_an_entry_is_one_in_its_own_stream_alone() -> None:
-    for other in (KEY.replace("default", "defaulu"), KEY.replace("0123", "0124"), ""):
-        with pytest.raises(InvalidEntryError, match="checksum"):
-            unpack_entry(entry(1, 2), other, vocab_size=VOCAB_SIZE)
-
-
-def test_an_entry_that_inflates_beyond_its_tokens_is_refused() -> None:
-    packed = entry(*range(10))
-    bomb = packed[:35] + zlib.compress(bytes(1 << 24))
-    with pytest.raises(InvalidEntryError):
-        unpack_entry(bomb, KEY, vocab_size=VOCAB_SIZE)
-
-
-# URLs
-
-
-def test_no_message_shows_a_password() -> None:
-    for url in ("redis://user:s3cr%40t@host:6379/0", "rediss://:s3cr%40t@host", "redis://h/0?password=s3cr%40t"):
-        assert "s3cr" not in hide_password(f"{url} s3cr@t", url)
-        assert "s3cr" not in address_of(url)
-    for url in ("http://user:s3cret@host", "redis://user:s3cret@host:port/0"):
-        with pytest.raises(ConfigError) as caught:
-            connect(url)
-        assert "s3cret" not in str(caught.value)
-        assert "redis://" in str(caught.value)
-
-
-def test_tls_urls_and_time_outs() -> None:
-    client = connect("rediss://user:pw@host:7000/3?socket_timeout=99")
-    kwargs = client.connection_pool.connection_kwargs
-    assert client.connection_pool.connection_class.__name__ == "SSLConnection"
-    assert (kwargs["host"], kwargs["port"], kwargs["db"], kwargs["username"]) == ("host", 7000, 3, "user")
-    assert kwargs["socket_timeout"] < 5
-    client.close()
 
 
 # Two replicas
-
-
-def test_what_one_replica_learns_the_other_stores(redis_server: RedisServer) -> None:
-    with replica(redis_server.url) as (one, one_log), replica(redis_server.url) as (two, two_log):
-        one.get().append([1, 2, 3])
-        eventually(lambda: stored(two) == [[1, 2, 3]])
-        two.get().append([4, 5])
-        eventually(lambda: stored(one) == [[1, 2, 3], [4, 5]])
-        assert stored(two) == [[1, 2, 3], [4, 5]]  # nothing came back to where it was from
-        eventually(lambda: one_log.stats().num_published == two_log.stats().num_received == 1)
-        eventually(lambda: one_log.stats().num_published_tokens == 3)
-        eventually(lambda: one_log.stats().is_connected)
 
 
 def test_namespaces_and_tokenizers_are_apart(redis_server: RedisServer) -> None:
@@ -191,8 +151,7 @@ def test_a_long_sequence_arrives_in_overlapping_parts(redis_server: RedisServer)
         assert first + second[32:] + third[32:] == text
 
 
-def test_the_log_is_bounded_in_tokens(redis_server: RedisServer) -> None:
-    client = connect(redis_server.url)
+def test_the_log_is_bounded_in_tokens(redis_server: RedisServer, client: Any) -> None:
     with replica(redis_server.url, max_tokens=8192) as (one, _):
         for number in range(100):
             one.get().append([number] * 500)
@@ -206,45 +165,32 @@ def test_the_log_is_bounded_in_tokens(redis_server: RedisServer) -> None:
         kept = [unpack_entry(fields[FIELD], KEY, vocab_size=VOCAB_SIZE) for _, fields in entries]
         assert 7000 < sum(len(e.tokens) for e in kept) <= 8192
         assert kept[-1].tokens[0] == 99
-    client.close()
 
 
 # What others may have put there
 
 
-def test_bad_entries_are_counted_and_skipped(redis_server: RedisServer) -> None:
-    client = connect(redis_server.url)
-    torn = bytearray(entry(1, 2, 3))
+def test_bad_entries_are_counted_by_reason_and_skipped(redis_server: RedisServer, client: Any) -> None:
+    torn, another, beyond = bytearray(entry(1, 2, 3)), bytearray(entry(1, 2, 3)), entry(VOCAB_SIZE)
     torn[-1] ^= 1
-    bad = [b"", b"junk", bytes(torn), entry(VOCAB_SIZE), struct.pack("<B", 9) + entry(1)[1:]]
+    another[3] ^= 1
+    bad = [b"", b"junk", entry(1) + b"x", bytes(torn), bytes(another), beyond, struct.pack("<B", 9) + entry(1)[1:]]
     for data in bad:
         client.xadd(KEY, {FIELD: data})
     client.xadd(KEY, {b"other": b"field"})
     client.xadd(KEY, {FIELD: entry(1, 2, sequence_id=b"a" * 16)})
     client.xadd(KEY, {FIELD: entry(1, 2, sequence_id=b"a" * 16)})  # written twice
-    with replica(redis_server.url) as (one, log):
-        eventually(lambda: stored(one) == [[1, 2]])
+    with replica(redis_server.url) as one:
+        eventually(lambda: one.stored() == [[1, 2]])
         client.xadd(KEY, {FIELD: b"more junk"})
         client.xadd(KEY, {FIELD: entry(1, 2, sequence_id=b"a" * 16)})
         client.xadd(KEY, {FIELD: entry(7, sequence_id=b"b" * 16)})
-        eventually(lambda: stored(one) == [[1, 2], [7]])
-        assert log.stats().num_invalid == len(bad) + 2
-        eventually(lambda: log.stats().num_received == 2)
-    client.close()
-
-
-def test_a_key_of_another_kind_only_counts(redis_server: RedisServer) -> None:
-    client = connect(redis_server.url)
-    client.set(KEY, "a string")
-    with replica(redis_server.url) as (one, log):
-        one.get().append([1, 2, 3])
-        eventually(lambda: log.stats().num_failures > 1 and not log.stats().is_connected)
-        client.delete(KEY)
-        one.get().append([4])
-        eventually(lambda: log.stats().num_published == 2 and log.stats().is_connected)
-        assert log.stats().num_dropped == 0
-        assert stored(one) == [[1, 2, 3], [4]]
-    client.close()
+        eventually(lambda: one.stored() == [[1, 2], [7]])
+        eventually(lambda: one.log.stats().num_received == 2)
+        stats = one.log.stats()
+        assert set(stats.refusals) == {*REASONS, *(f"invalid_{kind}" for kind in INVALID)}
+        assert [stats.refusals[f"invalid_{kind}"] for kind in INVALID] == [4, 1, 2, 1, 1]
+        assert stats.num_invalid == len(bad) + 2 and stats.num_known == 2
 
 
 # Redis comes and goes
@@ -307,57 +253,98 @@ def test_a_full_queue_drops_the_oldest() -> None:
             assert log.stats().num_dropped == 60
 
 
-# Pushing a directory
+# Directories into the log and out of it
 
 
-def write_directory(path: Path, texts: list[list[int]]) -> None:
+def write_directory(path: Path, texts: list[list[int]]) -> Path:
     with StaticWriter(path, fingerprint=FINGERPRINT) as writer:
         for text in texts:
             writer.append(text)
+    return path
 
 
-def test_a_pushed_directory_reaches_a_running_replica_once(redis_server: RedisServer, tmp_path: Path) -> None:
+def held(path: Path) -> list[list[int]]:
+    return [sequence.tolist() for sequence in sequences_of(load_static_directory(path, fingerprint=FINGERPRINT))]
+
+
+def test_a_replica_that_joins_begins_with_what_was_said_and_pushed_once(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
     texts = [[n, n + 1] for n in range(150)] + [[5, 6]]
-    write_directory(tmp_path / "warm", texts)
+    warm = write_directory(tmp_path / "warm", texts)
     with replica(redis_server.url) as running:
-        result = push_segments(tmp_path / "warm", redis_server.url, "default", fingerprint=FINGERPRINT)
+        result = push(warm, redis_server.url, "default")
         assert (result.num_sequences, result.num_entries, result.num_left_out_tokens) == (151, 151, 0)
         eventually(lambda: running.stored() == texts)
-        push_segments(tmp_path / "warm", redis_server.url, "default", fingerprint=FINGERPRINT)
-        end = catch_up(redis_server.url, running)
-        assert running.stored() == [*texts, end]
+        running.append([7], [8])
+        push(warm, redis_server.url, "default")
+        texts += [[7], [8], catch_up(redis_server.url, running)]
+        assert running.stored() == texts
+        with replica(redis_server.url) as joiner:
+            texts.append(catch_up(redis_server.url, running, joiner))
+            assert joiner.stored() == running.stored() == texts
+            push(warm, redis_server.url, "default")
+            texts.append(catch_up(redis_server.url, running, joiner))
+            assert joiner.stored() == running.stored() == texts
 
 
-def test_a_directory_can_be_pushed_to_two_namespaces_of_a_replica(redis_server: RedisServer, tmp_path: Path) -> None:
-    write_directory(tmp_path / "warm", [[1, 2], [3]])
-    with replica(redis_server.url) as (one, _):
-        for namespace in ("default", "other"):
-            one.get(namespace)
-            push_segments(tmp_path / "warm", redis_server.url, namespace, fingerprint=FINGERPRINT)
-        eventually(lambda: stored(one) == stored(one, "other") == [[1, 2], [3]])
+def test_what_was_pulled_is_the_log_once_and_can_be_pushed_elsewhere(
+    redis_server: RedisServer, client: Any, tmp_path: Path
+) -> None:
+    said = [[1, 2], [1, 2], [3], list(range(900)) * 6]
+    with replica(redis_server.url) as one:
+        one.append(*said)
+        eventually(lambda: one.log.stats().num_published == 5)  # the long one in two parts
+        entries: Any = client.xrange(KEY)
+        client.xadd(KEY, entries[0][1])  # written twice
+        client.xadd(KEY, {FIELD: b"junk"})
+        assert tuple(pull(client, FINGERPRINT, "default", tmp_path / "out")) == (5 + 5400 + 32, 5, 1)
+    assert held(tmp_path / "out") == [*said[:3], said[3][:4096], said[3][4064:]]
+    push(tmp_path / "out", redis_server.url, "other")
+    with replica(redis_server.url) as two:
+        two.caches.get("other")
+        eventually(lambda: stored(two.caches, "other") == held(tmp_path / "out"))
 
 
 def test_a_push_says_what_the_bound_leaves_out(redis_server: RedisServer, tmp_path: Path) -> None:
-    write_directory(tmp_path / "warm", [[n] * 1000 for n in range(10)])
-    result = push_segments(tmp_path / "warm", redis_server.url, "default", fingerprint=FINGERPRINT, max_tokens=4096)
+    warm = write_directory(tmp_path / "warm", [[n] * 1000 for n in range(10)])
+    result = push(warm, redis_server.url, "default", max_tokens=4096)
     assert (result.num_sequences, result.num_tokens) == (4, 4000)
     assert (result.num_left_out_sequences, result.num_left_out_tokens) == (6, 6000)
-    with replica(redis_server.url) as (one, _):
-        eventually(lambda: stored(one) == [[n] * 1000 for n in range(6, 10)])
+    with replica(redis_server.url) as one:
+        eventually(lambda: one.stored() == [[n] * 1000 for n in range(6, 10)])
 
 
 def test_a_push_that_cannot_work_says_why(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="ssd-cache build"):
-        push_segments(tmp_path / "none", "redis://127.0.0.1:1/0", "default", fingerprint=FINGERPRINT)
-    write_directory(tmp_path / "warm", [[1]])
-    with pytest.raises(TokenizerMismatch):
-        push_segments(tmp_path / "warm", "redis://127.0.0.1:1/0", "default", fingerprint="f" * 32)
+        push(tmp_path / "none", "redis://127.0.0.1:1/0", "default")
+    warm = write_directory(tmp_path / "warm", [[1]])
     with pytest.raises(StoreUnavailable, match="did not take the push: it failed at the first entries") as caught:
-        push_segments(tmp_path / "warm", "redis://:hidden@127.0.0.1:1/0", "default", fingerprint=FINGERPRINT)
+        push(warm, "redis://:hidden@127.0.0.1:1/0", "default")
     assert "hidden" not in str(caught.value)
 
 
-def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(redis_server: RedisServer) -> None:
+def test_a_purge_leaves_nothing_in_redis_and_says_who_holds_what(
+    redis_server: RedisServer, client: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = ("", ":head", ":layer", ":chunks", ":member:0a")  # former versions kept more than the log
+    for fingerprint in (FINGERPRINT, "f" * 32):
+        for suffix in old:
+            client.set(stream_key(fingerprint, "tenant") + suffix, "x")
+    client.xadd(stream_key(FINGERPRINT, "tenant2"), {FIELD: b"x"})
+    assert main(["purge", "--namespace", "tenant", "--redis", redis_server.url]) == 0
+    said = capsys.readouterr().out
+    assert "10 keys removed from Redis, nothing is left" in said and "DELETE /admin/tenants/NAME/cache" in said
+    assert client.keys() == [stream_key(FINGERPRINT, "tenant2").encode()]
+    assert main(["purge", "--namespace", "tenant", "--redis", redis_server.url]) == 0
+    client.execute_command("ACL", "SETUSER", "default", "-del")
+    assert main(["purge", "--namespace", "tenant2", "--redis", redis_server.url]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(
+    redis_server: RedisServer, client: Any
+) -> None:
     with ExitStack() as stack:
         logs, sets = [], []
         for _ in range(2):
@@ -372,12 +359,11 @@ def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(redis
         sets[1].get("b").append([4, 5, 6])
         eventually(lambda: stored(sets[1], "a") == [[1, 2, 3]] and stored(sets[0], "b") == [[4, 5, 6]])
         assert stored(sets[0]) == stored(sets[1]) == []
-        with closing(connect(redis_server.url)) as client:
-            for caches, log in zip(sets, logs, strict=True):
-                caches.discard("a")
-                log.forget("a")
-            assert client.exists(stream_key(FINGERPRINT, "a")) == 0
-            assert client.exists(stream_key(FINGERPRINT, "b")) == 1
+        for caches, log in zip(sets, logs, strict=True):
+            caches.discard("a")
+            log.forget("a")
+        assert client.exists(stream_key(FINGERPRINT, "a")) == 0
+        assert client.exists(stream_key(FINGERPRINT, "b")) == 1
         assert held and all(len(log.reader._streams) == 2 for log in logs)
         brief = NamespaceTerms(is_kept=False)  # neither published nor read
         caches = sets[0]
@@ -387,3 +373,90 @@ def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(redis
         caches.hold("e")
         assert set(logs[0].reader._streams) == {stream_key(FINGERPRINT, name) for name in caches.names() if name != "c"}
         assert stored(sets[1], "c") == []
+
+
+# What is counted
+
+
+def test_what_is_sent_and_received_is_weighed_by_namespace(redis_server: RedisServer, client: Any) -> None:
+    with replica(redis_server.url) as one, replica(redis_server.url) as two:
+        one.append([1, 2, 3])
+        eventually(lambda: two.stored() == [[1, 2, 3]])
+        for number in range(20):
+            one.caches.get("other").append([4, number])
+        two.caches.get("other")
+        eventually(lambda: two.log.stats().num_received == 21)
+        sent, received = one.log.stats().streams, two.log.stats().streams
+        assert set(sent) == set(received) == {"default", "other"}
+        assert (sent["other"].num_sent, received["other"].num_received) == (20, 20)
+        assert sent["other"].num_sent_bytes == received["other"].num_received_bytes > 20 * 35
+        assert received["other"].num_sent == 0
+        client.xadd(KEY, {FIELD: entry(9, sequence_id=b"z" * 16)})
+        eventually(lambda: [9] in two.stored())
+        eventually(lambda: sum(two.log.stats().delays.counts) >= 1)
+        assert two.log.stats().delays.total < 10 * sum(two.log.stats().delays.counts)
+        assert received["default"].lag_seconds == 0
+
+
+def test_lag_grows_while_the_server_is_away_and_is_gone_afterwards(redis_server: RedisServer) -> None:
+    def lag() -> float:
+        return one.log.stats().streams["default"].lag_seconds
+
+    with replica(redis_server.url) as one:
+        one.append([1])
+        eventually(lambda: one.log.stats().is_connected and lag() == 0)
+        redis_server.kill()
+        eventually(lambda: lag() > 0.3)
+        eventually(lambda: one.log.stats().refusals["connection"] > 0)
+        redis_server.start()
+        eventually(lambda: lag() == 0)
+
+
+def test_refusals_are_counted_by_reason(redis_server: RedisServer, client: Any) -> None:
+    def refuses(number: int, reason: str) -> None:
+        one.append([number])
+        eventually(lambda: one.log.stats().refusals[reason])
+
+    with replica(redis_server.url) as one:
+        client.config_set("maxmemory", 1)
+        refuses(1, "out_of_memory")
+        client.config_set("maxmemory", 0)
+        client.delete(KEY)
+        client.set(KEY, "a string")
+        refuses(2, "wrong_type")
+        client.execute_command("ACL", "SETUSER", "default", "-xread", "-xadd")
+        client.delete(KEY)
+        refuses(3, "no_rights")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (of.ConnectionError("refused"), "connection"),
+        (ConnectionResetError(), "connection"),
+        (of.TimeoutError(), "timeout"),
+        (of.AuthenticationError("invalid username-password pair"), "authentication"),
+        (of.BusyLoadingError("loading"), "busy"),
+        (of.ReadOnlyError("You can't write against a read only replica."), "read_only"),
+        (of.ClusterDownError("CLUSTERDOWN down"), "cluster_down"),
+        (of.ResponseError("MISCONF no disk"), "read_only"),
+        (of.ResponseError("WRONGTYPE of key"), "wrong_type"),
+        (OversizedReplyError([]), "oversized"),
+        (ValueError("?"), "other"),
+    ],
+)
+def test_each_failure_has_one_reason(error: Exception, reason: str) -> None:
+    assert reason_of(error) == reason and reason in REASONS
+
+
+def test_a_clock_that_is_not_told_gives_no_delay(redis_server: RedisServer, client: Any) -> None:
+    received = Received()
+    received.caught_up()
+    assert received.delay_of(b"1-0") is None
+    received.set_clock(client)
+    delay = received.delay_of(b"%d-0" % int((time.time() - 5) * 1000))
+    assert delay is not None and 4.9 < delay < 6
+    assert received.delay_of(b"18446744073709551615-1") == 0
+    client.execute_command("ACL", "SETUSER", "default", "-time")
+    received.set_clock(client)
+    assert received.delay_of(b"1-0") is None and not received.is_clock_due

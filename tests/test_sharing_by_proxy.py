@@ -17,9 +17,8 @@ from redis.exceptions import InvalidResponse
 from benchmarks.faults.proxy import CLEAR, FaultProxy, Weather
 from benchmarks.faults.remote import OVERSIZED_ANSWERS, WRONG_ANSWERS
 from ssd.sharing import clients as bounded_parser
-from ssd.sharing.connection import connect
 from ssd.sharing.redis_log import RedisCounters
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import RedisServer, redis_server, started
 from tests.sharing_replica import KEY, Replica, eventually, replica, stored
 
 __all__ = ["redis_server"]  # the fixture
@@ -72,15 +71,13 @@ def pair(redis_server: RedisServer) -> Iterator[Pair]:
         assert stored(one.caches, "other") == stored(two.caches, "other") == []
 
 
-def test_bytes_pass_as_they_are_while_the_weather_is_clear(redis_server: RedisServer) -> None:
-    with FaultProxy(redis_server.port) as proxy:
-        client = connect(f"redis://127.0.0.1:{proxy.port}/0")
-        value = bytes(range(256)) * 1000
-        client.set("key", value)
-        assert client.get("key") == value
-        client.close()
-        assert proxy.num_connections == 1
-        assert proxy.num_bytes > 2 * len(value)
+def _bulk(text: bytes) -> bytes:
+    return b"$%d\r\n%s\r\n" % (len(text), text)
+
+
+def _page(entry_id: bytes) -> bytes:
+    """An entry under what may be no id."""
+    return b"*1\r\n*2\r\n" + _bulk(entry_id) + b"*2\r\n" + _bulk(b"e") + _bulk(b"no entry")
 
 
 @pytest.mark.parametrize(
@@ -94,13 +91,23 @@ def test_bytes_pass_as_they_are_while_the_weather_is_clear(redis_server: RedisSe
         Weather(flips=0.5),
         Weather(trickle_s=0.05),
         Weather(sip_s=0.05),
+        *(Weather(extra=extra) for extra in (b"+OK\r\n", b"*0\r\n", b":1\r\n")),
+        # A replica that took it for the place it has read up to would ask for what comes after it for ever.
+        *(
+            Weather(answer=b"*1\r\n*2\r\n" + _bulk(KEY.encode()) + _page(entry_id))
+            for entry_id in (b"17640x-0", b"", b"9" * 30 + b"-0", b"1-2-3", b"\xff-1", b"-1")
+        ),
     ],
-    ids=["delay", "jitter", "silent", "broken off", "refused", "flips", "trickle", "sip"],
+    ids=[
+        *("delay", "jitter", "silent", "broken off", "refused", "flips", "trickle", "sip"),
+        *("an answer too many", "an empty one too many", "a number too many"),
+        *("no id", "empty id", "id of 30 digits", "id of three parts", "id of other bytes", "id below 0"),
+    ],
 )
 def test_sharing_comes_back_after(pair: Pair, weather: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_parser, "_PATIENCE_S", 1.0)
     pair.proxy.weather = weather
-    pair.write_meanwhile(2.5)
+    pair.write_meanwhile(0.7 if weather.answer or weather.extra else 2.5)
     pair.proxy.weather = CLEAR
     pair.share()
 
@@ -124,35 +131,9 @@ def test_sharing_comes_back_after_wrong_answers(pair: Pair) -> None:
     pair.share()
 
 
-def test_answers_of_other_commands_are_not_taken_for_those_asked_for(pair: Pair) -> None:
-    for extra in (b"+OK\r\n", b"*0\r\n", b":1\r\n"):
-        for _ in range(4):
-            pair.proxy.weather = Weather(extra=extra)
-            pair.write_meanwhile(0.1)
-            pair.proxy.weather = CLEAR
-            pair.write_meanwhile(0.1)
-    pair.share()
-
-
-def _bulk(text: bytes) -> bytes:
-    return b"$%d\r\n%s\r\n" % (len(text), text)
-
-
-@pytest.mark.parametrize("entry_id", [b"17640x-0", b"", b"9" * 30 + b"-0", b"1-2-3", b"\xff-1", b"-1"])
-def test_an_answer_with_an_id_that_is_none_does_not_end_sharing(pair: Pair, entry_id: bytes) -> None:
-    """A replica that took it for the place it has read up to would ask for what comes after it for ever."""
-    fields = b"*2\r\n" + _bulk(b"e") + _bulk(b"no entry")
-    entries = b"*1\r\n*2\r\n" + _bulk(entry_id) + fields
-    pair.proxy.weather = Weather(answer=b"*1\r\n*2\r\n" + _bulk(KEY.encode()) + entries)
-    pair.write_meanwhile(0.7)
-    pair.proxy.weather = CLEAR
-    pair.share()
-
-
 def test_the_search_for_a_place_to_begin_survives_ids_that_are_none(redis_server: RedisServer) -> None:
-    entries = b"*1\r\n*2\r\n" + _bulk(b"17x-0") + b"*2\r\n" + _bulk(b"e") + _bulk(b"no entry")
     with FaultProxy(redis_server.port) as proxy, replica(redis_server.url) as two:
-        proxy.weather = Weather(answer=entries)
+        proxy.weather = Weather(answer=_page(b"17x-0"))
         with replica(f"redis://127.0.0.1:{proxy.port}/0") as one:
             one.append([1])
             time.sleep(0.5)
@@ -187,32 +168,24 @@ def test_a_line_without_end_is_given_up(kind: bytes) -> None:
 
 def test_writers_follow_a_failover_that_ends_no_connection(redis_server: RedisServer, tmp_path: Path) -> None:
     """The former server takes no writes any more, and says so for as long as one asks it."""
-    (tmp_path / "second").mkdir()
-    second = RedisServer(tmp_path / "second")
-    second.start()
-    first, heir = connect(redis_server.url), connect(second.url)
-    try:
-        with (
-            FaultProxy(redis_server.port) as proxy,
-            replica(f"redis://127.0.0.1:{proxy.port}/0") as one,
-            replica(second.url) as two,
-        ):
-            two.append([0])
-            eventually(lambda: two.log.stats().num_known == 1)  # it reads: to begin it must be allowed to write
-            heir.replicaof("127.0.0.1", str(redis_server.port))
-            one.append([1])
-            eventually(lambda: [1] in two.stored())
-            heir.replicaof("NO", "ONE")
-            proxy.target = second.port
-            first.replicaof("127.0.0.1", str(second.port))
-            one.append([2])
-            two.append([3])
-            eventually(lambda: [2] in two.stored() and [3] in one.stored())
-            assert [[0], *sorted(one.stored())] == sorted(two.stored()) == [[0], [1], [2], [3]]
-    finally:
-        first.close()
-        heir.close()
-        second.kill()
+    with (
+        started(RedisServer(tmp_path / "second")) as second,
+        FaultProxy(redis_server.port) as proxy,
+        replica(f"redis://127.0.0.1:{proxy.port}/0") as one,
+        replica(second.url) as two,
+    ):
+        two.append([0])
+        eventually(lambda: two.log.stats().num_known == 1)  # it reads: to begin it must be allowed to write
+        second.ask("REPLICAOF", "127.0.0.1", redis_server.port)
+        one.append([1])
+        eventually(lambda: [1] in two.stored())
+        second.ask("REPLICAOF", "NO", "ONE")
+        proxy.target = second.port
+        redis_server.ask("REPLICAOF", "127.0.0.1", second.port)
+        one.append([2])
+        two.append([3])
+        eventually(lambda: [2] in two.stored() and [3] in one.stored())
+        assert [[0], *sorted(one.stored())] == sorted(two.stored()) == [[0], [1], [2], [3]]
 
 
 def test_replicas_that_tell_an_emptied_redis_their_numbers_do_not_add_them_up(redis_server: RedisServer) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ssd.sharing.connection import connect
 from ssd.sharing.stream import FIELD
-from tests.redis_server import RedisServer, redis_server
-from tests.sharing_replica import KEY, Replica, entry, eventually, replica, stored
+from tests.redis_server import RedisServer, client, redis_server
+from tests.sharing_replica import KEY, Replica, entry, eventually, foreign, replica, stored
 
-__all__ = ["redis_server"]  # the fixture
+__all__ = ["client", "redis_server"]  # fixtures
 
 ROOT = Path(__file__).parent.parent
 LAST_ID = b"18446744073709551615-18446744073709551615"
@@ -24,19 +22,6 @@ FUTURE_ID = b"18446744073709551000-7"
 OTHER_KEY = KEY.replace("default", "other")
 
 Client = Any
-
-
-@pytest.fixture
-def client(redis_server: RedisServer) -> Iterator[Client]:
-    """Who else may write to this Redis."""
-    connection = connect(redis_server.url)
-    yield connection
-    connection.close()
-
-
-def foreign(number: int, key: str = KEY) -> dict[bytes, bytes]:
-    """What another replica writes for the text [7, ``number``]."""
-    return {FIELD: entry(7, number, sequence_id=b"another." + number.to_bytes(8, "little"), key=key)}
 
 
 def settled(one: Replica) -> None:
@@ -229,29 +214,3 @@ def test_a_slow_namespace_holds_up_no_other(
             client.xadd(OTHER_KEY, foreign(number, OTHER_KEY))
         eventually(lambda: len(stored(one, "other")) == 300)
         assert 0 < len(stored(one)) < 90
-
-
-def test_all_that_is_hostile_at_once(redis_server: RedisServer, client: Client) -> None:
-    with replica(redis_server.url) as one, replica(redis_server.url) as two:
-        settled(one)
-        settled(two)
-        for attack in range(3):
-            client.xadd(KEY, {FIELD: b"junk"})
-            client.xadd(KEY, {b"other": b"field"})
-            client.xadd(KEY, {FIELD: bytes(20 << 20)})
-            client.xadd(KEY, {FIELD: bytes(20 << 20)}, id=LAST_ID)
-            one.append([1, attack])
-            two.append([2, attack])
-            client.delete(KEY)
-            client.xadd(KEY, {FIELD: bytes(20 << 20)}, id=FUTURE_ID)
-            client.delete(KEY)
-            one.append([3, attack])
-            two.append([4, attack])
-        own = sorted([writer, attack] for attack in range(3) for writer in (1, 2, 3, 4))
-        eventually(lambda: one.log.stats().num_queued == two.log.stats().num_queued == 0)
-        one.append([5])
-        two.append([6])
-        eventually(lambda: [5] in two.stored() and [6] in one.stored())
-        for held in (one.stored(), two.stored()):
-            assert len(held) == len({*map(tuple, held)})  # nothing twice
-            assert all(text in own or text in ([5], [6]) for text in held)

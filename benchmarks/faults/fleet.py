@@ -22,7 +22,7 @@ from benchmarks.load import SERVER_OPTIONS, Load, Question, Traffic
 from benchmarks.processes import Redis, Server, headers_of
 from server.admission.registry import NamespaceNames
 from server.admission.rules import digest_of
-from ssd.sharing.entry import chunks_key, head_key, stream_key
+from ssd.sharing.entry import stream_key
 from ssd.text.codec import TextCodec
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ USER, PASSWORD = "ssd", "the password"
 RIGHTS: Final = (
     "~ssd:1:*",
     *("+xadd", "+xread", "+xrange", "+xrevrange", "+xtrim", "+ping", "+watch", "+multi", "+exec", "+del"),
-    *("+hmget", "+hincrby", "+getrange", "+set", "+get", "+pexpire", "+unwatch"),
-    *("+hget", "+hset", "+hkeys", "+hdel", "+hlen"),
+    *("+hmget", "+hincrby", "+hget", "+hset", "+unwatch"),
 )
 """What docs/sharing.md says that a user needs."""
 
@@ -43,9 +42,6 @@ _SECRET = b"the secret of the fleet"
 _CACHE_TOKENS = 1 << 20
 _PROBE_TOKENS = 16
 _DRAFTED = 8  # of them: what a server drafts that never saw the text is one or two
-_FILL_TOKENS = 24_000  # more than the least that is published
-_FILL_PROMPT = 200
-_FILL_FROM = 300  # special tokens lie below
 _PERSISTENT = ("--appendonly", "yes", "--appendfsync", "always")
 
 
@@ -169,8 +165,6 @@ class Fleet:
             member.server.start(wait=False)
         for member in self.members:
             member.server.wait_ready()
-        for key in KEYS if len(self.members) > 1 else ():
-            self._fill(key)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -185,12 +179,6 @@ class Fleet:
     def counts(self) -> Counter[str]:
         """What became of all requests so far."""
         return sum((load.counts for load in self.loads), Counter())
-
-    @property
-    def published(self) -> list[tuple[str, str]]:
-        """The keys of both tenants' published heads, and of their chunks."""
-        fingerprint = self._codec.fingerprint
-        return [(head_key(fingerprint, name), chunks_key(fingerprint, name)) for name in self.namespaces]
 
     @property
     def streams(self) -> list[str]:
@@ -304,12 +292,6 @@ class Fleet:
         member.server.post(body, key=key)
         member.history.acknowledge(number)
         return body
-
-    def _fill(self, key: str) -> None:
-        """Enough text of random tokens that the tenant's cache is published."""
-        for number in range(_FILL_TOKENS // _FILL_PROMPT):
-            prompt = [self.chance.randrange(_FILL_FROM, self._codec.vocab_size) for _ in range(_FILL_PROMPT)]
-            self.members[number % len(self.members)].server.post({"prompt": prompt, "max_tokens": 1}, key=key)
 
     def _mount(self, directory: Path) -> None:
         command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(directory)]

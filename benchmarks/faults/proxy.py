@@ -55,9 +55,6 @@ class FaultProxy:
         self.target = target
         self.weather = CLEAR
         self.port = free_port()
-        self.num_connections = 0
-        self.num_bytes = 0
-        """Both ways together, as they came in."""
         self._chance = random.Random(seed)
         self._writers: set[asyncio.StreamWriter] = set()
         self._pumps: set[asyncio.Task[None]] = set()
@@ -107,7 +104,6 @@ class FaultProxy:
                 writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
         if self.weather.refuses:
             _reset(writer)
             return
@@ -139,7 +135,6 @@ class FaultProxy:
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
-                self.num_bytes += len(data)
                 weather = self.weather
                 wire.meet(weather)
                 if wire.is_silent:

@@ -273,29 +273,6 @@ def huge_values(fleet: Fleet) -> None:
             client.xtrim(stream, maxlen=0, approximate=False)  # gives the memory back
 
 
-def published_garbled(fleet: Fleet) -> None:
-    """Published heads and chunks are torn, swapped between the tenants, made up and removed; logs are lost as well."""
-    (first, first_chunks), (second, second_chunks) = fleet.published
-    with fleet.client() as client:
-        for head, chunks in fleet.published:
-            for name in client.hkeys(chunks)[::2]:
-                client.hset(chunks, name, fleet.chance.randbytes(1000))
-            client.setrange(head, fleet.chance.randint(0, 200), fleet.chance.randbytes(20))
-        client.delete(*fleet.streams)
-        fleet.hold(3.0)
-        if client.exists(first, first_chunks) == 2:
-            client.copy(first, second, replace=True)
-            client.copy(first_chunks, second_chunks, replace=True)
-        client.delete(*fleet.streams)
-        fleet.hold(3.0)
-        client.set(first, bytes(1 << 20))
-        client.set(second, fleet.chance.randbytes(5000))
-        client.delete(first_chunks)
-        client.set(second_chunks, "a string")
-        fleet.hold(2.0)
-        client.delete(*fleet.streams, first, second, second_chunks)
-
-
 def _end_connections(fleet: Fleet) -> None:
     for member in fleet.members:
         member.proxy.cut()
@@ -365,7 +342,6 @@ STORE: Final = (
     Fault("clock-back", clock_back),
     Fault("keys-of-another-kind", keys_of_another_kind),
     Fault("logs-mixed-up", logs_mixed_up),
-    Fault("published-garbled", published_garbled),
     Fault("log-junk", junk),
     Fault("log-huge-values", huge_values),
 )

@@ -1,9 +1,10 @@
-"""What the commands have in common: tokenizers, logs, stores, and how far a command is."""
+"""What the commands have in common: tokenizers, logs, Redis, and how far a command is."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cache_builder.inputs.record import FORMATS, FieldNames
 from ssd.bundled import MODEL_PATH
-from ssd.errors import SSDError
+from ssd.errors import SSDError, StoreUnavailable
 from ssd.sharing.connection import URL_VARIABLE
 
 if TYPE_CHECKING:
+    import redis
+
     from cache_builder.evaluation.log import ReadLog
     from ssd.text.codec import TextCodec
 
@@ -47,32 +50,59 @@ def codec_of(options: argparse.Namespace) -> TextCodec | None:
     return TextCodec.load(options.tokenizer)
 
 
-def add_store_arguments(command: argparse.ArgumentParser) -> None:
-    """``--redis URL`` and ``--store URL``, as the servers have ``--redis`` and ``--publish-to``."""
+def add_log_of_namespace(command: argparse.ArgumentParser, what: str) -> None:
+    """``--redis URL``, ``--namespace NAME`` of ``what``, and ``--fingerprint HEX``."""
     add_redis_argument(command)
-    command.add_argument("--store", metavar="URL", help="the servers' --publish-to, where they have one")
+    command.add_argument("--namespace", required=True, help=what)
+    command.add_argument("--fingerprint", metavar="HEX", help="of one tokenizer, where servers of several share")
 
 
-def store_of(options: argparse.Namespace) -> tuple[str | None, str | None]:
-    """URLs of Redis and of the store; raises SSDError where there is neither."""
-    if options.redis is None and options.store is not None:
-        return os.environ.get(URL_VARIABLE) or None, str(options.store)
-    return redis_url_of(options), options.store
+_LONGEST_SHOWN: Final = 120
 
 
-def fingerprint_for(options: argparse.Namespace) -> str:
-    """Of the tokenizer whose namespace is meant: the one there is. Raises SSDError."""
-    from ssd.retrieval.files import check_fingerprint
-    from ssd.sharing.published.commands import find_fingerprints
+def shown(value: object) -> str:
+    """At most 120 printable characters on one line; what cannot be printed is escaped."""
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    text = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text[: 2 * _LONGEST_SHOWN])
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
+
+@contextmanager
+def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what was asked") -> Iterator[redis.Redis]:
+    """A client of the servers' Redis; what it raises becomes StoreUnavailable, in one line, without passwords.
+
+    ``failed`` : says then what it did not do. Raises ConfigError.
+    """
+    from ssd.sharing.connection import address_of, connect, hide_password
+
+    client = connect(url)
+    try:
+        yield client
+    except (SSDError, OSError):  # of files; redis-py makes its own of those of sockets
+        raise
+    except Exception as error:  # a server that talks nonsense raises whatever it likes
+        reason = shown(hide_password(f"{type(error).__name__}: {error}", url))
+        raise StoreUnavailable(
+            f"{address_of(url)} {failed()} ({reason}): check address, rights (ssd-cache redis-status) and maxmemory"
+        ) from None
+    finally:
+        client.close()
+
+
+def fingerprints_in(client: redis.Redis, options: argparse.Namespace) -> list[str]:
+    """The tokenizers, by fingerprint, of which there is something of ``--namespace``: one that was named, or all.
+
+    Raises what redis-py raises, and ConfigError.
+    """
+    from ssd.retrieval.files import check_fingerprint, check_namespace
+    from ssd.sharing.entry import stream_key
+
+    check_namespace(options.namespace)
     if options.fingerprint is not None:
-        return check_fingerprint(options.fingerprint)
-    found = find_fingerprints(*store_of(options), options.namespace)
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise SSDError(f"there is nothing of namespace {options.namespace}: is it the servers' --namespace?")
-    raise SSDError(f"several tokenizers have a namespace {options.namespace}: give --fingerprint, one of {found}")
+        return [check_fingerprint(options.fingerprint)]
+    pattern = stream_key("?" * 32, options.namespace)
+    names = (key.partition(b"{")[2][:32] for key in client.scan_iter(match=pattern + "*", count=1000))
+    return sorted({name.decode() for name in names if re.fullmatch(rb"[0-9a-f]{32}", name)})
 
 
 _LINE_S: Final = 10.0

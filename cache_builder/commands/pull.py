@@ -3,42 +3,92 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from cache_builder.commands.options import add_store_arguments, fingerprint_for, progress_bar, store_of
-from ssd.retrieval.cache import DEFAULT_NAMESPACE
+from cache_builder.commands.options import (
+    add_log_of_namespace,
+    fingerprints_in,
+    progress_bar,
+    redis_client,
+    redis_url_of,
+)
+from ssd.errors import SSDError
+from ssd.retrieval.static import StaticWriter
+from ssd.sharing.entry import InvalidEntryError, stream_key, unpack_entry
+from ssd.sharing.stream import BEGINNING, all_entries, entries_after, value_of
+
+if TYPE_CHECKING:
+    import redis
 
 _DESCRIPTION = """\
-Write what servers published of a namespace, and what was pushed to it, into a cache directory.
+Write what the shared log holds of a namespace into a cache directory: what servers said last, and what was pushed.
 
-The directory can be given to `ssd-serve --warm`, pushed elsewhere, or kept. Text of the last minute may be missing.
+The directory can be given to `ssd-serve --warm` and `ssd-cache merge`, pushed elsewhere, or kept.
 """
 
 
 def add(command: argparse.ArgumentParser) -> None:
     """Its arguments."""
     command.description = _DESCRIPTION
-    add_store_arguments(command)
-    command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="whose text (default: %(default)s)")
+    add_log_of_namespace(command, "whose text")
     command.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="where to write; added to what is there"
     )
-    command.add_argument("--fingerprint", metavar="HEX", help="of the tokenizer, where servers of several share")
 
 
 def run(options: argparse.Namespace) -> int:
-    from ssd.sharing.published.commands import open_store, pull
-
-    redis_url, store_url = store_of(options)
-    fingerprint = fingerprint_for(options)
-    with (
-        open_store(redis_url, store_url, fingerprint, options.namespace) as store,
-        progress_bar(0, " tokens") as progress,
-    ):
-        result = pull(
-            store, options.out, fingerprint=fingerprint, namespace=options.namespace, progress=progress
-        )  # fmt: skip
+    with redis_client(redis_url_of(options)) as client, progress_bar(0, " tokens") as progress:
+        found = fingerprints_in(client, options)
+        if not found or not entries_after(client, stream_key(found[0], options.namespace), BEGINNING, 1).entries:
+            raise SSDError(f"there is nothing of namespace {options.namespace}: is it the servers' --namespace?")
+        if len(found) > 1:
+            raise SSDError(
+                f"several tokenizers have a namespace {options.namespace}: give --fingerprint, one of {found}"
+            )
+        result = pull(client, found[0], options.namespace, options.out, progress)
     print(f"{options.out}: {result.num_tokens:,} tokens in {result.num_sequences:,} sequences of {options.namespace}")
-    if result.num_missing:
-        print(f"  {result.num_missing:,} chunks were missing or damaged: pull again once a server has published anew")
-    return 1 if result.num_missing else 0
+    if result.num_invalid:
+        print(f"  {result.num_invalid:,} entries of the log were none of ours and left out")
+    return 0
+
+
+class Pulled(NamedTuple):
+    """What was written. ``num_invalid`` : entries that failed a check."""
+
+    num_tokens: int
+    num_sequences: int
+    num_invalid: int
+
+
+_ANY_TOKEN: Final = 1 << 31
+
+
+def pull(
+    client: redis.Redis,
+    fingerprint: str,
+    namespace: str,
+    directory: Path,
+    progress: Callable[[int], object] = lambda num_tokens: None,
+) -> Pulled:
+    """Write the log of a namespace into ``directory``, a cache as ``ssd-cache build`` makes one, each entry once.
+
+    O(n log n), in memory of a segment and the entries' ids. Raises CacheError, OSError, and what redis-py raises.
+    """
+    key = stream_key(fingerprint, namespace)
+    seen: set[bytes] = set()
+    num_tokens = num_invalid = 0
+    with StaticWriter(directory, fingerprint=fingerprint, namespace=namespace) as writer:
+        for raw in all_entries(client, key):
+            try:
+                entry = unpack_entry(value_of(raw), key, vocab_size=_ANY_TOKEN)
+            except InvalidEntryError:
+                num_invalid += 1
+                continue
+            if entry.sequence_id not in seen:
+                seen.add(entry.sequence_id)
+                writer.append(entry.tokens)
+                num_tokens += len(entry.tokens)
+                progress(len(entry.tokens))
+    return Pulled(num_tokens, len(seen), num_invalid)

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from cache_builder.commands.options import (
     CACHE_DIRECTORY,
-    add_store_arguments,
+    add_redis_argument,
     progress_bar,
+    redis_client,
     redis_url_of,
-    store_of,
 )
 from cache_builder.held import fingerprint_of
+from ssd.errors import ConfigError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
+from ssd.retrieval.files import check_namespace
+from ssd.retrieval.prefixes import split_sequence
+from ssd.retrieval.ring import sequences_of
+from ssd.retrieval.static import load_static_directory
+from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry, stream_key
+from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, max_entries_of
+from ssd.sharing.stream import append
+
+if TYPE_CHECKING:
+    import redis
 
 _DESCRIPTION = """\
-Publish a cache directory, so that running servers draft from it within seconds, and new ones from their start.
+Write the text of a cache directory into the shared log, as if a server had said it: running servers draft from it
+within seconds, those that join from their start.
 
-It takes the place of what was pushed before and is never evicted: 7 bytes of each server's memory a token, 32M tokens
-at most. What the store has already is not sent again. With --log it is written into the shared log instead, as if a
-server had said it: it ages with what servers learn.
+What the log still holds of an earlier push is not stored twice. The newest text that fits the log's bound is sent, and
+ages with what servers learn; text that is to stay is given to each server with --warm DIR.
 """
 
 
@@ -28,48 +47,18 @@ def add(command: argparse.ArgumentParser) -> None:
     """Its arguments."""
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
-    add_store_arguments(command)
+    add_redis_argument(command)
     command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="whom it is for (default: %(default)s)")
-    command.add_argument("--log", action="store_true", help="write into the shared log, the newest that fits its bound")
     command.add_argument(
-        "--max-tokens", type=int, default=1 << 22, metavar="N", help="with --log: its bound (default: %(default)s)"
-    )
+        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N",
+        help="the log's bound: the servers' --cache-tokens if that is more than %(default)s, the default",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    return _push_to_log(options) if options.log else _publish(options)
-
-
-def _publish(options: argparse.Namespace) -> int:
-    from ssd.sharing.published.commands import open_store, push
-
-    redis_url, store_url = store_of(options)
-    fingerprint = fingerprint_of(options.directory)
-    with (
-        open_store(redis_url, store_url, fingerprint, options.namespace) as store,
-        progress_bar(0, " tokens") as progress,
-    ):
-        result = push(options.directory, store, fingerprint=fingerprint, progress=progress)
-    print(
-        f"pushed {result.num_tokens:,} tokens in {result.num_sequences:,} sequences to namespace {options.namespace}, "
-        f"{result.num_sent_bytes:,} bytes were sent"
-    )
-    if result.num_left_out_tokens:
-        print(
-            f"  {result.num_left_out_tokens:,} tokens, the oldest, were left out: servers search 32M pushed tokens. "
-            f"They get all with --warm {options.directory}"
-        )
-    return 0
-
-
-def _push_to_log(options: argparse.Namespace) -> int:
-    from ssd.sharing.published.commands import push_segments
-
-    url = redis_url_of(options)
-    fingerprint = fingerprint_of(options.directory)
     with progress_bar(0, " tokens") as progress:
-        result = push_segments(
-            options.directory, url, options.namespace, fingerprint=fingerprint, max_tokens=options.max_tokens,
+        result = push(
+            options.directory, redis_url_of(options), options.namespace, max_tokens=options.max_tokens,
             progress=progress,
         )  # fmt: skip
     print(f"pushed {result.num_tokens:,} tokens in {result.num_sequences:,} sequences to namespace {options.namespace}")
@@ -79,3 +68,85 @@ def _push_to_log(options: argparse.Namespace) -> int:
             f"left out: the shared log keeps {options.max_tokens:,}. Servers get all with --warm {options.directory}"
         )
     return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """What was written, and what the log's bound left out."""
+
+    num_sequences: int
+    num_tokens: int
+    num_entries: int
+    num_left_out_sequences: int
+    num_left_out_tokens: int
+
+
+REPLICA_ID: Final = b"ssd-push"
+"""Never a running replica's, which are random."""
+
+_BATCH: Final = 64
+
+
+def push(
+    directory: Path,
+    url: str,
+    namespace: str,
+    *,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    progress: Callable[[int], object] = lambda num_tokens: None,
+) -> Pushed:
+    """Write the sequences of ``directory`` to the stream of ``namespace``, the newest ones if not all fit.
+
+    ``max_tokens`` : the log's bound, the same as the replicas'. ``progress`` : called with the tokens of each batch. An
+    entry's sequence id is a hash of its place and its tokens, so a replica that still knows a push stores nothing when
+    it is repeated. O(tokens), in memory of a few blocks and the longest sequence.
+
+    Raises ConfigError and CacheError, StoreUnavailable for both ends.
+    """
+    check_namespace(namespace)
+    if max_tokens < MAX_ENTRY_TOKENS:
+        raise ConfigError(f"max_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry, got {max_tokens}")
+    fingerprint = fingerprint_of(directory)
+    segments = load_static_directory(directory, fingerprint=fingerprint)
+    lengths = np.fromiter(map(len, sequences_of(segments)), np.int64)
+    first = _first_that_fits(lengths, max_tokens)
+    key = stream_key(fingerprint, namespace)
+    num_written = 0
+
+    def failed() -> str:
+        where = f"after {num_written}" if num_written else "at the first"
+        return f"did not take the push: it failed {where} entries, which are not stored twice if pushed again"
+
+    parts = (
+        part
+        for sequence in itertools.islice(sequences_of(segments), first, None)
+        for part in split_sequence(sequence, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS)
+    )
+    with redis_client(url, failed) as client:
+        while batch := list(itertools.islice(parts, _BATCH)):
+            entries = [
+                Entry(REPLICA_ID, xxhash.xxh3_128_digest(part.tobytes(), seed=num_written + number), part)
+                for number, part in enumerate(batch)
+            ]
+            _write(client, key, entries, max_tokens)
+            num_written += len(entries)
+            progress(sum(map(len, batch)))
+    return Pushed(
+        num_sequences=len(lengths) - first,
+        num_tokens=int(lengths[first:].sum()),
+        num_entries=num_written,
+        num_left_out_sequences=first,
+        num_left_out_tokens=int(lengths[:first].sum()),
+    )
+
+
+def _first_that_fits(lengths: npt.NDArray[np.int64], max_tokens: int) -> int:
+    """Index of the first sequence so that it and all later ones hold at most ``max_tokens`` tokens."""
+    return len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))
+
+
+def _write(client: redis.Redis, key: str, entries: list[Entry], max_tokens: int) -> None:
+    values = [pack_entry(entry, key) for entry in entries]
+    for refusal in append(client, key, values, max_entries=max_entries_of(max_tokens)):
+        if refusal is not None:
+            raise refusal

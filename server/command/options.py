@@ -410,10 +410,6 @@ class CacheOptions:
     """draft from what `ssd-cache build` wrote; repeatable"""
     redis: str | None = field(default=None, repr=False)
     """learn from other servers, and they from this one (default: $SSD_REDIS_URL, not in the process list)"""
-    no_publish: bool = False
-    """never publish the whole cache for servers that join; what others published is taken all the same"""
-    publish_to: str | None = None
-    """keep what is published here, s3://bucket/ssd or file:///srv/ssd for instance (default: in Redis)"""
     namespace: str = "default"
     """what this server's cache is called"""
 

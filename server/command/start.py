@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ssd.engine import Engine
     from ssd.retrieval.cache import CacheSet
     from ssd.sharing.noise_root import SharedRoot
-    from ssd.sharing.published.published import Sharing
+    from ssd.sharing.redis_log import RedisLog
     from ssd.sharing.stats import SharingStats
     from ssd.text.codec import TextCodec
 
@@ -156,13 +156,13 @@ class EngineLoader:
         """``secret`` : what was given."""
         self._options = options
         self._secret = secret
-        self._log: Sharing | None = None
+        self._log: RedisLog | None = None
         self.noise = OpenNoise()
         """What coupled noise is made of, once it is known."""
         self.progress = Progress()
 
     @property
-    def log(self) -> Sharing | None:
+    def log(self) -> RedisLog | None:
         """What replicas share through, once it is open."""
         return self._log
 
@@ -222,11 +222,10 @@ class EngineLoader:
             return {}
         stats, shared = self._log.stats(), self.noise.shared
         if shared is not None:
-            num_failures, num_reconnects = stats.num_failures, stats.num_reconnects
             stats = replace(
                 stats,
-                num_failures=num_failures + shared.num_failures,
-                num_reconnects=num_reconnects + shared.num_reconnects,
+                num_failures=stats.num_failures + shared.loop.num_failures,
+                num_reconnects=stats.num_reconnects + shared.loop.num_reconnects,
             )
         return {self._options.cache.namespace: stats}
 
@@ -235,15 +234,14 @@ class EngineLoader:
 
         options = self._options.cache
         log = None
-        if options.config.redis_url is not None or options.publish_to is not None:
-            from ssd.sharing.published.published import Sharing
+        if options.config.redis_url is not None:
+            from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, RedisLog
 
-            log = self._log = Sharing(
+            log = self._log = RedisLog(
                 options.config.redis_url,
                 fingerprint=codec.fingerprint,
                 vocab_size=codec.vocab_size,
-                publishes=not options.no_publish,
-                publish_to=options.publish_to,
+                max_tokens=max(DEFAULT_MAX_TOKENS, options.cache_tokens),  # who joins begins with all a cache holds
             )
             resources.callback(log.close)
         caches = CacheSet(
@@ -254,8 +252,6 @@ class EngineLoader:
             on_close=None if log is None else log.detach,
         )
         resources.callback(caches.close)
-        if log is not None:
-            log.obey(caches.discard)
         for directory in options.warm_directories:
             caches.add_static_directory(directory)
         return caches

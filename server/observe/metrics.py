@@ -107,8 +107,6 @@ _SHARING_TEXTS = {
     "num_invalid": "Entries read that failed a check.",
     "num_failures": "Calls of Redis that failed.",
     "num_reconnects": "Times the connection was made again.",
-    "num_taken_tokens": "Tokens stored that others had published, not from the log.",
-    "num_heads": "Times this server published the whole of a namespace.",
 }
 _STREAM_TEXTS = {
     "num_sent": "Entries written to the log of a namespace.",

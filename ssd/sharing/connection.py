@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import ssl
 from collections.abc import Mapping
@@ -15,6 +14,14 @@ from ssd.errors import ConfigError
 if TYPE_CHECKING:
     import redis
 
+URL_VARIABLE = "SSD_REDIS_URL"
+"""Where programs look for the address when their command line has none: others can read a command line."""
+
+BLOCK_MS = 500
+"""How long the server holds a read that finds nothing; well below the socket's time-out, which would end it first."""
+
+_CONNECT_TIMEOUT_S = 1.0
+_SOCKET_TIMEOUT_S = 2.0
 
 _SENTINEL_PORT = 26379
 _MOST_HOSTS = 64
@@ -81,37 +88,26 @@ def _read(url: str) -> Address:
     from redis.connection import parse_url
 
     scheme, rest = url.split("://", 1)
-    kind = {"redis-sentinel": "sentinel", "redis-cluster": "cluster"}.get(scheme.replace("rediss-", "redis-"))
-    if kind is None:
+    kind = scheme.replace("rediss-", "redis-")
+    if kind not in ("redis-sentinel", "redis-cluster"):
         return Address("server", (), "", parse_url(url), {})  # type: ignore[no-untyped-call]
+    is_cluster = kind == "redis-cluster"
     rest, _, query = rest.partition("?")
     authority, _, path = rest.partition("/")
     user, at, names = authority.rpartition("@")
-    service, database = _service(path) if kind == "sentinel" else ("", _no_database(path))
-    plain = scheme.partition("-")[0]
-    options: dict[str, Any] = parse_url(f"{plain}://{user}{at}host/{database}?{query}")  # type: ignore[no-untyped-call]
-    hosts = tuple(_host(name, _SENTINEL_PORT if kind == "sentinel" else 6379) for name in names.split(","))
-    if not 1 <= len(hosts) <= _MOST_HOSTS:
+    service, _, database = ("", "", path) if is_cluster else path.partition("/")
+    if (database not in ("", "0")) if is_cluster else not service:
+        raise ValueError("a cluster has no databases, sentinels name a service")
+    plain, number = scheme.partition("-")[0], int(database or 0)
+    options: dict[str, Any] = parse_url(f"{plain}://{user}{at}host/{number}?{query}")  # type: ignore[no-untyped-call]
+    hosts = tuple(_host(name, 6379 if is_cluster else _SENTINEL_PORT) for name in names.split(","))
+    if len(hosts) > _MOST_HOSTS:
         raise ValueError("hosts")
     del options["host"]
     own = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
-    about_nodes = {"username", "password", "db"}
-    sentinel_options = {name: value for name, value in options.items() if name not in about_nodes}
+    sentinel_options = {name: value for name, value in options.items() if name not in ("username", "password", "db")}
     sentinel_options |= {name: value for name, value in own.items() if value is not None}
-    return Address("sentinel" if kind == "sentinel" else "cluster", hosts, service, options, sentinel_options)
-
-
-def _service(path: str) -> tuple[str, int]:
-    service, _, database = path.partition("/")
-    if not service:
-        raise ValueError("service")
-    return unquote(service), int(database or 0)
-
-
-def _no_database(path: str) -> int:
-    if path not in ("", "0"):
-        raise ValueError("a cluster has no databases")
-    return 0
+    return Address("cluster" if is_cluster else "sentinel", hosts, unquote(service), options, sentinel_options)
 
 
 def _host(name: str, default_port: int) -> Host:
@@ -121,56 +117,34 @@ def _host(name: str, default_port: int) -> Host:
     return parts.hostname, parts.port or default_port
 
 
-def check_tls(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with the option's name, where a file of a connection's TLS cannot be used.
-
-    ``options`` : ssl_ca_certs, ssl_ca_path, ssl_certfile, ssl_keyfile and ssl_password are read.
-    """
+def _check_tls(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with the option's name, where a file of a connection's TLS cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    ca_certs, ca_path = options.get("ssl_ca_certs"), options.get("ssl_ca_path")
+    authorities = options.get("ssl_ca_certs"), options.get("ssl_ca_path")
     certificate, key = options.get("ssl_certfile"), options.get("ssl_keyfile")
-    if ca_certs is not None or ca_path is not None:
-        try:
-            context.load_verify_locations(ca_certs, ca_path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"ssl_ca_certs={ca_certs or ca_path} cannot be used: {_reason(error)}") from None
     if key is not None and certificate is None:
         raise ConfigError(f"ssl_keyfile={key} is of no use without ssl_certfile")
-    if certificate is not None:
-        try:
+    asked = f"ssl_ca_certs={authorities[0] or authorities[1]}"
+    try:
+        if any(authorities):
+            context.load_verify_locations(*authorities)
+        asked = f"ssl_certfile={certificate}" + ("" if key is None else f" with ssl_keyfile={key}")
+        if certificate is not None:
             # A function, as a password that is not given would be asked for at the terminal.
             context.load_cert_chain(certificate, key, lambda: options.get("ssl_password") or "")
-        except (OSError, ValueError) as error:
-            files = f"ssl_certfile={certificate}" + (f" with ssl_keyfile={key}" if key is not None else "")
-            raise ConfigError(f"{files} cannot be used: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        return f"{error.reason or 'not in PEM form'}, are these PEM files, of one pair, and is ssl_password right?"
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-__all__ = ["BLOCK_MS", "URL_VARIABLE", "Backoff", "address_of", "connect", "hide_password", "passwords_in"]
-
-URL_VARIABLE = "SSD_REDIS_URL"
-"""Where programs look for the address when their command line has none: others can read a command line."""
-
-BLOCK_MS = 500
-"""How long the server holds a read that finds nothing; well below the socket's time-out, which would end it first."""
-
-_CONNECT_TIMEOUT_S = 1.0
-_SOCKET_TIMEOUT_S = 2.0
-_FIRST_DELAY_S = 0.1
-_LONGEST_DELAY_S = 3.0
+    except ssl.SSLError as error:
+        reason = f"{error.reason or 'not in PEM form'}, are these PEM files, of one pair, and is ssl_password right?"
+        raise ConfigError(f"{asked} cannot be used: {reason}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{asked} cannot be used: {getattr(error, 'strerror', None) or error}") from None
 
 
 def connect(url: str) -> redis.Redis:
     """A client with connections of its own. Nothing is sent yet.
 
-    ``url`` : of one server, of sentinels or of a cluster (``addresses``), with user, password, database and options as
-    redis-py reads them, but for the time-outs and the protocol. The client of a cluster takes commands and pipelines
-    whose keys have one hash tag; ``nodes`` says how to ask each node. Raises ConfigError, without the URL's password,
+    ``url`` : of one server, of sentinels or of a cluster, with user, password, database and options as redis-py reads
+    them, but for the time-outs and the protocol. The client of a cluster takes commands and pipelines whose keys have
+    one hash tag; ``masters_of`` and ``server_of`` lead to its nodes. Raises ConfigError, without the URL's password,
     also for certificates that cannot be used. What is asked of the client may raise OversizedReplyError.
     """
     try:
@@ -178,11 +152,11 @@ def connect(url: str) -> redis.Redis:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        from ssd.sharing.clients import BoundedParser
+        from ssd.sharing.clients import BoundedParser, Cluster, sentinel_client
     except ModuleNotFoundError:
         raise ConfigError("sharing through Redis needs the redis package: pip install 'ssd-serving[redis]'") from None
     address = read_url(url)
-    check_tls(address.options)
+    _check_tls(address.options)
     settings: dict[str, Any] = {
         "socket_connect_timeout": _CONNECT_TIMEOUT_S,
         "socket_timeout": _SOCKET_TIMEOUT_S,
@@ -193,43 +167,19 @@ def connect(url: str) -> redis.Redis:
     }
     if url.startswith("unix://"):
         del settings["socket_connect_timeout"]
+    options = address.options | settings  # the URL's options do not win
     try:
-        client = _client(redis, address, settings)
+        redis.ConnectionPool(**options).make_connection()  # not connected: whether it takes all options
+        if address.kind == "sentinel":
+            return sentinel_client(address.hosts, address.service, address.sentinel_options | settings, options)
+        if address.kind == "cluster":
+            return Cluster(address.hosts, options)  # type: ignore[return-value]
+        return redis.Redis.from_pool(redis.ConnectionPool(**options))
     except (TypeError, ValueError) as error:
         reason = hide_password(str(error), url).rpartition("__init__() ")[2]
         raise ConfigError(
             f"{address_of(url)} has an option behind ? that is of no use ({reason}): correct it"
         ) from None
-    return client
-
-
-def _client(redis: Any, address: Address, settings: dict[str, Any]) -> redis.Redis:
-    from ssd.sharing.clients import Cluster, sentinel_client
-
-    options = address.options | settings  # the URL's options do not win
-    redis.ConnectionPool(**options).make_connection()  # not connected: whether it takes all options
-    if address.kind == "sentinel":
-        return sentinel_client(address.hosts, address.service, address.sentinel_options | settings, options)
-    if address.kind == "cluster":
-        return Cluster(address.hosts, options)  # type: ignore[return-value]
-    return redis.Redis.from_pool(redis.ConnectionPool(**options))  # type: ignore[no-any-return]
-
-
-class Backoff:
-    """Growing delays between attempts, from 0.1 to 3 seconds, spread so that replicas do not return all at once."""
-
-    def __init__(self) -> None:
-        self._delay_s = _FIRST_DELAY_S
-
-    def reset(self) -> None:
-        """The last attempt worked."""
-        self._delay_s = _FIRST_DELAY_S
-
-    def next_delay_s(self) -> float:
-        """Seconds to wait before the next attempt."""
-        delay_s = self._delay_s
-        self._delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
-        return delay_s * random.uniform(0.75, 1.0)
 
 
 def masters_of(client: redis.Redis) -> list[tuple[str, redis.Redis]]:

@@ -25,17 +25,13 @@ What may go wrong, and what it costs (never an output):
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ssd.retrieval.cache_state import Checkpoint
 from ssd.sharing.entry import Entry
 from ssd.sharing.stream import is_entry_id, order
-
-MAX_RECENT = 1024
-"""Sequence ids that a head names: a writer that was cut off writes an entry twice, a moment after the first copy."""
 
 _MAX_LIVES = 64
 _MAX_WAYPOINTS = 64  # one for each doubling of the distance; never reached
@@ -70,23 +66,6 @@ class Cursor:
         self.replica_id = replica_id
         self.lives, self.waypoints = _read(kept)
         self._positions = dict(self.lives)
-        self._num_passed = 0
-        self._recent: deque[tuple[int, bytes]] = deque(maxlen=MAX_RECENT)
-        self.is_continued = False
-        """Whether the log that ``find`` last looked at goes on just where it was read up to."""
-
-    def join(self, other: Checkpoint) -> None:
-        """All that ``other``, the checkpoint of another cache, speaks of is in this cache as well from now on.
-
-        Of the waypoints of both, ``find`` takes the newest that the log holds.
-        """
-        lives, waypoints = _read(other)
-        positions = dict(self.lives)
-        theirs = {life.replica_id: max(life.position, positions.pop(life.replica_id, 0)) for life in lives}
-        kept = [*(Life(*life) for life in theirs.items()), *(Life(*life) for life in positions.items())]
-        self.lives = tuple(kept[-_MAX_LIVES:])
-        self._positions = dict(self.lives)
-        self.waypoints = _merged(self.waypoints, waypoints)
 
     def position(self) -> Mapping[str, Any]:
         """The cursor as JSON, for ``SuffixCache.set_source``."""
@@ -94,7 +73,6 @@ class Cursor:
             "replica": self.replica_id.hex(),
             "lives": [(life.replica_id.hex(), life.position) for life in self.lives],
             "waypoints": [(w.number, w.entry_id.decode(), w.sequence_id.hex()) for w in self.waypoints],
-            "passed": self._num_passed,
         }
 
     def is_ours(self, entry: Entry) -> bool:
@@ -105,25 +83,10 @@ class Cursor:
 
     def passed(self, entry_id: bytes, sequence_id: bytes) -> None:
         """The entry was read. O(log of the number of entries read)."""
-        self.knows((sequence_id,))
         number = self.waypoints[0].number + 1 if self.waypoints else 1
         # One number in each range of distances 2^k ... 2^(k+1) - 1 is kept; a number once dropped stays so.
         older = [p for p in self.waypoints if not p[0] % (1 << ((number - p[0]).bit_length() - 1))]
         self.waypoints = (Waypoint(number, entry_id, sequence_id), *older[: _MAX_WAYPOINTS - 1])
-
-    def knows(self, sequence_ids: Sequence[bytes]) -> None:
-        """The next ``position`` includes these entries, wherever they were read. O(their number)."""
-        self._num_passed += 1
-        self._recent.extend((self._num_passed, sequence_id) for sequence_id in sequence_ids)
-
-    def recent(self, kept: Checkpoint) -> tuple[bytes, ...]:
-        """Sequence ids of the newest entries that ``kept``, a position of this life, includes: MAX_RECENT at most.
-
-        A waypoint tells what was read before it while the log holds it; a log that was emptied may be given a second
-        copy of what only these know. Safe from any thread.
-        """
-        passed = kept.source.get("passed", 0)
-        return tuple(sequence_id for number, sequence_id in self._recent.copy() if number <= passed)  # copied at once
 
     def find(self, oldest_id: bytes | None, sequence_id_at: Callable[[bytes], bytes | None]) -> bytes | None:
         """The id up to which entries of this log were read, None if it is not the log that was read.
@@ -135,10 +98,8 @@ class Cursor:
             is_trimmed = oldest_id is None or order(point.entry_id) < order(oldest_id)  # then all there is came later
             if is_trimmed or sequence_id_at(point.entry_id) == point.sequence_id:
                 self.waypoints = self.waypoints[index:]
-                self.is_continued = index == 0 and not is_trimmed
                 return point.entry_id
         self.waypoints = ()
-        self.is_continued = False
         return None
 
 
@@ -150,16 +111,6 @@ def sequence_id_of(replica_id: bytes, position: int) -> bytes:
 def position_of(sequence_id: bytes) -> int:
     """The ring position in what ``sequence_id_of`` made."""
     return int.from_bytes(sequence_id[8:], "little")
-
-
-def _merged(*waypoints: tuple[Waypoint, ...]) -> tuple[Waypoint, ...]:
-    """Those of two cursors in the log's order, the newest first, and numbered in that order."""
-    by_id = {point.entry_id: point for each in waypoints for point in each}
-    merged: list[Waypoint] = []
-    for point in sorted(by_id.values(), key=lambda point: order(point.entry_id)):
-        number = max(point.number, merged[-1].number + 1 if merged else 0)
-        merged.append(point._replace(number=number))
-    return tuple(merged[: -_MAX_WAYPOINTS - 1 : -1])
 
 
 def _read(kept: Checkpoint | None) -> tuple[tuple[Life, ...], tuple[Waypoint, ...]]:

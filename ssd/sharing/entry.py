@@ -1,7 +1,6 @@
 """What things are called in Redis, and one entry of a shared log, format 2.
 
-All keys of one namespace have the same hash tag, the part in braces, so that a cluster keeps them on one node and a
-transaction over several of them is possible. An entry::
+The part of a stream's key in braces says where a cluster keeps it. An entry::
 
     offset  bytes
          0      1   format version                              all numbers little-endian
@@ -23,13 +22,13 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ssd.compiled.addresses import kernel
-from ssd.retrieval.segment import Bytes, Tokens
+from ssd.retrieval.segment import Tokens
 
 FORMAT_VERSION = 2
 MAX_ENTRY_TOKENS = 4096
@@ -42,10 +41,15 @@ _PAYLOAD = _HEADER.size + _CHECKSUM.size
 MAX_ENTRY_BYTES = _PAYLOAD + 4 * MAX_ENTRY_TOKENS + 64  # zlib never adds more to so little
 
 
+INVALID: Final = ("size", "format", "damaged", "checksum", "vocabulary")
+"""What an entry that was skipped failed: its size, its format's version or numbers, its compression, its checksum, or a
+token id beyond the vocabulary."""
+
+
 class InvalidEntryError(ValueError):
     """Bytes that are no entry: damaged, of another version or stream, or not meant for this vocabulary.
 
-    ``kind`` : one of ``refusals.INVALID``.
+    ``kind`` : one of INVALID.
     """
 
     def __init__(self, kind: str, reason: str) -> None:
@@ -90,32 +94,13 @@ def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
         raise InvalidEntryError("damaged", f"not zlib: {error}") from None
     if len(planes) != 4 * num_tokens or not inflater.eof or inflater.unused_data:
         raise InvalidEntryError("damaged", f"does not hold exactly the {num_tokens} tokens it announces")
-    tokens = np.empty(num_tokens, np.uint32)
-    largest = join_planes(np.frombuffer(planes, np.uint8), tokens)
+    low, second, third, high = np.frombuffer(planes, np.uint8).reshape(4, num_tokens).astype("<u4")
+    tokens = low | second << 8 | third << 16 | high << 24
     if _checksum(data[: _HEADER.size], key, tokens) != _CHECKSUM.unpack_from(data, _HEADER.size)[0]:
         raise InvalidEntryError("checksum", "its checksum does not match")
-    if largest >= vocab_size:
+    if (largest := int(tokens.max())) >= vocab_size:
         raise InvalidEntryError("vocabulary", f"token id {largest}, the vocabulary has {vocab_size}")
     return Entry(replica_id, sequence_id, tokens.view(np.int32))
-
-
-@kernel
-def join_planes(planes: Bytes, tokens: npt.NDArray[np.uint32]) -> int:
-    """Fill ``tokens`` : uint32[n], n >= 1, from ``planes`` : uint8[4n], their lowest bytes, then their second, third
-    and highest ones. Returns the largest token. O(n): numpy takes the strided copy a byte at a time.
-    """
-    n, largest = len(tokens), np.uint32(0)
-    for i in range(n):
-        low = np.uint32(planes[i]) | np.uint32(planes[n + i]) << np.uint32(8)
-        high = np.uint32(planes[2 * n + i]) | np.uint32(planes[3 * n + i]) << np.uint32(8)
-        tokens[i] = low | high << np.uint32(16)
-        largest = max(largest, tokens[i])
-    return int(largest)
-
-
-def warm_up_entries() -> None:
-    """Compile what opens an entry, so that the first one that arrives compiles nothing beside running requests."""
-    join_planes(np.frombuffer(bytes(4), np.uint8), np.empty(1, np.uint32))
 
 
 def num_tokens_of(data: bytes) -> int:
@@ -133,55 +118,9 @@ def _checksum(header: bytes, key: str, tokens: npt.NDArray[np.uint32]) -> int:
 KEYS_VERSION = 1
 
 
-def namespace_key(fingerprint: str, namespace: str) -> str:
-    """What the names of all keys of a namespace begin with.
+def stream_key(fingerprint: str, namespace: str) -> str:
+    """The stream that replicas append to what they completed.
 
-    Replicas share exactly when the tokenizer, by its fingerprint, and the namespace are the same.
+    They share exactly when the tokenizer, by its fingerprint, and the namespace are the same.
     """
     return f"ssd:{KEYS_VERSION}:{{{fingerprint}:{namespace}}}"
-
-
-def stream_key(fingerprint: str, namespace: str) -> str:
-    """The stream that replicas append to what they completed."""
-    return namespace_key(fingerprint, namespace)
-
-
-def head_key(fingerprint: str, namespace: str) -> str:
-    """The head of the text that a replica published (``published.format``)."""
-    return namespace_key(fingerprint, namespace) + ":head"
-
-
-def layer_key(fingerprint: str, namespace: str) -> str:
-    """The head of the text that was pushed: searched by all, evicted by none."""
-    return namespace_key(fingerprint, namespace) + ":layer"
-
-
-def chunks_key(fingerprint: str, namespace: str) -> str:
-    """The hash of both heads' chunks, by name."""
-    return namespace_key(fingerprint, namespace) + ":chunks"
-
-
-def lease_key(fingerprint: str, namespace: str) -> str:
-    """Who publishes, for as long as the key lives."""
-    return namespace_key(fingerprint, namespace) + ":lease"
-
-
-def fence_key(fingerprint: str, namespace: str) -> str:
-    """What former versions counted leases with; removed with the rest."""
-    return namespace_key(fingerprint, namespace) + ":fence"
-
-
-def purge_key(fingerprint: str, namespace: str) -> str:
-    """A demand to forget the namespace (``published.published``)."""
-    return namespace_key(fingerprint, namespace) + ":purge"
-
-
-def heartbeat_key(fingerprint: str, namespace: str, member: str) -> str:
-    """What the server ``member`` says of a namespace that it has open."""
-    return f"{namespace_key(fingerprint, namespace)}:member:{member}"
-
-
-def all_keys(fingerprint: str, namespace: str) -> list[str]:
-    """Every key that holds something a namespace said, or says who may publish it."""
-    named = (stream_key, head_key, layer_key, chunks_key, lease_key, fence_key)
-    return [key(fingerprint, namespace) for key in named]

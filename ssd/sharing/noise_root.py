@@ -117,19 +117,8 @@ class SharedRoot:
         self._root = root
         self._is_agreed = False
         self._has_looked = threading.Event()
-        self._is_stopping = threading.Event()
-        self._loop = BackgroundLoop("ssd-share-noise", url, self._exchange)
-        self._loop.start()
-
-    @property
-    def num_failures(self) -> int:
-        """Looks that failed, or found what is no root."""
-        return self._loop.num_failures
-
-    @property
-    def num_reconnects(self) -> int:
-        """How often one worked again after it had failed."""
-        return self._loop.num_reconnects
+        self.loop = BackgroundLoop("ssd-share-noise", url, self._exchange)
+        self.loop.start()
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the first look to end, well or not."""
@@ -137,13 +126,12 @@ class SharedRoot:
 
     def close(self) -> None:
         """Look no more. At most some seconds; may be called twice."""
-        self._loop.stop()
-        self._is_stopping.set()
-        self._loop.join(_CLOSE_TIMEOUT_S)
+        self.loop.stop()
+        self.loop.join(_CLOSE_TIMEOUT_S)
         self._client.close()
 
     def _exchange(self) -> None:
-        if self._is_agreed and self._is_stopping.wait(_LOOK_S):
+        if self._is_agreed and self.loop.wait(_LOOK_S):
             return
         self._is_agreed = False
         try:

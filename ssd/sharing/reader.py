@@ -1,26 +1,24 @@
-"""The half of a log that reads: what other replicas learned goes into the cache."""
+"""Reading logs: what other replicas learned goes into the caches."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from ssd.retrieval.segment import Tokens
 from ssd.retrieval.suffix_cache import SuffixCache
-from ssd.sharing.background import BackgroundLoop
-from ssd.sharing.connection import BLOCK_MS, Backoff, connect, server_of
+from ssd.sharing.background import BackgroundLoop, Backoff
+from ssd.sharing.connection import BLOCK_MS, connect, server_of
 from ssd.sharing.cursor import Cursor
-from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry, warm_up_entries
+from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
 from ssd.sharing.stats import Delays, Received
 from ssd.sharing.stream import (
     BEGINNING,
-    FIELD,
     OversizedReplyError,
     RawEntry,
     check_entries,
@@ -28,6 +26,7 @@ from ssd.sharing.stream import (
     entry_at,
     is_cluster,
     order,
+    value_of,
 )
 
 PAGE = 64
@@ -38,11 +37,10 @@ _COMPARE_EACH_S = 0.01  # many streams are compared less often: a reply of one e
 _SLOW_S = 0.25
 GATHER_S = 0.05
 """What comes within so long after entries is taken in one reply: many small ones are what a fleet costs its server."""
-_SUSPEND_S = 5.0
 _TOGETHER_TOKENS = 4096  # stored at once: most of what storing costs is once a call, and a cache is held up by it
 _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
 _CLUSTER_WAIT_MS = 200
-_MAX_SEEN = 1 << 16
+_LEAST_SEEN = 1 << 16
 
 
 class Stream:
@@ -53,8 +51,10 @@ class Stream:
     keep it within its bounds.
     """
 
-    def __init__(self, key: str, cache: SuffixCache, cursor: Cursor) -> None:
+    def __init__(self, key: str, cache: SuffixCache, cursor: Cursor, max_seen: int) -> None:
+        """``max_seen`` : of so many sequence ids a second copy is told."""
         self.key = key
+        self.name = cache.name
         self.cache = weakref.ref(cache)
         self.cursor = cursor
         self.page = PAGE
@@ -65,19 +65,14 @@ class Stream:
         """Whether the server refused the last command for this stream."""
         self.is_cut = False
         """Whether it did not answer, while others may: a node of a cluster."""
+        self.backoff = Backoff()
+        """Rests after a refusal, and while the cache takes its time, so that the others are served."""
         self.compare_at = 0.0
         self.heard_at = 0.0
         """When an entry came last."""
         self.received = Received()
-        self.held_until = 0.0
-        """When it may be read, by ``time.monotonic``: somebody else is giving its cache what came before."""
-        self.num_gaps = 0
-        """How often reading began where it is not known that nothing was missed."""
-        self.is_joined = False
-        """Whether what may have been missed was taken from elsewhere just before reading begins."""
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._backoff = Backoff()
-        self._rests_until = 0.0
+        self._max_seen = max_seen
         self.forget()
 
     def forget(self) -> None:
@@ -91,8 +86,6 @@ class Stream:
 
     def begin(self, oldest: bytes | None, known_id: bytes | None) -> None:
         """Read from ``oldest``, the first entry, on; entries up to ``known_id`` are in the cache already."""
-        self.num_gaps += not (self.cursor.is_continued or self.is_joined)
-        self.is_joined = False
         self.last_id, self.anchor = BEGINNING, oldest
         self._known = None if known_id is None else order(known_id)
 
@@ -109,44 +102,22 @@ class Stream:
         self.num_tokens += num_tokens
 
     def has_seen(self, sequence_id: bytes) -> bool:
-        """Whether an entry with this sequence id was read before, among the last 65,536; from now on it was."""
-        if sequence_id in self._seen:
-            self._seen.move_to_end(sequence_id)
-            return True
+        """Whether an entry with this sequence id was read before; from now on it was."""
+        is_seen = sequence_id in self._seen
         self._seen[sequence_id] = None
-        if len(self._seen) > _MAX_SEEN:
+        self._seen.move_to_end(sequence_id)
+        if len(self._seen) > self._max_seen:
             self._seen.popitem(last=False)
-        return False
-
-    def saw_before(self, sequence_ids: Iterable[bytes]) -> None:
-        """Entries with these sequence ids are stored, though they were not read here."""
-        for sequence_id in sequence_ids:
-            self.has_seen(sequence_id)
-
-    def refuse(self, *, is_cut: bool) -> None:
-        """The server refused a command, or ``is_cut`` : did not answer. The log may be another one afterwards."""
-        self.is_refused, self.is_cut = True, is_cut
-        if is_cut:
-            self.compare_at = 0.0
-        self.rest()
-
-    def rest(self) -> None:
-        """Leave it alone for a while, so that the others are served."""
-        self._rests_until = time.monotonic() + self._backoff.next_delay_s()
+        return is_seen
 
     def wake(self) -> None:
         """All is well with it."""
         self.is_refused = False
-        self._backoff.reset()
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether it is to be left alone."""
-        return time.monotonic() < max(self._rests_until, self.held_until)
+        self.backoff.reset()
 
 
 class LogReader:
-    """Follows any number of streams on one thread and one connection, and trims them.
+    """The half of a log that reads: any number of streams on one thread and one connection, which are trimmed as well.
 
     A log is read from its beginning, and what the cursor does not know is stored, oldest first. Entries that were
     trimmed before are lost, and that is all. Entries that are known are read for their sizes, which bound the log, and
@@ -163,54 +134,27 @@ class LogReader:
         self.num_received = 0
         self.num_received_tokens = 0
         self.num_known = 0
-        self.num_invalid = 0
         self.invalid: Counter[str] = Counter()
-        """Of those, how many failed what, by ``refusals.INVALID``."""
+        """Entries that failed a check, by ``entry.INVALID``."""
         self.delays = Delays()
         """Seconds from when an entry of another replica was appended to when it was stored here, by Redis' clock."""
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._max_entries = max_entries
         self._client = connect(url)
-        warm_up_entries()
         self._is_cluster = is_cluster(self._client)
         self._lock = threading.Lock()
-        self._round = threading.Condition(self._lock)
-        self._num_rounds = 0
         self._streams: dict[str, Stream] = {}
         self._is_changed = threading.Event()
         self.loop = BackgroundLoop("ssd-share-reader", url, self._exchange)
 
-    def follow(self, key: str, cache: SuffixCache, cursor: Cursor, *, wait_s: float = 0.0) -> Stream:
+    def follow(self, key: str, cache: SuffixCache, cursor: Cursor) -> None:
         """Store what arrives in stream ``key`` in ``cache``, for as long as that lives. Owns ``cursor`` from now on.
 
-        Writes the cursor into the cache as it advances. ``wait_s`` : begin after so many seconds, unless ``resume``
-        is called before.
+        Writes the cursor into the cache as it advances.
         """
-        stream = Stream(key, cache, cursor)
-        stream.held_until = time.monotonic() + wait_s
         with self._lock:
-            self._streams[key] = stream
-        self._is_changed.set()
-        return stream
-
-    def suspend(self, stream: Stream) -> bool:
-        """Have the caller own ``stream`` and its cursor until ``resume``; False where that cannot be had.
-
-        Waits for the round that is under way, some seconds at most. Not for the request path.
-        """
-        with self._round:
-            stream.held_until = math.inf
-            self._is_changed.set()
-            begun = self._num_rounds
-            if self._round.wait_for(lambda: self._num_rounds > begun or self.loop.is_stopping, _SUSPEND_S):
-                return not self.loop.is_stopping
-        self.resume(stream)
-        return False
-
-    def resume(self, stream: Stream) -> None:
-        """Read it now. Safe from any thread."""
-        stream.held_until = 0.0
+            self._streams[key] = Stream(key, cache, cursor, max(_LEAST_SEEN, self._max_entries))
         self._is_changed.set()
 
     def leave(self, key: str) -> None:
@@ -218,21 +162,22 @@ class LogReader:
         with self._lock:
             self._streams.pop(key, None)
 
-    def received(self) -> Mapping[str, Received]:
-        """What was received of each stream that is followed, by key."""
-        return {stream.key: stream.received for stream in self._living_streams()}
+    def streams(self) -> list[Stream]:
+        """Those that are followed, and whose caches live."""
+        with self._lock:
+            for key in [key for key, stream in self._streams.items() if stream.cache() is None]:
+                del self._streams[key]
+            return list(self._streams.values())
 
     @property
     def is_connected(self) -> bool:
         """Whether the server answers, and for every stream as it should."""
-        return self.loop.is_connected and not any(stream.is_refused for stream in self._living_streams())
+        return self.loop.is_connected and not any(stream.is_refused for stream in self.streams())
 
     def stop(self) -> None:
         """End the thread within the time a read may block."""
         self.loop.stop()
         self._is_changed.set()
-        with self._round:
-            self._round.notify_all()
 
     def close(self, timeout_s: float) -> None:
         """Wait for the end and give the connection back."""
@@ -241,15 +186,12 @@ class LogReader:
 
     def _exchange(self) -> None:
         """A page of each stream that has more, or a wait until one has."""
-        with self._round:
-            self._num_rounds += 1
-            self._round.notify_all()
-        streams = self._living_streams()
+        streams = self.streams()
         if not streams:
             self._wait(BLOCK_MS / 1000)
             self._client.ping()
             return
-        awake = [stream for stream in streams if not stream.is_resting]
+        awake = [stream for stream in streams if not stream.backoff.is_resting]
         for stream in awake:
             self._attempt(stream, self._compare)
         began = time.monotonic()
@@ -258,7 +200,7 @@ class LogReader:
                 self._attempt(stream, self._begin)
             elif stream.page < PAGE or self._is_cluster:
                 self._attempt(stream, self._read_alone)
-        awake = [stream for stream in awake if not stream.is_resting]
+        awake = [stream for stream in awake if not stream.backoff.is_resting]
         followed = [stream for stream in awake if stream.last_id is not None and stream.page == PAGE]
         if self.loop.is_stopping:
             return
@@ -283,17 +225,11 @@ class LogReader:
         except Exception:  # it is read in turn, which will tell
             self._wait(_CLUSTER_WAIT_MS / 1000)
 
-    def _living_streams(self) -> list[Stream]:
-        with self._lock:
-            for key in [key for key, stream in self._streams.items() if stream.cache() is None]:
-                del self._streams[key]
-            return list(self._streams.values())
-
     def _attempt(self, stream: Stream, step: Callable[[Stream], object]) -> None:
         """One step for one stream; only what ends the connection ends more than that."""
         from redis.exceptions import ConnectionError, TimeoutError
 
-        if self.loop.is_stopping or stream.is_resting:
+        if self.loop.is_stopping or stream.backoff.is_resting:
             return
         try:
             step(stream)
@@ -301,7 +237,10 @@ class LogReader:
             is_cut = isinstance(error, ConnectionError | TimeoutError | OSError)
             if is_cut and not self._is_cluster:  # of a cluster it is one node
                 raise
-            stream.refuse(is_cut=is_cut)
+            stream.is_refused, stream.is_cut = True, is_cut
+            if is_cut:
+                stream.compare_at = 0.0  # the log may be another one afterwards
+            stream.backoff.rest()
             self.loop.report(error)
             return
         if stream.is_cut:
@@ -356,12 +295,12 @@ class LogReader:
         for key, entries in answer or ():
             stream = by_key[key.decode()]
             self._attempt(stream, partial(self._receive_all, entries=entries))
-            if len(entries) >= count or stream.is_resting:
+            if len(entries) >= count or stream.backoff.is_resting:
                 is_read.discard(stream.key)
         for key in is_read:
             by_key[key].received.caught_up()
         for stream in streams:
-            if stream.is_refused and not stream.is_resting:
+            if stream.is_refused and not stream.backoff.is_resting:
                 stream.wake()
         if answer and all(len(entries) < count for _, entries in answer):  # they have been read up to now
             self._wait(GATHER_S)
@@ -371,7 +310,7 @@ class LogReader:
         stream.page = 1 if page.was_cut else min(2 * stream.page, PAGE)
         stream.has_more = not page.is_last
         self._receive_all(stream, page.entries)
-        if page.is_last and not stream.is_resting:
+        if page.is_last and not stream.backoff.is_resting:
             stream.received.caught_up()
 
     def _receive_all(self, stream: Stream, entries: Sequence[RawEntry]) -> None:
@@ -379,42 +318,31 @@ class LogReader:
         check_entries(entries, after=stream.last_id or BEGINNING)
         if entries:
             stream.heard_at = time.monotonic()
-        started, place, num_tokens = time.monotonic(), stream.cursor.waypoints, 0
         arrived: list[tuple[bytes, Tokens]] = []
-        for raw in entries:
+        num_tokens = 0
+        for num_left, raw in zip(range(len(entries) - 1, -1, -1), entries, strict=True):
             if self.loop.is_stopping:
-                break
-            try:
-                num_tokens += self._receive(stream, raw, arrived)
-            except Exception:
-                self._store(stream, arrived)  # the cursor is past it
-                raise
-            if num_tokens >= _TOGETHER_TOKENS:
-                self._store(stream, arrived)
-                now = time.monotonic()
-                if now - started > _SLOW_S:
-                    stream.rest()
-                    return
-                started, place, num_tokens = now, stream.cursor.waypoints, 0
-                arrived.clear()
-        if stream.cursor.waypoints is not place:
-            self._store(stream, arrived)
-            if time.monotonic() - started > _SLOW_S:
-                stream.rest()
                 return
-        if not self.loop.is_stopping:
-            stream.wake()
-            self._trim(stream)
+            num_tokens += self._receive(stream, raw, arrived)
+            if num_left and num_tokens < _TOGETHER_TOKENS:
+                continue
+            began = time.monotonic()
+            self._store(stream, arrived)
+            if time.monotonic() - began > _SLOW_S:
+                stream.backoff.rest()
+                return
+            arrived, num_tokens = [], 0
+        stream.wake()
+        self._trim(stream)
 
     def _receive(self, stream: Stream, raw: RawEntry, arrived: list[tuple[bytes, Tokens]]) -> int:
         """The next entry of the log: what is new of it is added to ``arrived``. Returns how many tokens that are."""
-        data = _data(raw)
+        data = value_of(raw)
         stream.saw(raw[0], num_tokens_of(data), was_fetched=raw[1] is not None)
         stream.received.num_bytes += len(data)
         try:
             entry = self._unpack(stream, raw)
         except InvalidEntryError as error:
-            self.num_invalid += 1
             self.invalid[error.kind] += 1
             return 0
         if stream.cache() is None:
@@ -448,7 +376,7 @@ class LogReader:
                 self.delays.observe(delay_s)
 
     def _unpack(self, stream: Stream, raw: RawEntry) -> Entry:
-        return unpack_entry(_data(raw), stream.key, vocab_size=self._vocab_size)
+        return unpack_entry(value_of(raw), stream.key, vocab_size=self._vocab_size)
 
     def _trim(self, stream: Stream) -> None:
         """Every replica reads everything and so knows when the log is too long; trimming twice does no harm."""
@@ -465,9 +393,3 @@ class LogReader:
             self._client.xtrim(stream.key, minid=oldest, approximate=False)
         except ResponseError as error:  # reading goes on; writers bound the log as well
             self.loop.report(error)
-
-
-def _data(raw: RawEntry) -> bytes:
-    """A stream entry's value; empty when it has not our field."""
-    data = (raw[1] or {}).get(FIELD)
-    return data if isinstance(data, bytes) else b""

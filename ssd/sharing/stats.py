@@ -1,16 +1,15 @@
-"""How sharing goes: what came of each stream and how late, and why it was interrupted."""
+"""How sharing goes: what came of each stream, and how late."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ssd.sharing.connection import BLOCK_MS
-from ssd.sharing.stream import OversizedReplyError, order
+from ssd.sharing.stream import order
 
 if TYPE_CHECKING:
     import redis
@@ -22,7 +21,7 @@ _LOOK_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamStats:
-    """Counters of one namespace since it was opened, its log alone."""
+    """Counters of one namespace since it was opened."""
 
     num_sent: int = 0
     """Entries written."""
@@ -71,12 +70,8 @@ class SharingStats:
     """Entries that failed a check, or were too large to be fetched, and were skipped."""
     num_failures: int = 0
     num_reconnects: int = 0
-    num_taken_tokens: int = 0
-    """Tokens that were stored here because others had published them, not from the log."""
-    num_heads: int = 0
-    """How often the whole of a namespace was published by this replica."""
     refusals: Mapping[str, int] = field(default_factory=dict)
-    """Failures by REASONS, and entries that failed a check by INVALID."""
+    """Failures by ``background.REASONS``, and entries that failed a check by invalid_ and ``entry.INVALID``."""
     delays: Delays = field(default_factory=Delays)
     """From when an entry of another replica was appended to when it was stored here, seconds by Redis' clock."""
     streams: Mapping[str, StreamStats] = field(default_factory=dict)
@@ -140,69 +135,3 @@ class Received:
             num_received_bytes=self.num_bytes,
             lag_seconds=max(0.0, time.monotonic() - self._caught_up_at - BLOCK_MS / 1000),
         )
-
-
-REASONS: Final = (
-    "connection",
-    "timeout",
-    "authentication",
-    "no_rights",
-    "out_of_memory",
-    "read_only",
-    "wrong_type",
-    "cluster_down",
-    "busy",
-    "oversized",
-    "other",
-)
-"""What a server or the way to it may do: refuse or close a connection, not answer, know no such user, forbid a command,
-be full, be a replica, hold a key of another kind, be without the node or the master that is needed, be loading or
-running a script, answer too much, and all else."""
-
-INVALID: Final = ("size", "format", "damaged", "checksum", "vocabulary")
-"""What an entry that was skipped failed: its size, its format's version or numbers, its compression, its checksum, or a
-token id beyond the vocabulary."""
-
-_PREFIXES: Final = {
-    "NOPERM": "no_rights",
-    "WRONGTYPE": "wrong_type",
-    "CLUSTERDOWN": "cluster_down",
-    "MASTERDOWN": "cluster_down",
-    "NOREPLICAS": "cluster_down",
-    "TRYAGAIN": "cluster_down",
-    "READONLY": "read_only",
-    "OOM": "out_of_memory",
-    "MISCONF": "read_only",
-    "BUSY": "busy",
-    "LOADING": "busy",
-    "UNBLOCKED": "busy",
-}
-
-
-def reason_of(error: BaseException) -> str:
-    """One of REASONS. Needs redis-py."""
-    from redis import exceptions as of
-    from redis.sentinel import MasterNotFoundError
-
-    by_kind = (
-        (OversizedReplyError, "oversized"),
-        (of.BusyLoadingError, "busy"),
-        (of.AuthenticationError, "authentication"),
-        (of.AuthorizationError, "no_rights"),
-        (of.NoPermissionError, "no_rights"),
-        (of.OutOfMemoryError, "out_of_memory"),
-        (of.ReadOnlyError, "read_only"),
-        ((of.ClusterError, of.MasterDownError, of.AskError, MasterNotFoundError), "cluster_down"),
-        ((of.TimeoutError, TimeoutError), "timeout"),
-        ((of.ConnectionError, OSError), "connection"),
-    )
-    for kinds, reason in by_kind:
-        if isinstance(error, kinds):
-            return reason
-    return _PREFIXES.get(str(error).partition(" ")[0], "other")
-
-
-def all_reasons(refusals: Counter[str], invalid: Counter[str]) -> dict[str, int]:
-    """Every reason with its count; those of entries as ``invalid_size`` and so on."""
-    counts = {reason: refusals[reason] for reason in REASONS}
-    return counts | {f"invalid_{kind}": invalid[kind] for kind in INVALID}

@@ -10,7 +10,7 @@ they are smaller than those that were read is seen by the readers' regular compa
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -37,12 +37,33 @@ def append(client: redis.Redis, key: str, values: Sequence[bytes], *, max_entrie
     return answers
 
 
+def is_cluster(client: redis.Redis) -> bool:
+    """Whether a failure concerns some keys only, as others are on other nodes."""
+    from redis.cluster import RedisCluster
+
+    return isinstance(client, RedisCluster)
+
+
 def _append(client: redis.Redis, key: str, values: Sequence[bytes], max_entries: int) -> list[Exception | None]:
-    from redis.exceptions import ResponseError
+    """One exchange with one server. To a cluster one by one: its pipeline would try each again that failed."""
+    from redis.exceptions import ClusterDownError, ResponseError
 
     # The bound in tokens is the reader's work; this one holds even if no reader lives.
-    bound = ("MAXLEN", "~", max_entries)
-    answers = ask_all(client, [("XADD", key, *bound, "*", FIELD, value) for value in values], raise_refusals=False)
+    commands = [("XADD", key, "MAXLEN", "~", max_entries, "*", FIELD, value) for value in values]
+    answers: list[Any] = []
+    if is_cluster(client):
+        for command in commands:
+            try:
+                answers.append(client.execute_command(*command))  # type: ignore[no-untyped-call]
+            except ResponseError as error:
+                if isinstance(error, ClusterDownError):
+                    raise
+                answers.append(error)
+    else:
+        pipeline = client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
+        answers = pipeline.execute(raise_on_error=False)
     for answer in answers:
         if isinstance(answer, Exception) and not isinstance(answer, ResponseError):
             raise answer
@@ -81,6 +102,8 @@ _LARGEST = (1 << 64) - 1
 
 MAX_REPLY_BYTES = 8 << 20
 """What one reply may take here, by ``clients.BoundedParser``'s count: eight times what a page of full entries takes."""
+
+_AT_ONCE = 256
 
 RawEntry = tuple[bytes, dict[bytes, bytes] | None]
 """Id and fields of an entry. None for the fields: too large to be fetched, or deleted meanwhile."""
@@ -147,14 +170,23 @@ def entries_after(client: redis.Redis, key: str, entry_id: bytes, count: int) ->
     return _page(client, count, "XRANGE", key, b"(" + entry_id, b"+")
 
 
-def entries_before(client: redis.Redis, key: str, entry_id: bytes | None, count: int) -> Page:
-    """At most ``count`` entries with smaller ids, or of all where it is None, newest first. Raises WrongReplyError."""
-    end = b"+" if entry_id is None else b"(" + entry_id
-    page = _page(client, count, "XREVRANGE", key, end, b"-")
-    check_entries(page.entries[::-1], after=BEGINNING)
-    if page.entries and entry_id is not None and order(page.entries[0][0]) >= order(entry_id):
-        raise WrongReplyError("entries that were not asked for")
-    return page
+def all_entries(client: redis.Redis, key: str) -> Iterator[RawEntry]:
+    """Every entry, oldest first, some at a time. Raises WrongReplyError."""
+    last, count = BEGINNING, _AT_ONCE
+    while True:
+        page = entries_after(client, key, last, count)
+        check_entries(page.entries, after=last)
+        yield from page.entries
+        if page.is_last or not page.entries:
+            return
+        last, count = page.entries[-1][0], 1 if page.was_cut else _AT_ONCE
+
+
+def newest_entries(client: redis.Redis, key: str, count: int) -> list[RawEntry]:
+    """At most ``count`` entries, newest first. Raises WrongReplyError."""
+    entries = _page(client, count, "XREVRANGE", key, b"+", b"-").entries
+    check_entries(entries[::-1], after=BEGINNING)
+    return entries
 
 
 def entry_at(client: redis.Redis, key: str, entry_id: bytes) -> RawEntry | None:
@@ -183,31 +215,7 @@ def _fields(names_and_values: list[bytes] | None) -> dict[bytes, bytes] | None:
     return dict(zip(names_and_values[::2], names_and_values[1::2], strict=True))
 
 
-def is_cluster(client: redis.Redis) -> bool:
-    """Whether a failure concerns some keys only, as others are on other nodes."""
-    from redis.cluster import RedisCluster
-
-    return isinstance(client, RedisCluster)
-
-
-def ask_all(client: redis.Redis, commands: Sequence[tuple[Any, ...]], *, raise_refusals: bool = True) -> list[Any]:
-    """What comes of each of ``commands``; refusals are raised, or among them. Raises what ends the connection.
-
-    One exchange with one server. To a cluster they are sent one by one: its pipeline would try each again that failed.
-    """
-    from redis.exceptions import ClusterDownError, ResponseError
-
-    if not is_cluster(client):
-        pipeline = client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
-        return pipeline.execute(raise_on_error=raise_refusals)
-    answers: list[Any] = []
-    for command in commands:
-        try:
-            answers.append(client.execute_command(*command))  # type: ignore[no-untyped-call]
-        except ResponseError as error:
-            if raise_refusals or isinstance(error, ClusterDownError):
-                raise
-            answers.append(error)
-    return answers
+def value_of(raw: RawEntry) -> bytes:
+    """What an entry holds; empty when it has not our field."""
+    data = (raw[1] or {}).get(FIELD)
+    return data if isinstance(data, bytes) else b""

@@ -1,4 +1,4 @@
-"""Slow twins of what receiving an entry runs in kernels: plain loops over Python's integers."""
+"""Slow twins of how texts are hashed: plain loops over Python's integers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,3 @@ def slow_block_hashes(
         hashes.append(seed)
         ends.append(slow_hash(tokens[max(0, start - lead_in_tokens) : start]))
     return hashes, ends
-
-
-def slow_tokens(planes: bytes) -> list[int]:
-    """Numbers of four bytes, of which all lowest bytes come first, then all second ones, third, highest."""
-    n = len(planes) // 4
-    return [sum(planes[place * n + i] << 8 * place for place in range(4)) for i in range(n)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from server.command.arguments import parse_arguments
@@ -80,6 +81,15 @@ def test_replicas_learn_from_each_other_and_live_on_without_redis(redis_server: 
         assert metric(second.port, "ssd:sharing_received_total", namespace="team") >= 1
         assert token_ids(second) == expected
         assert metric(second.port, "ssd:verify_steps_total") < 30
-        redis_server.kill()
-        assert token_ids(first) == token_ids(second) == expected
+        with ThreadPoolExecutor(2) as lanes:
+            answers = [lanes.submit(token_ids, server) for server in (first, second) * 6]
+            wait_until(lambda: sum(answer.done() for answer in answers) >= 2)
+            redis_server.kill()  # kill -9 under load: no request fails, no output changes
+            assert all(answer.result() == expected for answer in answers)
         wait_until(lambda: metric(first.port, "ssd:sharing_connected") == 0)
+        assert token_ids(first) == token_ids(second) == expected
+        redis_server.start()  # empty: sharing goes on by itself
+        num_received = metric(second.port, "ssd:sharing_received_total")
+        new = {"prompt": "def unheard_of(value):\n"}
+        wait_until(lambda: token_ids(first, **new) and metric(second.port, "ssd:sharing_received_total") > num_received)
+        assert token_ids(second, **new) == token_ids(first, **new)
