@@ -27,8 +27,7 @@ from ssd.errors import CacheError, CacheLocked, ConfigError, SSDError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.files import MANIFEST_NAME, DirectoryLock, read_manifest, write_manifest
 from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.segment import SEPARATOR, Segment
-from ssd.retrieval.segment_file import write_segment
+from ssd.retrieval.segment import SEPARATOR, Segment, write_segment
 from ssd.retrieval.static import StaticWriter, load_static_directory
 from ssd.retrieval.suffix_array import build_fence, build_segment
 from ssd.text.codec import TextCodec

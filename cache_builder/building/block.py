@@ -21,8 +21,7 @@ from cache_builder.workers import Progress
 from ssd.config import IndexConfig
 from ssd.retrieval.prefixes import PrefixFilter, split_sequence
 from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.segment import SEPARATOR, Tokens
-from ssd.retrieval.segment_file import write_segment
+from ssd.retrieval.segment import SEPARATOR, Tokens, write_segment
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS, load_static_directory
 from ssd.retrieval.suffix_array import build_segment
 from ssd.text.codec import TextCodec

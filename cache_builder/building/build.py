@@ -32,7 +32,7 @@ from ssd import __version__
 from ssd.errors import CacheError, ConfigError
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.files import Manifest, read_manifest, sync_directory, write_manifest
-from ssd.retrieval.segment_file import open_segment, read_tokens
+from ssd.retrieval.segment import open_segment
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
 from ssd.text.codec import TextCodec
 
@@ -92,7 +92,7 @@ def merge(neighbours: Neighbours, options: BlockOptions, progress: Progress) -> 
     at = 0
     for segment_id, size in neighbours.segments:
         file = options.segments / f"{segment_id}.seg"
-        tokens[at : at + size] = read_tokens(file, fingerprint=options.fingerprint, namespace=options.namespace)
+        tokens[at : at + size] = open_segment(file, fingerprint=options.fingerprint, namespace=options.namespace).tokens
         at += size
     write_new_segment(tokens, neighbours.segment_id, options)
     return neighbours

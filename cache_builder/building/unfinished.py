@@ -16,7 +16,7 @@ import xxhash
 
 from ssd.errors import CacheError, CacheLocked, ConfigError
 from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, DirectoryLock, is_segment_id, make_directory
-from ssd.retrieval.segment_file import open_segment
+from ssd.retrieval.segment import open_segment
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS, StaticWriter
 
 _SUFFIX = ".unfinished"

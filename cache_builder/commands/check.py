@@ -27,8 +27,7 @@ from ssd.retrieval.files import (
     is_temporary,
 )
 from ssd.retrieval.ring import blocks_of
-from ssd.retrieval.segment import GUARD_BYTES, Segment
-from ssd.retrieval.segment_file import open_segment
+from ssd.retrieval.segment import GUARD_BYTES, Segment, open_segment
 from ssd.retrieval.suffix_array import build_fence
 from ssd.text.codec import TextCodec
 

@@ -17,8 +17,7 @@ from ssd.retrieval.directory import Recovered, recover, whose_segments
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.files import MANIFEST_NAME, Manifest, is_segment_id, read_manifest
 from ssd.retrieval.ring import blocks_of
-from ssd.retrieval.segment import SEPARATOR
-from ssd.retrieval.segment_file import open_segment
+from ssd.retrieval.segment import SEPARATOR, open_segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

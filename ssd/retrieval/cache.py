@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import shutil
 import threading
 import time
 from collections import OrderedDict
@@ -20,7 +19,7 @@ from ssd.errors import CacheError, ConfigError, StoreUnavailable, require_fault
 from ssd.retrieval.cache_state import CacheStats
 from ssd.retrieval.directory import DirectoryReader, SegmentDirectory, remove_directory
 from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.files import check_fingerprint, check_namespace, make_scratch
+from ssd.retrieval.files import check_fingerprint, check_namespace
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.namespace import DEFAULT_TERMS, HeldNamespace, Namespace, NamespaceTerms, SharedSegments
 from ssd.retrieval.suffix_cache import SuffixCache
@@ -31,8 +30,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT_NAMESPACE = "default"
 
-_BYTES_PER_TOKEN = 8  # token and suffix
-_SCRATCH_COPIES = 2  # while segments are merged, both they and the result are there
 _NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LONG_OPENING_S: Final = 10.0
 _CLOSE_WAIT_S: Final = 5.0
@@ -51,8 +48,7 @@ class CacheSet:
 
     Nothing crosses from one namespace to another. With ``config.directory`` each namespace has a directory of its own
     below it and is found again after a restart: all that was sealed, and the tail as well after ``close``. Without,
-    segments lie in a private directory, in memory where the machine has such a file system, that goes away with the
-    process.
+    segments lie in this process's memory.
     """
 
     def __init__(
@@ -96,24 +92,12 @@ class CacheSet:
         self._inline = inline
 
         self._root = config.directory  # holds a directory for each namespace; None keeps all in memory
-        self._scratch = None
-        if self._root is None and not inline:
-            self._scratch = make_scratch(config.index.capacity_tokens * _BYTES_PER_TOKEN * _SCRATCH_COPIES)
-            self._root = None if self._scratch is None else self._scratch[0]
-        self._worker = None
-        if not inline and self._root is not None:
-            self._worker = MergeWorker(None if self._scratch is None else self._scratch[0])
+        self._worker = None if inline else MergeWorker()
         self._budget = CopyBudget(config.memory_bytes)
-        try:
-            self._namespaces[namespace] = first = Namespace(namespace, self._open)
-            self._shared = SharedSegments(first.opened())
-        except BaseException:
-            self._remove_scratch()
-            raise
+        self._namespaces[namespace] = first = Namespace(namespace, self._open)
+        self._shared = SharedSegments(first.opened())
         self._thread: threading.Thread | None = None
         if not inline:
-            if self._scratch is not None and self._worker is not None:
-                self._worker.start()
             self._thread = threading.Thread(target=self._run, name="ssd-cache", daemon=True)
             self._thread.start()
 
@@ -240,10 +224,9 @@ class CacheSet:
             self._thread.join()
         self._wait_for_others()
         if self._worker is not None:
-            self._worker.close()  # before the directories are let go: it may be writing into one
+            self._worker.close()
         for cache in self._open_caches():
             cache.close()
-        self._remove_scratch()
 
     def __enter__(self) -> Self:
         return self
@@ -290,7 +273,7 @@ class CacheSet:
         whose: dict[str, Any] = {"fingerprint": self.fingerprint, "namespace": namespace.name, "budget": self._budget}
         try:
             try:
-                return self._make(namespace, SegmentDirectory(path, durable=self._scratch is None, **whose))
+                return self._make(namespace, SegmentDirectory(path, **whose))
             except OSError as error:
                 if error.errno not in _NOT_WRITABLE or not path.is_dir():
                     raise
@@ -383,8 +366,6 @@ class CacheSet:
             if self._on_close is not None:
                 self._on_close(cache)
             cache.close()
-            if self._scratch is not None:
-                shutil.rmtree(self._scratch[0] / cache.name, ignore_errors=True)
             log.debug("closed namespace=%s: it was not used for longest", cache.name)
         finally:
             self._is_closed(cache.name)
@@ -469,9 +450,3 @@ class CacheSet:
                 except Exception as error:  # the thread must outlive whatever one namespace does
                     cache.report_failure("maintenance failed", error)
             self._lend()
-
-    def _remove_scratch(self) -> None:
-        if self._scratch is not None:
-            path, lock = self._scratch
-            shutil.rmtree(path, ignore_errors=True)
-            lock.close()
