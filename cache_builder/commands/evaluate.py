@@ -123,9 +123,7 @@ def run(options: argparse.Namespace) -> int:
     )
     codec, read = read_logs(options, options.inputs, options.class_by)
     log = read.log
-    costs = costs_of(options, lambda: _some_prompts(log), options.batch)
-    if options.gpu is None:
-        costs = in_batch(costs, options.batch)
+    costs = in_batch(costs_of(options, lambda: _some_prompts(log)), options.batch)
     jobs = options.jobs or (os.cpu_count() or 1)
     plan = replace(plan, fingerprint=codec.fingerprint, jobs=jobs if log.output_lengths.sum() >= _MANY_TOKENS else 1)
     with progress_bar(num_to_decode(log, plan, costs), " tokens") as progress:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cache_builder.commands.options import CACHE_DIRECTORY
-from cache_builder.held import fingerprint_of, plain
-from ssd.errors import CacheError, StoreUnavailable
+from cache_builder.commands.options import CACHE_DIRECTORY, codec_of
+from cache_builder.held import fingerprint_of, open_held, plain
+from ssd.errors import CacheError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.directory import Recovered, recover, whose_segments
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.files import MANIFEST_NAME, Manifest, is_segment_id, read_manifest
-from ssd.retrieval.ring import blocks_of
+from ssd.retrieval.ring import blocks_of, sequences_of
 from ssd.retrieval.segment import SEPARATOR, open_segment
+from ssd.text.codec import TextCodec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,13 +148,39 @@ def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> Seg
     )
 
 
+def _print_sequences(path: Path, codec: TextCodec | None) -> None:
+    """Every sequence in order as one JSON line: its ids, or with ``codec`` its text, which may give other ids again."""
+    (cache,) = open_held([path])
+    if codec is not None and codec.fingerprint != cache.fingerprint:
+        raise TokenizerMismatch(
+            f"{path} was made with tokenizer {cache.fingerprint}, this one is {codec.fingerprint}: its token ids mean "
+            "other text. Give the tokenizer it was made with"
+        )
+    for sequence in sequences_of(cache.segments):
+        ids = sequence.tolist()
+        record = {"token_ids": ids} if codec is None else {"text": codec.decode(ids)}
+        sys.stdout.buffer.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
 def add(command: argparse.ArgumentParser) -> None:
     """Its arguments."""
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
-    command.add_argument("--json", action="store_true", help="print one JSON object")
+    one = command.add_mutually_exclusive_group()
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+    one.add_argument(
+        "--sequences", action="store_true", help="print what it holds, a JSON line a sequence, which build reads"
+    )
+    command.add_argument("--tokenizer", metavar="DIR_OR_MODEL", help="with --sequences: print text, not ids")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.sequences:
+        try:
+            _print_sequences(options.directory, codec_of(options))
+        except BrokenPipeError:  # who read it has read enough; what is left must not be written at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     report = inspect_directory(options.directory)
     print(json.dumps(report.as_json(), indent=1) if options.json else report.as_text())
     return 0 if report.is_intact else 1
