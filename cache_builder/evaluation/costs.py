@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,25 @@ class StepCosts:
             "overhead": None if self.overhead is None else round(self.overhead, 4),
             "recycling": round(self.recycling, 4),
         }
+
+
+def in_batch(costs: StepCosts, batch: int) -> StepCosts:
+    """Costs of a batch of rows that are all alike, from those of one row.
+
+    What surrounds a pass is taken to grow with the rows; what the target's own candidates bring is left out, for it is
+    the passes of one row that have room for them.
+    """
+    if batch == 1:
+        return costs
+    of_all = float(costs.curve.upto(batch)[batch])
+    return replace(
+        costs,
+        curve=at_batch(costs.curve, batch),
+        source=f"{costs.source}; of {batch} rows, taken to be alike, by the cost of as many tokens",
+        step_ms=None if costs.step_ms is None else costs.step_ms * of_all,
+        overhead=None if costs.overhead is None else costs.overhead * batch / of_all,
+        recycling=0.0,
+    )
 
 
 FLAT_WIDTH = 32

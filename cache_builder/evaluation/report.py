@@ -144,11 +144,6 @@ def page(evaluation: Evaluation) -> str:
     )
 
 
-def _series(row: Evaluation) -> str:
-    """Whose curve a row is a point of."""
-    return str(row["way"]) if "way" in row else "one for all" if row.get("is_shared") else "each its own"
-
-
 def _count(value: float) -> str:
     return f"{value:,.0f}"
 
@@ -250,23 +245,6 @@ _TABLES: Final = (
         ),
     ),
     _Table(
-        "How large the cache should be", itemgetter("by_capacity"),
-        (("tokens", "capacity_tokens", _count), ("memory", "bytes", lambda count: _bytes(count)), *_STEPS),
-        is_curve=True,
-    ),
-    _Table(
-        "How long drafts may be", itemgetter("by_draft_limit"),
-        (("limit", "limit", _count), ("drafted a step", "drafted_per_step", _two), *_STEPS), is_curve=True,
-    ),
-    _Table(
-        "What sharing brings, the requests dealt to replicas at random", itemgetter("sharing"),
-        (
-            ("replicas", "replicas", _count), ("caches", "is_shared", lambda one: "one" if one else "each its own"),
-            *_STEPS,
-        ),
-        is_curve=True,
-    ),
-    _Table(
         "What a pass costs, in passes of one token", _passes,
         (("tokens of the pass", "width", _count), ("cost", "cost", _two)), is_curve=True,
     ),
@@ -284,9 +262,9 @@ def _figure(table: _Table, rows: Sequence[Evaluation]) -> str:
     (x_name, x, _), (y_name, y, _) = table.columns[0], table.columns[-1]
     figure = Figure(figsize=(7, 2.8), layout="constrained")
     axes = figure.subplots()
-    names = dict.fromkeys(_series(row) for row in rows)
+    names = dict.fromkeys(row.get("way", "") for row in rows)
     for name in names:
-        points = sorted((row[x], row[y]) for row in rows if _series(row) == name)
+        points = sorted((row[x], row[y]) for row in rows if row.get("way", "") == name)
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.set(xlabel=x_name, ylabel=y_name, ylim=(0, None))
     if min(row[x] for row in rows) > 0 and max(row[x] for row in rows) > 30 * min(row[x] for row in rows):

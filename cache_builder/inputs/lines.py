@@ -149,7 +149,7 @@ def side_of(line: Any) -> tuple[Side, str] | None:
 
 
 class Requests:
-    """The requests of some files by their ``custom_id``, as the text they came in."""
+    """The requests of some files by their ``custom_id``, of the first file that has it, as the text they came in."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """Reads them. Raises InputError."""
@@ -163,7 +163,7 @@ class Requests:
                         raise InputError(f"{name}: more than {_MOST_BYTES >> 30} GiB of requests: split the batch")
                     line = _loaded(record.text)
                     if (side := side_of(line)) and side[0] == "requests":
-                        self._by_id[side[1]] = record.text
+                        self._by_id.setdefault(side[1], record.text)
 
     def join(self, responses: Iterator[Record]) -> Iterator[Record]:
         """Every response with its request; one without a request as it came."""
