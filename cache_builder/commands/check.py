@@ -83,7 +83,7 @@ _REBUILD = "build the directory again, or restore it from a copy"
 @dataclass(slots=True)
 class CheckReport:
     """``faults`` : what is wrong, and what to do; ``notes`` : what may stay as it is. Counts are of all segments that
-    could be read. ``learned`` : candidates that learned.bin rests on, None where there is none.
+    could be read. ``candidates_learned_from`` : what learned.bin rests on, None where there is none.
     """
 
     path: Path

@@ -333,7 +333,7 @@ def _prompt_of(name: str, codec: TextCodec) -> list[int]:
 
 
 def _token_ids_of(name: str) -> list[int]:
-    """A JSON array of ids, or {"token_ids": [...]} as ``ssd-cache export`` writes them. Raises InputError."""
+    """A JSON array of ids, or {"token_ids": [...]} as ``inspect --sequences`` prints them. Raises InputError."""
     body = _json(name, _read(name))
     ids: Any = body.get("token_ids") if isinstance(body, dict) else body
     if not isinstance(ids, list) or not all(type(each) is int and 0 <= each <= _LARGEST_ID for each in ids):
