@@ -278,7 +278,7 @@ def test_the_builder_says_in_one_line_what_is_wrong_with_a_directory(
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "dir").mkdir()
     (tmp_path / "dir" / MANIFEST_NAME).mkdir()
-    for path, hint in (("file", "is no directory"), ("none", "holds no cache"), ("dir", "cannot be read")):
+    for path, hint in (("file", "is no directory"), ("none", "holds no cache"), ("dir", "no regular file")):
         assert ssd_cache([command[0], str(tmp_path / path), *command[1:]]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("ssd-cache: error: ") and hint in line

@@ -13,7 +13,7 @@ import numpy as np
 
 from cache_builder.commands.inspect import manifest_or_made_up
 from cache_builder.commands.options import CACHE_DIRECTORY, codec_of, progress_bar
-from cache_builder.held import plain, read_learned
+from cache_builder.held import learned_of, plain
 from ssd.compiled.addresses import TokenIds, address, int32_array, kernel, load_uint32
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError, ConfigError
@@ -191,7 +191,7 @@ def _check_segment(segment: Segment, file: Path, codec: TextCodec | None, result
 
 def _check_learned(path: Path, result: CheckReport) -> None:
     try:
-        stored = read_learned(path)
+        stored = learned_of(path)
         if stored is not None:
             result.candidates_learned_from = AcceptanceModel.from_bytes(stored).num_learned
     except (CacheError, ValueError) as error:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from cache_builder.commands.options import CACHE_DIRECTORY, codec_of
-from cache_builder.held import Decode, fingerprint_of, percent, read_learned, shown
+from cache_builder.held import Decode, learned_of, manifest_of, percent, shown
 from cache_builder.inputs.record import InputError, shown_name
 from cache_builder.inputs.streams import open_raw, readable
 from ssd.bundled import MODEL_PATH
@@ -24,7 +24,6 @@ from ssd.drafting.seen import CONTEXT_END, OWN_TEXT, Candidate, Lookup, Place, S
 from ssd.errors import CacheError, ConfigError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.directory import load_segments
-from ssd.retrieval.files import read_manifest
 from ssd.retrieval.ring import blocks_of
 from ssd.retrieval.segment import SEPARATOR, unpack
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
@@ -134,15 +133,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _open(path: Path, fingerprint: str | None) -> Snapshot:
     """All of a directory, as the server finds it that keeps it, or is given it to warm up."""
-    own = fingerprint_of(path)
+    manifest = manifest_of(path)
+    own = manifest.fingerprint
     if fingerprint is not None and fingerprint != own:
         raise TokenizerMismatch(
             f"{path} was made with tokenizer {own}, this one is {fingerprint}: its token ids mean other text. Give the "
             "tokenizer it was made with"
         )
-    manifest = read_manifest(path, fingerprint=own)
-    if manifest is None:
-        raise StoreUnavailable(f"{path} is being replaced at this moment: try again")
     segments, failures = load_segments(path, manifest)
     for failure in failures:
         if isinstance(failure, CacheError):
@@ -153,7 +150,7 @@ def _open(path: Path, fingerprint: str | None) -> Snapshot:
 
 def _learned(path: Path) -> tuple[LearnedState, int | None]:
     """What the directory's learned.bin says, and from how many candidates; nothing and None where it cannot be used."""
-    stored = read_learned(path)
+    stored = learned_of(path)
     try:
         return LearnedState(stored), None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
     except ValueError:  # as a server does; `check` says what is wrong with it

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from cache_builder.commands.options import CACHE_DIRECTORY, codec_of
-from cache_builder.held import fingerprint_of, open_held, plain
+from cache_builder.held import manifest_of, open_held, plain
 from ssd.errors import CacheError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.directory import recover, whose_segments
 from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.files import MANIFEST_NAME, Manifest, is_segment_id, read_manifest
+from ssd.retrieval.files import MANIFEST_NAME, Manifest, is_segment_id
 from ssd.retrieval.ring import blocks_of, sequences_of
 from ssd.retrieval.segment import SEPARATOR, open_segment
 from ssd.text.codec import TextCodec
@@ -115,10 +115,7 @@ def manifest_or_made_up(path: Path) -> tuple[Manifest, tuple[str, ...] | None]:
         raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
     if recovered is not None:
         return recovered.manifest, tuple(file.name for file in recovered.left_out)
-    manifest = read_manifest(path, fingerprint=fingerprint_of(path))
-    if manifest is None:
-        raise StoreUnavailable(f"{path} is being replaced at this moment: try again")
-    return manifest, None
+    return manifest_of(path), None
 
 
 def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> SegmentReport:

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 DEFAULT_NAMESPACE = "default"
 
 _NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
-_LONG_OPENING_S: Final = 10.0
 _CLOSE_WAIT_S: Final = 5.0
 
 
@@ -86,7 +85,7 @@ class CacheSet:
         self._closing: dict[str, threading.Event] = {}
         self._complained: set[str] = set()
         self.num_failed_openings = 0
-        """Times that a namespace could not be opened, or took so long that requests had to go on without it."""
+        """Times that a namespace could not be opened."""
         self._wake = threading.Event()
         self._stopping = False
         self._inline = inline
@@ -127,9 +126,8 @@ class CacheSet:
             self._opening_failed(name, error)
             return None
         with self._lock:
-            is_to_open = not self._stopping and namespace.cache is None and namespace.opening_since is None
-            if is_to_open:
-                namespace.opening_since = time.monotonic()
+            is_to_open = not self._stopping and namespace.cache is None and not namespace.is_opening
+            namespace.is_opening |= is_to_open
         if is_to_open:
             if self._inline:
                 self._open_held(namespace)
@@ -387,7 +385,7 @@ class CacheSet:
                 require_fault(error)
             self._opening_failed(namespace.name, error)
         finally:
-            namespace.opening_since = None
+            namespace.is_opening = False
 
     def _opening_failed(self, name: str, error: BaseException) -> None:
         self.num_failed_openings += 1
@@ -423,15 +421,6 @@ class CacheSet:
             if thread.is_alive():
                 log.error("namespace=%s is still being opened: it is left alone", name)
 
-    def _report_long_openings(self) -> None:
-        before = time.monotonic() - _LONG_OPENING_S
-        with self._lock:
-            slow = [each.name for each in self._namespaces.values() if (each.opening_since or before) < before]
-        for name in slow:
-            if (kind := f"{name} is slow") not in self._complained:
-                self._complained.add(kind)
-                self._opening_failed(name, TimeoutError(f"its files have been read for {_LONG_OPENING_S:.0f} s now"))
-
     def _run(self) -> None:
         interval_s = self.config.index.rebuild_interval_s
         sealed_at = time.monotonic()
@@ -441,7 +430,6 @@ class CacheSet:
             is_due = time.monotonic() - sealed_at >= interval_s
             if is_due:
                 sealed_at = time.monotonic()
-            self._report_long_openings()
             for cache in self._open_caches():
                 if self._stopping:
                     return

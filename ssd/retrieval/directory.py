@@ -145,6 +145,15 @@ LEARNED_NAME = "learned.bin"
 _MOST_LEARNED_BYTES = 1 << 26
 
 
+def read_learned(path: Path) -> bytes | None:
+    """What drafting learned, kept in directory ``path``; None where nothing is. Raises OSError."""
+    try:
+        with open_file(path / LEARNED_NAME) as file:
+            return file.read(_MOST_LEARNED_BYTES)
+    except FileNotFoundError:
+        return None
+
+
 class DirectoryReader:
     """What a directory holds, without a right to write it: for one that cannot be written.
 
@@ -179,15 +188,6 @@ class DirectoryReader:
             if isinstance(failure, FormatVersion | OSError) and not isinstance(failure, FileNotFoundError):
                 raise failure
         return segments, failures
-
-    def read_learned(self) -> bytes | None:
-        """What ``write_learned`` kept; None when nothing was. Raises OSError."""
-        try:
-            with open_file(self.path / LEARNED_NAME) as file:
-                learned = file.read(_MOST_LEARNED_BYTES + 1)
-            return learned if len(learned) <= _MOST_LEARNED_BYTES else None
-        except FileNotFoundError:
-            return None
 
 
 class SegmentDirectory(DirectoryReader):

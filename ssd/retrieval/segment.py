@@ -347,12 +347,12 @@ def open_segment(
         size = os.fstat(file.fileno()).st_size
         if size != segment_file_size(n, width):
             raise corrupt(path, f"{size} bytes do not fit the {n} tokens of {width} bytes of its header")
-        held = read_bytes(file.fileno(), path, budget, leaving=leaving)
-    if len(held.view) != size or held.view[:HEADER_LENGTH] != content:
+        view, shared = read_bytes(file.fileno(), path, budget, leaving=leaving)
+    if len(view) != size or view[:HEADER_LENGTH] != content:
         raise corrupt(path, "it was changed while it was read")
-    text = np.frombuffer(held.view, np.uint8, packed_size(n, width), HEADER_LENGTH)
-    order = np.frombuffer(held.view, "<i4", n, order_offset(n, width))
-    fence = np.frombuffer(held.view, "<u8", num_posts(n), fence_offset(n, width))
+    text = np.frombuffer(view, np.uint8, packed_size(n, width), HEADER_LENGTH)
+    order = np.frombuffer(view, "<i4", n, order_offset(n, width))
+    fence = np.frombuffer(view, "<u8", num_posts(n), fence_offset(n, width))
     sections: tuple[tuple[str, npt.NDArray[Any], int], ...] = (
         ("text", text, header.text_checksum),
         ("order", order, header.order_checksum),
@@ -363,7 +363,7 @@ def open_segment(
     _check_text(path, text, n, width)
     if order.min() < 1 or order.max() > n:
         raise corrupt(path, f"its order has a position outside its {n} tokens")
-    return Segment(text, order, fence, width, header.start, header.segment_id, header.text_checksum, held.shared)
+    return Segment(text, order, fence, width, header.start, header.segment_id, header.text_checksum, shared)
 
 
 def _checked_header(path: Path, content: bytes, fingerprint: str, namespace: str | None) -> SegmentHeader:

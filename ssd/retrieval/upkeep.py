@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from ssd.config import IndexConfig
 from ssd.errors import CacheError, SegmentCorrupt
 from ssd.retrieval.cache_state import Checkpoint, Copy, LearnedState, PendingCheckpoints
-from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
+from ssd.retrieval.directory import DirectoryReader, SegmentDirectory, read_learned
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.files import is_kept, new_segment_id
 from ssd.retrieval.index import SuffixIndex
@@ -95,7 +95,7 @@ class MaintainedIndex:
             for failure in failures:
                 self.report_failure("a segment was left out", failure)
             try:
-                stored = directory.read_learned()
+                stored = read_learned(directory.path)
             except OSError as error:
                 self.report_failure("what was learned beside the text was not read", error)
         self.learned = LearnedState(stored)
