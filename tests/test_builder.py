@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -178,12 +177,6 @@ def test_inspect_says_what_a_directory_without_a_manifest_holds(
     with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint, namespace="support", inline=True) as caches:
         assert caches.get().stats().num_static_tokens == report["num_tokens"] + 1
     assert main(["inspect", str(out)]) == 0
-
-
-def test_inspect_of_a_pipe_in_the_place_of_a_manifest_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo(tmp_path / "manifest.json")
-    assert main(["inspect", str(tmp_path)]) == 2
-    assert "regular file" in error_of(capsys)
 
 
 def test_push_reaches_a_running_replica(
