@@ -23,13 +23,14 @@ from cache_builder.building.block import (
     Block,
     BlockOptions,
     BlockResult,
+    BuildOptions,
     Stored,
     build_block,
     codec_of,
     plan_of,
     write_stored,
 )
-from cache_builder.building.build import BuildOptions, build, joined_id, neighbours_of
+from cache_builder.building.build import build, joined_id, neighbours_of
 from cache_builder.building.unfinished import unfinished_directory, working_directory
 from cache_builder.inputs.record import InputError
 from cache_builder.inputs.sources import find_sources
@@ -232,7 +233,7 @@ def _fail(block: Block, options: BlockOptions, progress: Callable[[int, int], No
 def test_of_several_errors_the_first_in_order_is_told(corpus: Path, model: str, tmp_path: Path) -> None:
     """Whichever worker is faster: the same inputs give the same error."""
     blocks = plan_of(find_sources([str(corpus)]), "how", 20_000)
-    options = BlockOptions(directory=tmp_path, tokenizer=model, fingerprint="ab" * 16, namespace="default")
+    options = BlockOptions(directory=tmp_path, fingerprint="ab" * 16, build=options_for(model))
     assert len(blocks) > 2
     with pytest.raises(InputError, match="block 0"):
         list(run(_fail, blocks, options, lambda num_bytes, num_tokens: None, jobs=2))
@@ -253,7 +254,8 @@ def test_a_worker_that_is_killed_ends_the_build_with_one_line(corpus: Path, mode
 SCRIPT = f"""
 import sys
 from pathlib import Path
-from cache_builder.building.build import BuildOptions, build
+from cache_builder.building.block import BuildOptions
+from cache_builder.building.build import build
 from ssd.text.load_tokenizer import hide_torch
 if __name__ == "__main__":
     hide_torch()

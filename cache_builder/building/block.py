@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, Record
+from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, Format, InputError, Record
 from cache_builder.inputs.records import Found, examples_of, read_part
 from cache_builder.inputs.sources import Part, Source, parts_of, weight_of
 from cache_builder.workers import Progress
@@ -132,21 +132,40 @@ def _digest(tokens: Tokens) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """How a build is done.
+
+    ``add`` : to a cache that is there already, what it does not hold; ``force`` : in place of it; ``fresh`` : without
+    what an earlier build that did not end had finished. ``fields`` : how records call theirs. ``jobs`` : processes,
+    None for one a core. ``block_bytes`` : of text in a block, None as ``plan_of`` chooses.
+    """
+
+    namespace: str
+    tokenizer: str
+    chat_template: str | None = None
+    format: Format = "auto"
+    split: str | None = None
+    add: bool = False
+    force: bool = False
+    fresh: bool = False
+    skip_invalid: bool = False
+    fields: FieldNames = AS_WE_CALL_THEM
+    jobs: int | None = None
+    segment_tokens: int = DEFAULT_SEGMENT_TOKENS
+    block_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOptions:
     """What is the same for all blocks of a build; pickles to a few hundred bytes.
 
-    ``directory`` : where ``segments`` and ``journal`` lie, both there already. ``stored`` : a file of ``Stored``, what
-    need not be stored.
+    ``directory`` : where ``segments`` and ``journal`` lie, both there already. ``fingerprint`` : the tokenizer's.
+    ``stored`` : a file of ``Stored``, what need not be stored.
     """
 
     directory: Path
-    tokenizer: str
-    chat_template: str | None = None
     fingerprint: str
-    namespace: str
-    fields: FieldNames = AS_WE_CALL_THEM
-    skip_invalid: bool = False
-    segment_tokens: int = DEFAULT_SEGMENT_TOKENS
+    build: BuildOptions
     stored: Path | None = None
 
     @property
@@ -230,7 +249,7 @@ def _finished(journal: Path, block: Block, options: BlockOptions) -> BlockResult
             if not is_segment_id(segment_id):
                 return None
             file = options.segments / f"{segment_id}.seg"
-            segment = open_segment(file, fingerprint=options.fingerprint, namespace=options.namespace)
+            segment = open_segment(file, fingerprint=options.fingerprint, namespace=options.build.namespace)
             if (segment.segment_id, len(segment)) != (segment_id, num_tokens):
                 return None
         return BlockResult(block.number, tuple(map(tuple, segments)), BuildResult(**counts))
@@ -245,9 +264,9 @@ class _Builder:
         self._block = block
         self._options = options
         self._progress = progress
-        self._codec = codec_of(options.tokenizer, options.chat_template)
+        self._codec = codec_of(options.build.tokenizer, options.build.chat_template)
         self._stored = None if options.stored is None else Stored(options.stored)
-        self._held = np.empty(options.segment_tokens, np.int32)
+        self._held = np.empty(options.build.segment_tokens, np.int32)
         self._segments: list[tuple[str, int]] = []
         self._begin()
 
@@ -274,14 +293,14 @@ class _Builder:
 
     def _records(self) -> Iterator[Record]:
         for part in self._block.parts:
-            yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.fields)
+            yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.build.fields)
 
     def _examples(self, record: Record) -> Found | None:
         """None for an invalid line that is left out."""
         try:
-            return examples_of(record, self._codec, self._options.fields)
+            return examples_of(record, self._codec, self._options.build.fields)
         except InputError:
-            if not (self._options.skip_invalid and record.is_json):
+            if not (self._options.build.skip_invalid and record.is_json):
                 raise
             return None
 
@@ -339,5 +358,5 @@ def write_new_segment(tokens: Tokens, segment_id: str, options: BlockOptions) ->
         options.segments / f"{segment_id}.seg",
         segment,
         fingerprint=options.fingerprint,
-        namespace=options.namespace,
+        namespace=options.build.namespace,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,6 +14,7 @@ from cache_builder.building.block import (
     Block,
     BlockOptions,
     BlockResult,
+    BuildOptions,
     BuildResult,
     build_block,
     codec_of,
@@ -23,7 +23,7 @@ from cache_builder.building.block import (
     write_stored,
 )
 from cache_builder.building.unfinished import check_new, holds_cache, replace_directory, working_directory
-from cache_builder.inputs.record import AS_WE_CALL_THEM, STANDARD_INPUT, FieldNames, Format, InputError
+from cache_builder.inputs.record import STANDARD_INPUT, InputError
 from cache_builder.inputs.sources import Source, find_sources
 from cache_builder.inputs.streams import is_regular
 from cache_builder.workers import Progress, run
@@ -32,7 +32,6 @@ from ssd.errors import ConfigError
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.files import Manifest, read_manifest, sync_directory, write_manifest
 from ssd.retrieval.segment import concatenate, open_segment
-from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
 from ssd.text.codec import TextCodec
 
 SMALL_SHARE = 4
@@ -68,7 +67,9 @@ def neighbours_of(segments: Sequence[tuple[str, int]], most: int) -> Iterator[Ne
 def merge(neighbours: Neighbours, options: BlockOptions, progress: Progress) -> None:
     """Write the segment that ``neighbours`` become; their files stay. Memory as for a block."""
     files = [options.segments / f"{segment_id}.seg" for segment_id, _ in neighbours]
-    segments = [open_segment(file, fingerprint=options.fingerprint, namespace=options.namespace) for file in files]
+    segments = [
+        open_segment(file, fingerprint=options.fingerprint, namespace=options.build.namespace) for file in files
+    ]
     write_new_segment(concatenate(segments), joined_id(neighbours), options)
 
 
@@ -77,30 +78,6 @@ _ALONE_WEIGHT = 8 << 20
 
 Executor: TypeAlias = Callable[[Sequence[Block], BlockOptions, Progress], Iterator[BlockResult]]
 """Maps ``build_block`` over the blocks, in any order, in processes that reach ``options.directory``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildOptions:
-    """How a build is done.
-
-    ``add`` : to a cache that is there already, what it does not hold; ``force`` : in place of it; ``fresh`` : without
-    what an earlier build that did not end had finished. ``fields`` : how records call theirs. ``jobs`` : processes,
-    None for one a core. ``block_bytes`` : of text in a block, None as ``plan_of`` chooses.
-    """
-
-    namespace: str
-    tokenizer: str
-    chat_template: str | None = None
-    format: Format = "auto"
-    split: str | None = None
-    add: bool = False
-    force: bool = False
-    fresh: bool = False
-    skip_invalid: bool = False
-    fields: FieldNames = AS_WE_CALL_THEM
-    jobs: int | None = None
-    segment_tokens: int = DEFAULT_SEGMENT_TOKENS
-    block_bytes: int | None = None
 
 
 def build(
@@ -125,13 +102,8 @@ def build(
     with working_directory(out, fresh=options.fresh) as working:
         block_options = BlockOptions(
             directory=working.absolute(),
-            tokenizer=options.tokenizer,
-            chat_template=options.chat_template,
             fingerprint=codec.fingerprint,
-            namespace=options.namespace,
-            fields=options.fields,
-            skip_invalid=options.skip_invalid,
-            segment_tokens=options.segment_tokens,
+            build=options,
             stored=working.absolute() / "stored.npy" if is_addition else None,
         )
         if block_options.stored is not None:
@@ -217,7 +189,7 @@ def _publish(out: Path, working: Path, final: Sequence[Neighbours], options: Blo
     sync_directory(options.segments)
     manifest = Manifest(
         fingerprint=options.fingerprint,
-        namespace=options.namespace,
+        namespace=options.build.namespace,
         generation=1,
         segments=tuple({"id": name, "num_tokens": size, "start": None} for name, size in sizes.items()),
     )
@@ -228,7 +200,7 @@ def _publish(out: Path, working: Path, final: Sequence[Neighbours], options: Blo
 
 def _add(out: Path, final: Sequence[Neighbours], options: BlockOptions) -> None:
     """The segments count in ``out`` together with those that are there. Raises CacheError, OSError."""
-    directory = SegmentDirectory(out, fingerprint=options.fingerprint, namespace=options.namespace)
+    directory = SegmentDirectory(out, fingerprint=options.fingerprint, namespace=options.build.namespace)
     try:
         segments, failures = directory.load()
         if failures:

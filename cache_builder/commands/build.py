@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from cache_builder.building.build import BuildOptions, build
+from cache_builder.building.block import BuildOptions
+from cache_builder.building.build import build
 from cache_builder.building.unfinished import unfinished_directory
 from cache_builder.commands.options import add_log_arguments, bar_of, chat_template_of
 from cache_builder.inputs.record import FieldNames
