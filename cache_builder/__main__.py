@@ -23,8 +23,7 @@ examples:
   ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache check warm/ --tokenizer ./my-model
   ssd-cache merge warm/ cache/support --out merged/ --namespace support
-  ssd-cache diff merged/ warm/
-  ssd-cache export warm/ --out warm.jsonl.gz
+  ssd-cache inspect warm/ --sequences | gzip > warm.jsonl.gz
   ssd-cache explain warm/ --prompt question.txt --tokenizer ./my-model
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
   ssd-cache pull --redis redis://localhost:6379/0 --namespace default --out saved/
@@ -39,8 +38,6 @@ COMMANDS = {
     "inspect": "what a cache directory holds, and whether it is intact",
     "check": "whether all of a cache directory is right",
     "merge": "make one cache of several",
-    "diff": "what two caches do not share",
-    "export": "a cache as JSON lines",
     "explain": "what would be drafted after a text, and why",
     "push": "write a cache directory into the log that servers share",
     "pull": "save what the log holds as a directory",

@@ -6,17 +6,15 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import xxhash
 
-from ssd.errors import SegmentCorrupt, StoreUnavailable, TokenizerMismatch
-from ssd.retrieval.directory import LEARNED_NAME, whose_segments
-from ssd.retrieval.files import MANIFEST_NAME, open_file, read_manifest
+from ssd.errors import StoreUnavailable, TokenizerMismatch
+from ssd.retrieval.directory import LEARNED_NAME, read_learned, whose_segments
+from ssd.retrieval.files import MANIFEST_NAME, Manifest, read_manifest
 from ssd.retrieval.segment import Segment, Tokens
 from ssd.retrieval.static import load_static_directory
-
-_MOST_LEARNED_BYTES: Final = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +39,15 @@ def open_held(paths: Sequence[Path]) -> list[Held]:
     """
     found: list[Held] = []
     for path in paths:
-        fingerprint = fingerprint_of(path)
+        manifest = manifest_of(path)
+        fingerprint = manifest.fingerprint
         if found and fingerprint != found[0].fingerprint:
             raise TokenizerMismatch(
                 f"{path} was made with tokenizer {fingerprint:.40}, {found[0].path} with {found[0].fingerprint}: their "
                 "token ids mean other text. Give caches of one tokenizer, or build one of them again"
             )
         segments = tuple(load_static_directory(path, fingerprint=fingerprint))
-        manifest = read_manifest(path, fingerprint=fingerprint)
-        namespace = "" if manifest is None else manifest.namespace
-        found.append(Held(path=path, fingerprint=fingerprint, namespace=namespace, segments=segments))
+        found.append(Held(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=segments))
     return found
 
 
@@ -59,44 +56,39 @@ def digest_of(sequence: Tokens) -> int:
     return xxhash.xxh3_128_intdigest(sequence.tobytes())
 
 
-def read_learned(path: Path) -> bytes | None:
+def learned_of(path: Path) -> bytes | None:
     """What drafting learned, kept beside the segments in ``path``; None where nothing is. Raises StoreUnavailable."""
     try:
-        with open_file(path / LEARNED_NAME) as file:
-            learned = file.read(_MOST_LEARNED_BYTES + 1)
-    except FileNotFoundError:
-        return None
+        return read_learned(path)
     except OSError as error:
         raise StoreUnavailable(
             f"{path / LEARNED_NAME} cannot be read: {error}. Remove it, or check its permissions"
         ) from None
-    return learned[:_MOST_LEARNED_BYTES]
 
 
-def fingerprint_of(path: Path) -> str:
-    """The tokenizer a directory was made with, as its manifest says. Raises SegmentCorrupt, StoreUnavailable."""
+def manifest_of(path: Path) -> Manifest:
+    """The manifest of a directory. Raises SegmentCorrupt, FormatVersion, StoreUnavailable."""
     try:
-        with open_file(path / MANIFEST_NAME) as file:
-            outer = json.load(file)
-        fingerprint = outer["manifest"]["fingerprint"]
-        if not isinstance(fingerprint, str):
-            raise TypeError("its fingerprint is not text")
-    except NotADirectoryError:
-        raise StoreUnavailable(f"{path} is no directory: give one that `ssd-cache build` made") from None
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError):
-            raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
+        manifest = read_manifest(path)
+        if manifest is not None:
+            return manifest
         if path.is_dir() and whose_segments(path) is not None:
             raise StoreUnavailable(
                 f"{path} has segment files, but no {MANIFEST_NAME}: `ssd-cache inspect` says what they hold and how "
                 "it is made anew"
-            ) from None
+            )
         inside = sorted(child.parent.name for child in path.glob(f"*/{MANIFEST_NAME}")) if path.is_dir() else []
-        hint = f"It has caches in {', '.join(inside[:5])}" if inside else "Make one with `ssd-cache build`"
-        raise StoreUnavailable(f"{path} holds no cache (no {MANIFEST_NAME}). {hint}") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SegmentCorrupt(f"{path / MANIFEST_NAME} is damaged ({error}). Restore it, or build again") from None
-    return fingerprint
+    except NotADirectoryError:
+        raise StoreUnavailable(f"{path} is no directory: give one that `ssd-cache build` made") from None
+    except OSError as error:
+        raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
+    hint = f"It has caches in {', '.join(inside[:5])}" if inside else "Make one with `ssd-cache build`"
+    raise StoreUnavailable(f"{path} holds no cache (no {MANIFEST_NAME}). {hint}")
+
+
+def fingerprint_of(path: Path) -> str:
+    """The tokenizer a directory was made with. Raises as ``manifest_of``."""
+    return manifest_of(path).fingerprint
 
 
 Decode: TypeAlias = Callable[[Sequence[int]], str] | None

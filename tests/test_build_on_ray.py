@@ -12,7 +12,8 @@ import pytest
 
 import ssd
 from cache_builder.__main__ import main
-from cache_builder.building.build import BuildOptions, build
+from cache_builder.building.block import BuildOptions
+from cache_builder.building.build import build
 from ssd.retrieval.files import read_manifest
 from tests.ray_build import BLOCK_BYTES
 from tests.tokenizers_for_tests import write_model_directory

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -104,13 +103,6 @@ def test_ids_are_those_of_the_server_path(model: Path, codec: TextCodec, tmp_pat
     ]
 
 
-def test_a_built_directory_is_searched(model: Path, codec: TextCodec, tmp_path: Path) -> None:
-    assert build(model, tmp_path / "out", write_lines(tmp_path / "in.jsonl", {"text": "searched text"})) == 0
-    with CacheSet(CacheConfig(), codec.fingerprint, inline=True) as caches:
-        caches.get().add_static_directory(tmp_path / "out")
-        assert caches.get().snapshot().num_tokens == len(codec.encode_prompt("searched text")) + 2
-
-
 def test_a_conversations_history_is_stored_once(model: Path, codec: TextCodec, tmp_path: Path) -> None:
     long = "a rather long question about nothing in particular. " * 20
     turns = [{"role": "user", "content": long}, CHAT[1], {"role": "user", "content": "and?"}, CHAT[1]]
@@ -185,12 +177,6 @@ def test_inspect_says_what_a_directory_without_a_manifest_holds(
     with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint, namespace="support", inline=True) as caches:
         assert caches.get().stats().num_static_tokens == report["num_tokens"] + 1
     assert main(["inspect", str(out)]) == 0
-
-
-def test_inspect_of_a_pipe_in_the_place_of_a_manifest_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo(tmp_path / "manifest.json")
-    assert main(["inspect", str(tmp_path)]) == 2
-    assert "regular file" in error_of(capsys)
 
 
 def test_push_reaches_a_running_replica(
@@ -312,30 +298,28 @@ def test_the_program_runs_without_torch(model: Path, tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["build", "--help"], ["inspect", "--help"], ["push", "--help"]])
-def test_help_is_there(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 0
-    assert "usage: ssd-cache" in capsys.readouterr().out
+def test_help_and_version_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (["--help"], "usage: ssd-cache"),
+        (["build", "--help"], "usage: ssd-cache build"),
+        (["--version"], f"ssd-cache {ssd.__version__}\n"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0 and said in capsys.readouterr().out
 
 
 # -- other people's files --------------------------------------------------------------------------------------------
 
 
-def built(model: Path, out: Path, *arguments: str) -> int:
-    """The exit status of a build."""
-    return main(["build", *arguments, "--tokenizer", str(model), "--out", str(out)])
-
-
 def test_an_array_is_read_as_its_elements_are(model: Path, codec: TextCodec, tmp_path: Path) -> None:
     records = [{"text": f"text {number} with [brackets] and \\"} for number in range(40)]
     lines = write_lines(tmp_path / "lines.jsonl", *records)
-    assert built(model, tmp_path / "a", lines) == 0
+    assert build(model, tmp_path / "a", lines) == 0
     for number, text in enumerate((json.dumps(records), json.dumps(records, indent=2), f" \n{json.dumps(records)}\n")):
         path = tmp_path / f"array{number}.json"
         path.write_text(text)
-        assert built(model, tmp_path / f"b{number}", str(path)) == 0
+        assert build(model, tmp_path / f"b{number}", str(path)) == 0
         assert sequences(tmp_path / f"b{number}", codec) == sequences(tmp_path / "a", codec)
 
 
@@ -348,83 +332,51 @@ def test_a_torn_array_names_its_file(
 ) -> None:
     path = tmp_path / "torn.json"
     path.write_text(text)
-    assert built(model, tmp_path / "out", str(path)) == 2
+    assert build(model, tmp_path / "out", str(path)) == 2
     assert "torn.json: not a JSON array" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_long_elements_are_read_piece_by_piece() -> None:
-    values = [{"text": "x" * size, "n": size} for size in (0, 10, 1 << 20, 3 << 20, 5)]
-    read = list(array_elements(io.StringIO(json.dumps(values))))
-    assert [json.loads(element) for element in read] == values
-    assert list(array_elements(io.StringIO("[12, 3.5e1]"))) == ["12", "3.5e1"]
-    assert list(array_elements(io.StringIO("[ ]"))) == []
+def test_elements_of_an_array_are_its_text() -> None:
+    values = [{"text": "x" * size, "n": size} for size in (0, 10, 1 << 20, 5)]
+    assert [json.loads(element) for element in array_elements(json.dumps(values))] == values
+    assert list(array_elements("[12, 3.5e1]")) == ["12", "3.5e1"]
+    assert list(array_elements("[ ]")) == []
 
 
-def test_sharegpt_batch_outputs_and_other_names_are_understood(model: Path, codec: TextCodec, tmp_path: Path) -> None:
-    chat = write_lines(tmp_path / "chat.jsonl", {"messages": CHAT})
-    turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi there"}]
-    sharegpt = write_lines(tmp_path / "sharegpt.jsonl", {"id": "1", "conversations": turns})
-    assert built(model, tmp_path / "a", chat) == built(model, tmp_path / "b", sharegpt) == 0
-    assert sequences(tmp_path / "a", codec) == sequences(tmp_path / "b", codec)
-
-    text = write_lines(tmp_path / "text.jsonl", {"text": "hi there"})
-    body = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "hi there"}}]}
-    line = {"custom_id": "1", "response": {"status_code": 200, "body": body}, "error": None}
-    batch = write_lines(tmp_path / "batch.jsonl", line)
-    other = write_lines(tmp_path / "other.jsonl", {"output": "hi there"})
-    assert built(model, tmp_path / "c", text) == built(model, tmp_path / "d", batch) == 0
-    assert built(model, tmp_path / "e", other, "--field", "output") == 0
-    assert sequences(tmp_path / "c", codec) == sequences(tmp_path / "d", codec) == sequences(tmp_path / "e", codec)
-
+def test_other_names_are_understood(model: Path, codec: TextCodec, tmp_path: Path) -> None:
     pair = write_lines(tmp_path / "pair.jsonl", {"prompt": "a", "completion": "b"})
     alpaca = write_lines(tmp_path / "alpaca.jsonl", {"instruction": "a", "output": "b"})
     named = ["--field", "prompt=instruction", "--field", "completion=output"]
-    assert built(model, tmp_path / "f", pair) == built(model, tmp_path / "g", alpaca, *named) == 0
+    assert build(model, tmp_path / "f", pair) == build(model, tmp_path / "g", alpaca, *named) == 0
     assert sequences(tmp_path / "f", codec) == sequences(tmp_path / "g", codec)
+    assert build(model, tmp_path / "e", alpaca, "--field", "output") == 0
+    assert sequences(tmp_path / "e", codec) == [codec.encode_text_example("b").token_ids]
 
 
 @pytest.mark.parametrize("options", [["other=x"], ["text="], ["a", "b"], ["prompt=x"], ["text=a", "prompt=b"]])
 def test_wrong_field_names_are_refused(options: list[str], model: Path, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"text": "a"})
-    assert built(model, tmp_path / "out", path, *(part for name in options for part in ("--field", name))) == 2
+    assert build(model, tmp_path / "out", path, *(part for name in options for part in ("--field", name))) == 2
 
 
 def test_a_chat_template_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = write_model_directory(tmp_path / "model", chat_template=None)
     path = write_lines(tmp_path / "a.jsonl", {"messages": CHAT})
-    assert built(plain, tmp_path / "out", path) == 2
+    assert build(plain, tmp_path / "out", path) == 2
     assert "--chat-template FILE" in capsys.readouterr().err
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    assert built(plain, tmp_path / "out", path, "--chat-template", str(template)) == 0
+    assert build(plain, tmp_path / "out", path, "--chat-template", str(template)) == 0
 
 
 # -- builds that end early, and files that come again ----------------------------------------------------------------
 
 
-def test_a_file_that_is_added_again_is_not_stored_again(
-    model: Path, codec: TextCodec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompt = "a prompt of many requests " * 8
-    first = write_lines(tmp_path / "first.jsonl", *({"prompt": prompt, "completion": f"answer {n}"} for n in range(5)))
-    second = write_lines(tmp_path / "second.jsonl", *({"prompt": prompt, "completion": f"other {n}"} for n in range(5)))
-    assert built(model, tmp_path / "out", first, second) == 0
-    before = sequences(tmp_path / "out", codec)
-    for again in ([first], [second], [first, second]):
-        capsys.readouterr()
-        assert built(model, tmp_path / "out", *again, "--add") == 0
-        assert f"{5 * len(again)} sequences were there already" in capsys.readouterr().out
-        assert sequences(tmp_path / "out", codec) == before
-    more = write_lines(tmp_path / "more.jsonl", {"text": "new text"}, {"prompt": prompt, "completion": "answer 1"})
-    assert built(model, tmp_path / "out", more, "--add") == 0
-    assert len(sequences(tmp_path / "out", codec)) == len(before) + 1
-
-
 def test_what_occurs_often_in_new_files_is_stored_as_often(model: Path, codec: TextCodec, tmp_path: Path) -> None:
     once, thrice = {"text": "said once"}, {"text": "said again"}
-    assert built(model, tmp_path / "out", write_lines(tmp_path / "a.jsonl", once, thrice)) == 0
-    assert built(model, tmp_path / "out", write_lines(tmp_path / "b.jsonl", once, thrice, thrice, thrice), "--add") == 0
+    assert build(model, tmp_path / "out", write_lines(tmp_path / "a.jsonl", once, thrice)) == 0
+    assert build(model, tmp_path / "out", write_lines(tmp_path / "b.jsonl", once, thrice, thrice, thrice), "--add") == 0
     found = [codec.decode(sequence, skip_special_tokens=True) for sequence in sequences(tmp_path / "out", codec)]
     assert sorted(found) == ["said again"] * 3 + ["said once"]
 
@@ -443,7 +395,7 @@ def test_a_build_that_is_ended_leaves_nothing(number: signal.Signals, model: Pat
         assert process.stderr is not None
         if number is signal.SIGTERM:
             assert process.stderr.read() == "ssd-cache: terminated, nothing was changed\n"
-    assert built(model, tmp_path / "out", write_lines(tmp_path / "a.jsonl", {"text": "a"})) == 0
+    assert build(model, tmp_path / "out", write_lines(tmp_path / "a.jsonl", {"text": "a"})) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 
@@ -479,9 +431,3 @@ sys.exit(program.main())
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     assert ended.stderr == "ssd-cache: terminated, nothing was changed\n"
     assert ended.returncode == 128 + signal.SIGTERM
-
-
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0 and capsys.readouterr().out == f"ssd-cache {ssd.__version__}\n"

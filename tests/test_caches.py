@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from cache_builder.__main__ import main
 from cache_builder.building.unfinished import unfinished_directory, working_directory
 from cache_builder.commands.check import RIGHT, check, first_wrong
-from cache_builder.commands.diff import diff
 from cache_builder.commands.merge import merge
 from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
@@ -27,8 +26,7 @@ from ssd.errors import CacheError, CacheLocked, ConfigError, SSDError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.files import MANIFEST_NAME, DirectoryLock, read_manifest, write_manifest
 from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.segment import SEPARATOR, Segment
-from ssd.retrieval.segment_file import write_segment
+from ssd.retrieval.segment import SEPARATOR, Segment, write_segment
 from ssd.retrieval.static import StaticWriter, load_static_directory
 from ssd.retrieval.suffix_array import build_fence, build_segment
 from ssd.text.codec import TextCodec
@@ -271,7 +269,7 @@ def test_a_byte_that_flips_anywhere_is_found_or_harmless(
     for at, flipped in data.draw(st.lists(st.tuples(st.integers(0, 1 << 32), st.integers(1, 255)), max_size=3)):
         content[at % len(content)] ^= flipped
     file.write_bytes(content)
-    for command in (["check", str(path)], ["export", str(path), "--out", str(path.parent / "out.jsonl")]):
+    for command in (["check", str(path)], ["inspect", str(path), "--sequences"]):
         assert main(command) in (0, 1, 2)
     try:
         sound = not check(path).faults
@@ -281,90 +279,31 @@ def test_a_byte_that_flips_anywhere_is_found_or_harmless(
         assert read_cache(path) == TEXTS
 
 
-# diff
+# inspect --sequences
 
 
-def test_a_difference_says_what_each_side_has_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = write_cache(tmp_path / "one", [*TEXTS, [50] * 20])
-    other = write_cache(tmp_path / "other", [*TEXTS[:3], [60, 61], [*range(30), 70]])
-    a, b = diff(one, other)
-    assert (a.num_missing_sequences, a.num_missing_tokens) == (2, 24 + 20)
-    assert (b.num_missing_sequences, b.num_missing_tokens) == (2, 2 + 31)
-    assert a.newest.tolist() == [50] * 20
-    assert a.share(16) == pytest.approx(a.found[16] / a.windows[16])
-    assert main(["diff", str(one), str(one), "--json"]) == 0
-    same = json.loads(capsys.readouterr().out)
-    assert same["a"]["num_missing_sequences"] == 0
-    assert [window["share_found"] for window in same["b"]["windows"]] == [1.0, 1.0]
-
-
-@given(texts, texts)
-@settings(max_examples=25)
-def test_shares_and_missing_sequences_equal_a_full_search(
-    tmp_path_factory: pytest.TempPathFactory, one: list[list[int]], other: list[list[int]]
-) -> None:
-    base = tmp_path_factory.mktemp("diff")
-    side = diff(write_cache(base / "a", one), write_cache(base / "b", other))[0]
-    missing = Counter(map(tuple, one)) - Counter(map(tuple, other))
-    assert side.num_missing_sequences == missing.total()
-    windows = [sequence[end - 8 : end] for sequence in one for end in range(8, len(sequence) + 1)]
-    found = [window for window in windows if any(naive_count(sequence, window) for sequence in other)]
-    assert (side.windows[8], side.found[8]) == (len(windows), len(found))
-
-
-def test_the_newest_difference_is_shown_as_text(
+def test_every_sequence_is_printed_in_order_or_as_text_where_a_tokenizer_is_given(
     tmp_path: Path, model: Path, codec: TextCodec, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = [codec.encode_completion(text) for text in ("one text here", "another text there")]
-    one = write_cache(tmp_path / "one", said, fingerprint=codec.fingerprint)
-    other = write_cache(tmp_path / "other", said[:1], fingerprint=codec.fingerprint)
-    assert main(["diff", str(one), str(other), "--tokenizer", str(model)]) == 0
-    assert "another text there" in capsys.readouterr().out
-
-
-# export
-
-
-@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst"])
-def test_an_export_holds_every_sequence_in_order(tmp_path: Path, name: str) -> None:
-    path, out = write_cache(tmp_path / "a", TEXTS), tmp_path / name
-    assert main(["export", str(path), "--out", str(out)]) == 0
-    content = out.read_bytes()
-    if name.endswith(".gz"):
-        content = gzip.decompress(content)
-    elif name.endswith(".zst"):
-        import zstandard
-
-        content = zstandard.ZstdDecompressor().decompressobj().decompress(content)
-    assert [json.loads(line)["token_ids"] for line in content.splitlines()] == TEXTS
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_an_export_to_standard_output_is_text_where_a_tokenizer_is_given(
-    tmp_path: Path, model: Path, codec: TextCodec, capsysbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    path = write_cache(tmp_path / "a", [codec.encode_completion("naïve café")], fingerprint=codec.fingerprint)
-    assert main(["export", str(path), "--out", "-", "--tokenizer", str(model)]) == 0
-    captured = capsysbinary.readouterr()
-    assert json.loads(captured.out) == {"text": "naïve café"}
-    assert b"10 tokens" in captured.err or b"tokens in 1 sequences" in captured.err
+    path = write_cache(tmp_path / "a", TEXTS)
+    assert main(["inspect", str(path), "--sequences"]) == 0
+    assert [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()] == TEXTS
+    assert main(["inspect", str(path), "--sequences", "--tokenizer", str(model)]) == 2
+    text = write_cache(tmp_path / "b", [codec.encode_completion("naïve café")], fingerprint=codec.fingerprint)
+    capsys.readouterr()
+    assert main(["inspect", str(text), "--sequences", "--tokenizer", str(model)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"text": "naïve café"}
 
 
 @given(st.lists(st.lists(st.integers(5, 300), min_size=1, max_size=40), min_size=1, max_size=8))
 @settings(max_examples=15)
-def test_what_is_exported_is_built_again_to_the_same_sequences(
+def test_what_is_printed_is_built_again_to_the_same_sequences(
     tmp_path_factory: pytest.TempPathFactory, model: Path, codec: TextCodec, sequences: list[list[int]]
 ) -> None:
     base = tmp_path_factory.mktemp("trip")
     path, out = write_cache(base / "a", sequences, fingerprint=codec.fingerprint), base / "out.jsonl.gz"
-    assert main(["export", str(path), "--out", str(out)]) == 0
+    with pytest.MonkeyPatch.context() as patch, gzip.open(out, "wb") as file:
+        patch.setattr("sys.stdout", io.TextIOWrapper(file))
+        assert main(["inspect", str(path), "--sequences"]) == 0
     assert main(["build", str(out), "--tokenizer", str(model), "--out", str(base / "b")]) == 0
     assert read_cache(base / "b", codec.fingerprint) == sequences
-
-
-def test_an_export_that_fails_leaves_no_file(tmp_path: Path, model: Path) -> None:
-    path = write_cache(tmp_path / "a", TEXTS)
-    assert main(["export", str(path), "--out", str(tmp_path / "out"), "--tokenizer", str(model)]) == 2
-    assert main(["export", str(path), "--out", str(tmp_path)]) == 2
-    assert main(["export", str(path), "--out", str(tmp_path / "no/such")]) == 2
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["a"]

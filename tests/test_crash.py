@@ -133,7 +133,7 @@ def test_a_power_failure_between_any_two_operations_loses_nothing_committed(
             path.mkdir(parents=True)
             for name, content in state.items():
                 (path / name).write_bytes(content)
-            directory = SegmentDirectory(path, fingerprint=FINGERPRINT, namespace="default", durable=False)
+            directory = SegmentDirectory(path, fingerprint=FINGERPRINT, namespace="default")
             segments, failures = directory.load()
             directory.close()
             assert failures == [] and directory.manifest.generation >= acknowledged

@@ -18,9 +18,8 @@ from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheLocked, FormatVersion, NamespaceMismatch, StoreUnavailable
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.files import MANIFEST_NAME, is_regular, is_temporary, make_directory, make_scratch, write_file
-from ssd.retrieval.segment import SEPARATOR, Segment
-from ssd.retrieval.segment_file import write_segment
+from ssd.retrieval.files import MANIFEST_NAME, is_regular, is_temporary, make_directory, write_file
+from ssd.retrieval.segment import SEPARATOR, Segment, write_segment
 from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import sequences, snapshot_text
@@ -207,26 +206,6 @@ def test_a_name_that_leads_elsewhere_is_not_written_through(tmp_path: Path) -> N
     assert target.read_bytes() == b"years of work" and (tmp_path / "learned.bin").read_bytes() == b"new"
 
 
-def test_a_cache_that_lies_among_scratch_directories_is_not_taken_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What ``ssd-cache build --out /tmp/ssd-cache-warm`` wrote an hour ago: a lock that nobody holds."""
-    monkeypatch.setattr("ssd.retrieval.files._MEMORY", tmp_path)
-    monkeypatch.setattr("ssd.retrieval.files._STARTING_S", -1.0)
-    for name in ("ssd-cache-warm", "ssd-scratch-warm"):
-        with StaticWriter(tmp_path / name, fingerprint=FINGERPRINT) as writer:
-            writer.append([1, 2])
-    abandoned = make_scratch(1000)
-    assert abandoned is not None
-    abandoned[1].close()  # as if killed
-    scratch = make_scratch(1000)
-    assert scratch is not None and scratch[0].parent == tmp_path
-    assert not abandoned[0].exists()
-    assert (tmp_path / "ssd-cache-warm" / MANIFEST_NAME).exists()
-    assert (tmp_path / "ssd-scratch-warm" / MANIFEST_NAME).exists()
-    scratch[1].close()
-
-
 # Whose it is
 
 
@@ -299,7 +278,7 @@ def test_the_builder_says_in_one_line_what_is_wrong_with_a_directory(
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "dir").mkdir()
     (tmp_path / "dir" / MANIFEST_NAME).mkdir()
-    for path, hint in (("file", "is no directory"), ("none", "holds no cache"), ("dir", "cannot be read")):
+    for path, hint in (("file", "is no directory"), ("none", "holds no cache"), ("dir", "no regular file")):
         assert ssd_cache([command[0], str(tmp_path / path), *command[1:]]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("ssd-cache: error: ") and hint in line

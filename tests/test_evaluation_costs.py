@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 
 from cache_builder.evaluation import costs as cost_sources
 from cache_builder.evaluation.costs import (
-    GPUS,
     StepCosts,
     add_cost_arguments,
     costs_of,
     flat,
     measure,
     read_step_costs,
-    roofline,
     step_costs,
 )
 from ssd.bundled import MODEL_PATH
@@ -67,36 +65,9 @@ def test_without_a_word_passes_are_taken_as_free_and_the_report_says_so() -> Non
     assert costs.source.startswith("an assumption")
 
 
-@pytest.mark.parametrize("name", GPUS)
-def test_every_preset_gives_a_curve_and_names_its_data_sheet(name: str) -> None:
-    costs = roofline(name, num_params=8e9, kv_bytes_per_token=131072, context=2048)
-    assert costs.curve.upto(64)[1] == 1.0
-    assert costs.step_ms is not None and costs.step_ms > 0
-    assert GPUS[name].source in costs.source and "not a measurement" in costs.source
-
-
-def test_a_roofline_is_flat_until_it_computes_longer_than_it_reads() -> None:
-    costs = costs_of(chosen("--gpu", "h100", "--model-params", "8e9"), list)
-    read_s, token_s = 16e9 / (3350e9 * 0.62), 16e9 / (989.5e12 * 0.6)
-    assert costs.step_ms == pytest.approx(read_s * 1e3)
-    knee = int(read_s / token_s)
-    upto = costs.curve.upto(2 * knee)
-    assert upto[knee] == 1.0
-    assert upto[2 * knee] == pytest.approx(2 * knee * token_s / read_s, rel=1e-6)
-
-
-def test_a_large_batch_computes_from_the_first_token_on() -> None:
-    upto = roofline("L4", num_params=8e9, batch=4096).curve.upto(8)
-    assert upto[1:].tolist() == pytest.approx(list(range(1, 9)))
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu", "abacus", "--model-params", "8e9"], "use one of A10"),
-        (["--gpu", "h100"], "--model-params 8e9"),
-        (["--gpu", "h100", "--model-params", "nan"], "--model-params must be"),
-        (["--gpu", "h100", "--model-params", "8e9", "--context", "-1"], "--context"),
         (["--save-cost", "x.json"], "name the model"),
         (["--cost", "/nowhere/x.json"], "no cost curve in x.json"),
     ],

@@ -66,7 +66,7 @@ def test_a_headline_needs_enough_requests_and_equal_outputs() -> None:
     assert "greedy on 30 requests: " in headline(evaluated(LEAST_REQUESTS))
     assert headline(evaluated(LEAST_REQUESTS - 1)) == "29 requests are too few for a figure: 30 are needed"
     assert headline(evaluated(40, bits_differ=1)).startswith("Outputs differ with drafts")
-    assert "<h1>29 requests are too few" in page(evaluated(29))
+    assert "<title>29 requests are too few" in page(evaluated(29))
 
 
 def test_without_a_model_the_headline_is_its_assumption_too() -> None:

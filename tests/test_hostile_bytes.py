@@ -21,7 +21,7 @@ from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheError, SegmentCorrupt
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.files import MANIFEST_NAME, read_manifest
-from ssd.retrieval.segment_file import HEADER_LENGTH, SegmentHeader
+from ssd.retrieval.segment import HEADER_LENGTH, SegmentHeader
 from tests.reference.retrieval import sequences, snapshot_text
 
 FINGERPRINT = "0123456789abcdef" * 2

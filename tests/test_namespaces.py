@@ -123,18 +123,6 @@ def test_what_cannot_be_opened_is_counted_logged_once_and_tried_again(
         caches.get("broken")
 
 
-def test_a_namespace_that_is_opened_for_long_is_one_failure(
-    monkeypatch: pytest.MonkeyPatch, caches: SlowSet, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(cache_module, "_LONG_OPENING_S", 0.0)
-    caches.gate.clear()
-    slow = held(caches, "slow")
-    wait_until(lambda: caches.num_failed_openings == 1)
-    assert "slow" in caplog.text
-    caches.gate.set()
-    wait_until(lambda: slow.cache)
-
-
 def test_what_is_held_is_not_closed_to_make_room(tmp_path: Path) -> None:
     with SlowSet(tmp_path, max_namespaces=2) as caches:
         first, second = held(caches, "a"), held(caches, "b")

@@ -23,11 +23,10 @@ from cache_builder.commands.prune import (
     said_from,
 )
 from cache_builder.evaluation.costs import flat
+from cache_builder.evaluation.evaluate import Plan, replay
 from cache_builder.evaluation.log import Log
-from cache_builder.evaluation.runs import Run, execute
 from cache_builder.held import open_held
 from ssd.bundled import MODEL_PATH
-from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.static import StaticWriter
@@ -64,11 +63,8 @@ def made(directory: Path) -> tuple[list[list[int]], Log, Log]:
 
 
 def tokens_per_step(directory: Path, log: Log) -> float:
-    run = Run(
-        curve=flat(32), draft=DraftConfig(), index=IndexConfig(), fingerprint=FINGERPRINT, cache="frozen",
-        warm=(directory,),
-    )  # fmt: skip
-    found = execute(run, log)
+    plan = Plan(fingerprint=FINGERPRINT, cache="frozen", warm=(directory,))
+    found = replay(log, plan, flat(32), "frozen")
     return int(log.output_lengths.sum()) / int(found.num_steps.sum())
 
 

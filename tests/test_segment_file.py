@@ -15,8 +15,17 @@ from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, DraftRequest, make_drafter
 from ssd.errors import CacheError, SegmentCorrupt, TokenizerMismatch
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.segment import GUARD_BYTES, SEPARATOR, Segment, pack, packed_size
-from ssd.retrieval.segment_file import num_posts, open_segment, segment_file_size, write_segment
+from ssd.retrieval.segment import (
+    GUARD_BYTES,
+    SEPARATOR,
+    Segment,
+    num_posts,
+    open_segment,
+    pack,
+    packed_size,
+    segment_file_size,
+    write_segment,
+)
 from ssd.retrieval.snapshot import make_snapshot, segment_table
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference import drafting as reference
@@ -32,7 +41,7 @@ def _segment(num_tokens: int = 20, start: int | None = 1234) -> Segment:
 
 
 def _write(path: Path, segment: Segment) -> None:
-    write_segment(path, segment, fingerprint=FINGERPRINT, namespace="default", durable=False)
+    write_segment(path, segment, fingerprint=FINGERPRINT, namespace="default")
 
 
 def _bytes(segment: Segment) -> bytes:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import xxhash
 
-from cache_builder.building.unfinished import BuildResult, Finished, Journal, usable
-from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, Record
+from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, Format, InputError, Record
 from cache_builder.inputs.records import Found, examples_of, read_part
 from cache_builder.inputs.sources import Part, Source, parts_of, weight_of
 from cache_builder.workers import Progress
 from ssd.config import IndexConfig
+from ssd.errors import CacheError
+from ssd.retrieval.files import is_segment_id, write_file
 from ssd.retrieval.prefixes import PrefixFilter, split_sequence
 from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.segment import SEPARATOR, Tokens
-from ssd.retrieval.segment_file import write_segment
+from ssd.retrieval.segment import SEPARATOR, Tokens, open_segment, write_segment
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS, load_static_directory
 from ssd.retrieval.suffix_array import build_segment
 from ssd.text.codec import TextCodec
@@ -133,21 +132,40 @@ def _digest(tokens: Tokens) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """How a build is done.
+
+    ``add`` : to a cache that is there already, what it does not hold; ``force`` : in place of it; ``fresh`` : without
+    what an earlier build that did not end had finished. ``fields`` : how records call theirs. ``jobs`` : processes,
+    None for one a core. ``block_bytes`` : of text in a block, None as ``plan_of`` chooses.
+    """
+
+    namespace: str
+    tokenizer: str
+    chat_template: str | None = None
+    format: Format = "auto"
+    split: str | None = None
+    add: bool = False
+    force: bool = False
+    fresh: bool = False
+    skip_invalid: bool = False
+    fields: FieldNames = AS_WE_CALL_THEM
+    jobs: int | None = None
+    segment_tokens: int = DEFAULT_SEGMENT_TOKENS
+    block_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOptions:
     """What is the same for all blocks of a build; pickles to a few hundred bytes.
 
-    ``directory`` : where ``segments`` and ``journal`` lie, both there already. ``stored`` : a file of ``Stored``, what
-    need not be stored.
+    ``directory`` : where ``segments`` and ``journal`` lie, both there already. ``fingerprint`` : the tokenizer's.
+    ``stored`` : a file of ``Stored``, what need not be stored.
     """
 
     directory: Path
-    tokenizer: str
-    chat_template: str | None = None
     fingerprint: str
-    namespace: str
-    fields: FieldNames = AS_WE_CALL_THEM
-    skip_invalid: bool = False
-    segment_tokens: int = DEFAULT_SEGMENT_TOKENS
+    build: BuildOptions
     stored: Path | None = None
 
     @property
@@ -159,6 +177,33 @@ class BlockOptions:
     def journal(self) -> Path:
         """Where journals are written."""
         return self.directory / "journal"
+
+
+@dataclass(slots=True)
+class BuildResult:
+    """What went into the directory. Tokens are without separators."""
+
+    num_records: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_skipped_prompt_tokens: int = 0
+    """Prompt tokens not stored, because an earlier sequence of the segment begins with the same blocks."""
+    num_stored_sequences: int = 0
+    """Sequences that were in the cache that is added to already, and not stored again."""
+    num_invalid: int = 0
+    """Lines left out by ``skip_invalid``."""
+    num_without_prompt: int = 0
+    """Records of which only the answer is known."""
+    num_without_answer: int = 0
+    """Records of calls that say no answer: nothing of them is stored."""
+    num_segments: int = 0
+    num_reused_tokens: int = 0
+    """Of blocks that an earlier build which did not end had finished."""
+
+    def add(self, other: BuildResult) -> None:
+        """Count what ``other`` counted as well."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,82 +224,90 @@ def codec_of(tokenizer: str, chat_template: str | None) -> TextCodec:
 def build_block(
     block: Block, options: BlockOptions, progress: Progress = lambda num_bytes, num_tokens: None
 ) -> BlockResult:
-    """Write the segments of ``block`` into ``options.segments``, but those its journal says are there.
+    """Write the segments of ``block`` into ``options.segments``, unless its journal says they are there.
 
     The same block and options give the same files, named by what they hold, in whatever process and however often it
     is begun. Memory: 4 bytes a token of a segment, and 14 more while it is sorted. Raises InputError, CacheError,
-    ModelError, OSError; what was finished then stays.
+    ModelError, OSError.
     """
-    journal = Journal(options.journal, block.key)
-    known = usable(journal.read(), options.segments, fingerprint=options.fingerprint, namespace=options.namespace)
-    journal.begin(known)
-    if known and known[-1].is_last:
-        progress(0, sum(entry.counts.num_tokens for entry in known))
-    else:
-        _Builder(block, options, journal, known, progress).run()
-    counts = BuildResult()
-    finished = journal.read()
-    for entry in finished:
-        counts.add(entry.counts)
-    counts.num_reused_tokens = sum(entry.counts.num_tokens for entry in known)
-    segments = tuple((entry.segment_id, entry.num_tokens) for entry in finished if entry.segment_id is not None)
-    return BlockResult(block.number, segments, counts)
+    journal = options.journal / block.key
+    known = _finished(journal, block, options)
+    if known is not None:
+        known.counts.num_reused_tokens = known.counts.num_tokens
+        progress(0, known.counts.num_tokens)
+        return known
+    result = _Builder(block, options, progress).run()
+    write_file(journal, [json.dumps([result.segments, asdict(result.counts)]).encode()], durable=True)
+    return result
+
+
+def _finished(journal: Path, block: Block, options: BlockOptions) -> BlockResult | None:
+    """What an earlier build made of a block; None where it did not, or where a file is not whole. O(tokens)."""
+    try:
+        segments, counts = json.loads(journal.read_bytes())
+        for segment_id, num_tokens in segments:
+            if not is_segment_id(segment_id):
+                return None
+            file = options.segments / f"{segment_id}.seg"
+            segment = open_segment(file, fingerprint=options.fingerprint, namespace=options.build.namespace)
+            if (segment.segment_id, len(segment)) != (segment_id, num_tokens):
+                return None
+        return BlockResult(block.number, tuple(map(tuple, segments)), BuildResult(**counts))
+    except (CacheError, OSError, ValueError, TypeError):
+        return None
 
 
 class _Builder:
     """A block at work. What repeats is looked for within a segment, so that each is a function of its own records."""
 
-    def __init__(
-        self, block: Block, options: BlockOptions, journal: Journal, known: list[Finished], progress: Progress
-    ):
-        """``known`` : what is finished of it, which ends where a record does."""
+    def __init__(self, block: Block, options: BlockOptions, progress: Progress) -> None:
         self._block = block
         self._options = options
-        self._journal = journal
         self._progress = progress
-        self._codec = codec_of(options.tokenizer, options.chat_template)
+        self._codec = codec_of(options.build.tokenizer, options.build.chat_template)
         self._stored = None if options.stored is None else Stored(options.stored)
-        self._held = np.empty(options.segment_tokens, np.int32)
-        self._num_segments = len(known)
-        self._num_read = known[-1].num_read if known else 0
+        self._held = np.empty(options.build.segment_tokens, np.int32)
+        self._segments: list[tuple[str, int]] = []
         self._begin()
 
-    def run(self) -> None:
-        """Read on from there to the end. Raises as ``build_block``."""
-        for record in islice(self._records(), self._num_read, None):
-            examples = self._examples(record)
-            found = self._pieces(examples)
-            if self._num_held and self._num_held + found.num_tokens > len(self._held):
-                self._write(self._num_read)
-                found = self._pieces(examples)
-            for piece in found.pieces:
+    def run(self) -> BlockResult:
+        """Raises as ``build_block``."""
+        counts = BuildResult()
+        for record in self._records():
+            found = self._examples(record)
+            kept, of_record = self._pieces(found)
+            if self._num_held and self._num_held + sum(map(len, kept)) + len(kept) > len(self._held):
+                self._write()
+                kept, of_record = self._pieces(found)
+            for piece in kept:
                 if self._num_held + len(piece) + 1 > len(self._held):
-                    self._write(-1)
+                    self._write()
                 self._held[self._num_held : self._num_held + len(piece)] = piece
                 self._num_held += len(piece) + 1
                 self._held[self._num_held - 1] = SEPARATOR
-            self._counts.add(found.counts)
-            self._num_read += 1
-            self._progress(0, found.counts.num_tokens)
-        self._write(self._num_read, is_last=True)
+            counts.add(of_record)
+            self._progress(0, of_record.num_tokens)
+        self._write()
+        counts.num_segments = len(self._segments)
+        return BlockResult(self._block.number, tuple(self._segments), counts)
 
     def _records(self) -> Iterator[Record]:
         for part in self._block.parts:
-            yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.fields)
+            yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.build.fields)
 
     def _examples(self, record: Record) -> Found | None:
         """None for an invalid line that is left out."""
         try:
-            return examples_of(record, self._codec, self._options.fields)
+            return examples_of(record, self._codec, self._options.build.fields)
         except InputError:
-            if not (self._options.skip_invalid and record.is_json):
+            if not (self._options.build.skip_invalid and record.is_json):
                 raise
             return None
 
-    def _pieces(self, found: Found | None) -> _Pieces:
+    def _pieces(self, found: Found | None) -> tuple[list[Tokens], BuildResult]:
         """What of a record is to be stored in the segment that is held."""
         if found is None:
-            return _Pieces([], 0, BuildResult(num_invalid=1))
+            return [], BuildResult(num_invalid=1)
         counts = BuildResult(
             num_records=1, num_without_prompt=not found.has_prompt, num_without_answer=not found.has_answer
         )
@@ -271,7 +324,7 @@ class _Builder:
             counts.num_skipped_prompt_tokens += len(tokens) - num_stored
             for piece in pieces:
                 kept += split_sequence(piece, len(self._held) - 1, self._lead_in)
-        return _Pieces(kept, sum(map(len, kept)) + len(kept), counts)
+        return kept, counts
 
     def _begin(self) -> None:
         """A new segment, of which nothing is known."""
@@ -281,27 +334,14 @@ class _Builder:
         if self._stored is not None:
             self._stored.begin()
         self._num_held = 0
-        self._counts = BuildResult()
 
-    def _write(self, num_read: int, *, is_last: bool = False) -> None:
-        segment_id = None
-        num_tokens = self._num_held
-        if num_tokens:
-            tokens = self._held[:num_tokens]
-            segment_id = content_id(tokens, f"{self._block.place}-{self._num_segments}")
+    def _write(self) -> None:
+        if self._num_held:
+            tokens = self._held[: self._num_held]
+            segment_id = content_id(tokens, f"{self._block.place}-{len(self._segments)}")
             write_new_segment(tokens, segment_id, self._options)
-            self._num_segments += 1
-            self._counts.num_segments = 1
-        self._journal.append(Finished(segment_id, num_tokens, num_read, is_last, self._counts))
+            self._segments.append((segment_id, len(tokens)))
         self._begin()
-
-
-class _Pieces(NamedTuple):
-    """``num_tokens`` : with separators."""
-
-    pieces: list[Tokens]
-    num_tokens: int
-    counts: BuildResult
 
 
 def content_id(tokens: Tokens, place: str) -> str:
@@ -318,5 +358,5 @@ def write_new_segment(tokens: Tokens, segment_id: str, options: BlockOptions) ->
         options.segments / f"{segment_id}.seg",
         segment,
         fingerprint=options.fingerprint,
-        namespace=options.namespace,
+        namespace=options.build.namespace,
     )

@@ -4,59 +4,49 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
 import xxhash
 
 from cache_builder.building.block import (
     Block,
     BlockOptions,
     BlockResult,
+    BuildOptions,
+    BuildResult,
     build_block,
     codec_of,
     plan_of,
     write_new_segment,
     write_stored,
 )
-from cache_builder.building.unfinished import BuildResult, check_new, check_out, replace_directory, working_directory
-from cache_builder.inputs.record import AS_WE_CALL_THEM, STANDARD_INPUT, FieldNames, Format, InputError
+from cache_builder.building.unfinished import check_new, holds_cache, replace_directory, working_directory
+from cache_builder.inputs.record import STANDARD_INPUT, InputError
 from cache_builder.inputs.sources import Source, find_sources
 from cache_builder.inputs.streams import is_regular
 from cache_builder.workers import Progress, run
 from ssd import __version__
-from ssd.errors import CacheError, ConfigError
+from ssd.errors import ConfigError
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.files import Manifest, read_manifest, sync_directory, write_manifest
-from ssd.retrieval.segment_file import open_segment, read_tokens
-from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
+from ssd.retrieval.segment import concatenate, open_segment
 from ssd.text.codec import TextCodec
 
 SMALL_SHARE = 4
 """A segment is small that holds less than a fourth of what one may."""
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbours:
-    """Segments in order, (id, tokens with separators), that become one; one alone stays as it is."""
+Neighbours: TypeAlias = tuple[tuple[str, int], ...]
+"""Segments in order, (id, tokens with separators), that become one; one alone stays as it is."""
 
-    segments: tuple[tuple[str, int], ...]
 
-    @property
-    def num_tokens(self) -> int:
-        """Of all, with separators."""
-        return sum(size for _, size in self.segments)
-
-    @property
-    def segment_id(self) -> str:
-        """The name of what they become."""
-        if len(self.segments) == 1:
-            return self.segments[0][0]
-        return f"static-{xxhash.xxh3_128_hexdigest(' '.join(name for name, _ in self.segments).encode())}"
+def joined_id(neighbours: Neighbours) -> str:
+    """The name of what they become."""
+    if len(neighbours) == 1:
+        return neighbours[0][0]
+    return f"static-{xxhash.xxh3_128_hexdigest(' '.join(name for name, _ in neighbours).encode())}"
 
 
 def neighbours_of(segments: Sequence[tuple[str, int]], most: int) -> Iterator[Neighbours]:
@@ -66,36 +56,21 @@ def neighbours_of(segments: Sequence[tuple[str, int]], most: int) -> Iterator[Ne
     for segment in segments:
         is_small = min(size, segment[1]) * SMALL_SHARE < most
         if held and (size + segment[1] > most or not is_small):
-            yield Neighbours(tuple(held))
+            yield tuple(held)
             held, size = [], 0
         held.append(segment)
         size += segment[1]
     if held:
-        yield Neighbours(tuple(held))
+        yield tuple(held)
 
 
-def merge(neighbours: Neighbours, options: BlockOptions, progress: Progress) -> Neighbours:
-    """Write the segment that ``neighbours`` become, unless it is there; their files stay. Returns ``neighbours``.
-
-    Memory as for a block. Raises CacheError, OSError.
-    """
-    path = options.segments / f"{neighbours.segment_id}.seg"
-    try:
-        if (
-            len(open_segment(path, fingerprint=options.fingerprint, namespace=options.namespace))
-            == neighbours.num_tokens
-        ):
-            return neighbours
-    except (CacheError, OSError):
-        pass
-    tokens = np.empty(neighbours.num_tokens, np.int32)
-    at = 0
-    for segment_id, size in neighbours.segments:
-        file = options.segments / f"{segment_id}.seg"
-        tokens[at : at + size] = read_tokens(file, fingerprint=options.fingerprint, namespace=options.namespace)
-        at += size
-    write_new_segment(tokens, neighbours.segment_id, options)
-    return neighbours
+def merge(neighbours: Neighbours, options: BlockOptions, progress: Progress) -> None:
+    """Write the segment that ``neighbours`` become; their files stay. Memory as for a block."""
+    files = [options.segments / f"{segment_id}.seg" for segment_id, _ in neighbours]
+    segments = [
+        open_segment(file, fingerprint=options.fingerprint, namespace=options.build.namespace) for file in files
+    ]
+    write_new_segment(concatenate(segments), joined_id(neighbours), options)
 
 
 _ALONE_WEIGHT = 8 << 20
@@ -103,30 +78,6 @@ _ALONE_WEIGHT = 8 << 20
 
 Executor: TypeAlias = Callable[[Sequence[Block], BlockOptions, Progress], Iterator[BlockResult]]
 """Maps ``build_block`` over the blocks, in any order, in processes that reach ``options.directory``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildOptions:
-    """How a build is done.
-
-    ``add`` : to a cache that is there already, what it does not hold; ``force`` : in place of it; ``fresh`` : without
-    what an earlier build that did not end had finished. ``fields`` : how records call theirs. ``jobs`` : processes,
-    None for one a core. ``block_bytes`` : of text in a block, None as ``plan_of`` chooses.
-    """
-
-    namespace: str
-    tokenizer: str
-    chat_template: str | None = None
-    format: Format = "auto"
-    split: str | None = None
-    add: bool = False
-    force: bool = False
-    fresh: bool = False
-    skip_invalid: bool = False
-    fields: FieldNames = AS_WE_CALL_THEM
-    jobs: int | None = None
-    segment_tokens: int = DEFAULT_SEGMENT_TOKENS
-    block_bytes: int | None = None
 
 
 def build(
@@ -145,21 +96,18 @@ def build(
     ConfigError, CacheError, OSError; then ``out`` is as it was before, and what was finished is kept beside it for the
     next build.
     """
-    is_addition = _check_out(out, add=options.add, force=options.force)
+    is_addition = _is_addition(out, add=options.add, force=options.force)
     sources = find_sources(inputs, options.format, options.split)
     codec = codec_of(options.tokenizer, options.chat_template)
     with working_directory(out, fresh=options.fresh) as working:
         block_options = BlockOptions(
             directory=working.absolute(),
-            tokenizer=options.tokenizer,
-            chat_template=options.chat_template,
             fingerprint=codec.fingerprint,
-            namespace=options.namespace,
-            fields=options.fields,
-            skip_invalid=options.skip_invalid,
-            segment_tokens=options.segment_tokens,
-            stored=_what_is_stored(out, working, codec) if is_addition else None,
+            build=options,
+            stored=working.absolute() / "stored.npy" if is_addition else None,
         )
+        if block_options.stored is not None:
+            write_stored(out, block_options.stored, fingerprint=codec.fingerprint)
         blocks = plan_of(sources, _how(options, codec, out if is_addition else None), options.block_bytes)
         jobs = _jobs(options.jobs, sources, blocks)
         begin(sum(source.size or 0 for source in sources))
@@ -176,31 +124,25 @@ def build(
                 skipped += f", and {result.num_without_answer} of {result.num_records} records say no answer"
             raise InputError(f"the inputs hold no text{skipped}: nothing was built")
         final = list(neighbours_of(segments, options.segment_tokens))
-        together = [neighbours for neighbours in final if len(neighbours.segments) > 1]
+        together = [neighbours for neighbours in final if len(neighbours) > 1]
         for _ in run(merge, together, block_options, lambda num_bytes, num_tokens: None, jobs=jobs):
             pass
         result.num_segments = len(final)
         if is_addition:
-            _add(out, working / "new", final, block_options)
+            _add(out, final, block_options)
         else:
             _publish(out, working, final, block_options)
     return result
 
 
-def _check_out(out: Path, *, add: bool, force: bool) -> bool:
+def _is_addition(out: Path, *, add: bool, force: bool) -> bool:
     """Whether ``out`` is a cache that is added to; raises ConfigError, or CacheLocked before an hour's work."""
     if add and force:
         raise ConfigError("--add and --force exclude each other: add to the cache, or replace it")
     if force:
         check_new(out, force=True)
         return False
-    return check_out(out, force=add, hint="--add adds to it, --force replaces it")
-
-
-def _what_is_stored(out: Path, working: Path, codec: TextCodec) -> Path:
-    path = working.absolute() / "stored.npy"
-    write_stored(out, path, fingerprint=codec.fingerprint)
-    return path
+    return holds_cache(out, hint=None if add else "--add adds to it, --force replaces it")
 
 
 def _how(options: BuildOptions, codec: TextCodec, added_to: Path | None) -> str:
@@ -240,45 +182,34 @@ def _collected(results: Iterable[BlockResult]) -> tuple[BuildResult, list[tuple[
 
 def _publish(out: Path, working: Path, final: Sequence[Neighbours], options: BlockOptions) -> None:
     """``new`` becomes a cache of these segments alone, and takes the place of ``out``."""
-    names = {f"{segment.segment_id}.seg" for segment in final}
+    sizes = {joined_id(neighbours): sum(size for _, size in neighbours) for neighbours in final}
     for file in options.segments.iterdir():
-        if file.name not in names:
+        if file.stem not in sizes:
             file.unlink()
     sync_directory(options.segments)
     manifest = Manifest(
         fingerprint=options.fingerprint,
-        namespace=options.namespace,
+        namespace=options.build.namespace,
         generation=1,
-        segments=tuple({"id": s.segment_id, "num_tokens": s.num_tokens, "start": None} for s in final),
+        segments=tuple({"id": name, "num_tokens": size, "start": None} for name, size in sizes.items()),
     )
     write_manifest(options.segments, manifest)
     replace_directory(out, working)
     sync_directory(out.parent)
 
 
-def _add(out: Path, new: Path, final: Sequence[Neighbours], options: BlockOptions) -> None:
+def _add(out: Path, final: Sequence[Neighbours], options: BlockOptions) -> None:
     """The segments count in ``out`` together with those that are there. Raises CacheError, OSError."""
-    directory = SegmentDirectory(out, fingerprint=options.fingerprint, namespace=options.namespace)
+    directory = SegmentDirectory(out, fingerprint=options.fingerprint, namespace=options.build.namespace)
     try:
-        existing, failures = directory.load()
+        segments, failures = directory.load()
         if failures:
             raise failures[0]
-        segments = list(existing)
-        there = {segment.segment_id for segment in existing}
-        for segment in final:
-            if segment.segment_id in there:
-                continue
-            _link(new / f"{segment.segment_id}.seg", out)
-            segments.append(directory.adopt(segment.segment_id))
+        there = {segment.segment_id for segment in segments}
+        for segment_id in map(joined_id, final):
+            if segment_id not in there:
+                (options.segments / f"{segment_id}.seg").rename(directory.path_of(segment_id))
+                segments.append(directory.adopt(segment_id))
         directory.commit(segments, next_position=0)
     finally:
         directory.close()
-
-
-def _link(file: Path, out: Path) -> None:
-    try:
-        os.link(file, out / file.name)
-    except FileExistsError:
-        pass
-    except OSError:  # another file system
-        shutil.copy2(file, out / file.name)

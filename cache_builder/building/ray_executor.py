@@ -46,7 +46,7 @@ def ray_executor(address: str | None) -> Executor:
 
 def _built(ray: Any, blocks: Sequence[Block], options: BlockOptions, progress: Progress) -> Iterator[BlockResult]:
     weights = {block.number: block.weight for block in blocks}
-    most_tokens = min(options.segment_tokens, max(weights.values(), default=0))
+    most_tokens = min(options.build.segment_tokens, max(weights.values(), default=0))
     dataset = ray.data.from_items([{"block": pickle.dumps(block)} for block in blocks], override_num_blocks=len(blocks))
     dataset = dataset.map(
         _build,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import closing
 from pathlib import Path
 
-from cache_builder.building.build import BuildOptions, build
+from cache_builder.building.block import BuildOptions
+from cache_builder.building.build import build
 from cache_builder.building.unfinished import unfinished_directory
-from cache_builder.commands.options import BuildProgress, add_log_arguments, chat_template_of
+from cache_builder.commands.options import add_log_arguments, bar_of, chat_template_of
 from cache_builder.inputs.record import FieldNames
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
@@ -89,10 +89,11 @@ def run(options: argparse.Namespace) -> int:
 
         executor = ray_executor(options.ray_address)
     try:
-        with closing(BuildProgress(quiet=options.quiet)) as bar:
+        with bar_of(0, "B", quiet=options.quiet) as bar:
             result = build(
-                options.inputs, options.out, build_options, begin=bar.begin, progress=bar.tell, executor=executor
-            )
+                options.inputs, options.out, build_options, begin=lambda num_bytes: bar.reset(num_bytes or None),
+                progress=lambda num_bytes, _: bar.update(num_bytes), executor=executor,
+            )  # fmt: skip
     except BaseException:
         if (kept := unfinished_directory(options.out)).exists():
             print(f"ssd-cache: what is finished is kept in {kept}: the same command goes on", file=sys.stderr)

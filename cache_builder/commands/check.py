@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from cache_builder.commands.inspect import DirectoryReport, inspect_directory
+from cache_builder.commands.inspect import manifest_or_made_up
 from cache_builder.commands.options import CACHE_DIRECTORY, codec_of, progress_bar
-from cache_builder.held import plain, read_learned
+from cache_builder.held import learned_of, plain
 from ssd.compiled.addresses import TokenIds, address, int32_array, kernel, load_uint32
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError, ConfigError
-from ssd.retrieval.directory import LEARNED_NAME, LEFT_OUT
+from ssd.retrieval.directory import LEARNED_NAME, LEFT_OUT, load_segments
 from ssd.retrieval.files import (
     LOCK_NAME,
     MANIFEST_NAME,
@@ -28,7 +28,6 @@ from ssd.retrieval.files import (
 )
 from ssd.retrieval.ring import blocks_of
 from ssd.retrieval.segment import GUARD_BYTES, Segment
-from ssd.retrieval.segment_file import open_segment
 from ssd.retrieval.suffix_array import build_fence
 from ssd.text.codec import TextCodec
 
@@ -83,40 +82,34 @@ _REBUILD = "build the directory again, or restore it from a copy"
 
 @dataclass(slots=True)
 class CheckReport:
-    """``faults`` : what is wrong, and what to do; ``notes`` : what may stay as it is. ``report`` : what ``inspect``
-    says; ``num_sequences``, ``largest_id`` : of all segments that could be read; ``learned`` : candidates that
-    learned.bin rests on, None where there is none.
+    """``faults`` : what is wrong, and what to do; ``notes`` : what may stay as it is. Counts are of all segments that
+    could be read. ``candidates_learned_from`` : what learned.bin rests on, None where there is none.
     """
 
-    report: DirectoryReport
+    path: Path
+    namespace: str
+    fingerprint: str
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    num_segments: int = 0
+    num_tokens: int = 0
     num_sequences: int = 0
     largest_id: int = -1
-    learned: int | None = None
+    candidates_learned_from: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
-        return {
-            **self.report.as_json(),
-            "is_sound": not self.faults,
-            "faults": self.faults,
-            "notes": self.notes,
-            "num_sequences": self.num_sequences,
-            "largest_id": self.largest_id,
-            "candidates_learned_from": self.learned,
-        }
+        return {**asdict(self), "path": str(self.path), "is_sound": not self.faults}
 
     def as_text(self) -> str:
         """For people."""
-        totals = self.report.as_json()
         lines = [
-            f"{self.report.path}",
-            f"  {totals['num_tokens']:,} tokens in {self.num_sequences:,} sequences and {len(self.report.segments)} "
-            f"segments, namespace {plain(totals['namespace'])}, tokenizer {plain(totals['fingerprint'])}",
+            f"{self.path}",
+            f"  {self.num_tokens:,} tokens in {self.num_sequences:,} sequences and {self.num_segments} segments, "
+            f"namespace {plain(self.namespace)}, tokenizer {plain(self.fingerprint)}",
         ]
-        if self.learned is not None:
-            lines.append(f"  {LEARNED_NAME}: learned from {self.learned:,} candidates")
+        if self.candidates_learned_from is not None:
+            lines.append(f"  {LEARNED_NAME}: learned from {self.candidates_learned_from:,} candidates")
         lines += [f"  note: {plain(note)}" for note in self.notes]
         lines += [f"  FAULT: {plain(fault)}" for fault in self.faults]
         lines.append(f"  faults: {len(self.faults)}" if self.faults else "  sound")
@@ -135,10 +128,9 @@ def check(
     agree with it, ids are the tokenizer's, learned.bin can be used, and what else lies there.
     O(tokens), 4 bytes a token of the largest segment. Raises CacheError where there is no cache that could be checked.
     """
-    inspected = inspect_directory(path)
-    result = CheckReport(inspected)
-    manifest = inspected.manifest
-    if not inspected.has_manifest:
+    manifest, left_out = manifest_or_made_up(path)
+    result = CheckReport(path, manifest.namespace, manifest.fingerprint)
+    if left_out is not None:
         result.faults.append(
             f"{MANIFEST_NAME} is missing: a server that opens the directory makes it anew, see `ssd-cache inspect`"
         )
@@ -153,45 +145,35 @@ def check(
             "was made with, or build it again"
         )
         codec = None
-    ring_stop = 0
-    for entry, segment_report in zip(manifest.segments, inspected.segments, strict=True):
-        if segment_report.error is not None:
-            result.faults.append(segment_report.error)
-            continue
-        file = path / f"{segment_report.segment_id}.seg"
-        try:
-            segment = open_segment(file, fingerprint=manifest.fingerprint, namespace=manifest.namespace)
-        except (CacheError, OSError) as error:
-            result.faults.append(str(error))
-            continue
-        _check_entry(entry, segment, file, result)
-        if segment.start is not None:
-            if segment.start < ring_stop or segment.start + len(segment) > manifest.next_position:
-                result.faults.append(f"{file} is not where {MANIFEST_NAME} has room for it: restore one of the two")
-            ring_stop = max(ring_stop, segment.start + len(segment))
+    segments, failures = load_segments(path, manifest, namespace=manifest.namespace)
+    for failure in failures:
+        is_missing = isinstance(failure, FileNotFoundError)
+        result.faults.append(f"{failure.filename} is missing" if is_missing else str(failure))  # type: ignore[union-attr]
+    entries = {entry["id"]: (entry.get("num_tokens"), entry.get("start")) for entry in manifest.segments}
+    for segment in segments:
+        file, said = path / f"{segment.segment_id}.seg", entries[segment.segment_id]
+        if said != (len(segment), segment.start):
+            result.faults.append(
+                f"{MANIFEST_NAME} says of {file.name} that it has {said[0]!r:.20} tokens from position {said[1]!r:.20} "
+                f"on, the file has {len(segment)} from {segment.start}: restore one of the two"
+            )
         _check_segment(segment, file, codec, result)
         progress(len(segment))
     _check_learned(path, result)
-    _name_others(path, {report.segment_id for report in inspected.segments}, set(inspected.left_out), result)
+    _name_others(path, set(entries), left_out or (), result)
     return result
-
-
-def _check_entry(entry: dict[str, Any], segment: Segment, file: Path, result: CheckReport) -> None:
-    said = entry.get("num_tokens"), entry.get("start")
-    if segment.segment_id != entry["id"]:
-        result.faults.append(f"{file} holds segment {segment.segment_id}: restore it from a copy")
-    elif said != (len(segment), segment.start):
-        result.faults.append(
-            f"{MANIFEST_NAME} says of {file.name} that it has {said[0]!r:.20} tokens from position {said[1]!r:.20} on, "
-            f"the file has {len(segment)} from {segment.start}: restore one of the two"
-        )
 
 
 def _check_segment(segment: Segment, file: Path, codec: TextCodec | None, result: CheckReport) -> None:
     largest = -1
     for block in blocks_of(segment):
         largest = max(largest, int(block.max()))
-        result.num_sequences += int(np.count_nonzero(block < 0))
+        num_ends = int(np.count_nonzero(block < 0))
+        result.num_sequences, result.num_tokens = (
+            result.num_sequences + num_ends,
+            result.num_tokens + len(block) - num_ends,
+        )
+    result.num_segments += 1
     result.largest_id = max(result.largest_id, largest)
     if codec is not None and largest >= codec.vocab_size:
         result.faults.append(
@@ -209,30 +191,23 @@ def _check_segment(segment: Segment, file: Path, codec: TextCodec | None, result
 
 def _check_learned(path: Path, result: CheckReport) -> None:
     try:
-        stored = read_learned(path)
+        stored = learned_of(path)
         if stored is not None:
-            result.learned = AcceptanceModel.from_bytes(stored).num_learned
+            result.candidates_learned_from = AcceptanceModel.from_bytes(stored).num_learned
     except (CacheError, ValueError) as error:
         result.faults.append(f"{path / LEARNED_NAME} is not used ({error}): remove it, what it held is learned anew")
 
 
-def _name_others(path: Path, segment_ids: set[str], left_out: set[str], result: CheckReport) -> None:
+def _name_others(path: Path, segment_ids: set[str], left_out: Collection[str], result: CheckReport) -> None:
     for file in sorted(path.iterdir()):
         name = file.name
         if name in (MANIFEST_NAME, LEARNED_NAME, LOCK_NAME) or name.removesuffix(".seg") in segment_ids:
             continue
-        if is_temporary(file):
-            result.notes.append(f"{name} was being written: the next server that writes the directory removes it")
-        elif name in left_out:
-            result.notes.append(f"{name} is covered by others, or damaged: a server would leave it out")
-        elif name.endswith(f".seg{LEFT_OUT}"):
+        if name in left_out or name.endswith(f".seg{LEFT_OUT}"):
+            result.notes.append(f"{name} is covered by others, or damaged: it is left out")
+        elif is_temporary(file) or (name.endswith(".seg") and is_segment_id(name.removesuffix(".seg"))):
             result.notes.append(
-                f"{name} was left out when {MANIFEST_NAME} was made anew: remove it if nobody misses it"
-            )
-        elif name.endswith(".seg") and is_segment_id(name.removesuffix(".seg")):
-            result.notes.append(
-                f"{name} is a segment that {MANIFEST_NAME} does not name: the next server that writes the directory "
-                "removes it if it is of this tokenizer and namespace"
+                f"{name} is no part of it: the next server that writes the directory removes what is ours"
             )
         else:
             result.notes.append(f"{name} is not ours: it is left alone")

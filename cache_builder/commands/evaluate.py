@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cache_builder.commands.options import add_log_arguments, progress_bar, read_logs
-from cache_builder.evaluation.costs import add_cost_arguments, costs_of
+from cache_builder.evaluation.costs import add_cost_arguments, costs_of, in_batch
 from ssd.bundled import MODEL_PATH
 from ssd.config import DRAFT_SHAPES, DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
     from cache_builder.evaluation.costs import StepCosts
+    from cache_builder.evaluation.evaluate import Plan
     from cache_builder.evaluation.log import Log, ReadLog
-    from cache_builder.evaluation.runs import Plan
 
 _DESCRIPTION = """\
 Decode recorded requests again with drafts, as a server with this cache would have, and say what it would have gained.
@@ -30,9 +28,6 @@ not decoded.
 Classes, where no --class-by names a field, are what can be seen. A request is of the first one that is true of it:
 """
 
-_SAMPLE_TOKENS: Final = 150_000
-_MANY_TOKENS: Final = 20_000
-"""Of output, below which a second process costs more than it saves."""
 _MEASURED_PROMPTS: Final = 16
 
 
@@ -68,13 +63,6 @@ def add(command: argparse.ArgumentParser) -> None:
         "--batch", type=int, default=1, metavar="N", help="sequences decoded together (default: %(default)s)"
     )
     command.add_argument("--class-by", metavar="FIELD", help="a field of the records that names their class; a.b nests")
-    command.add_argument(
-        "--sample-tokens", type=int, default=_SAMPLE_TOKENS, metavar="N",
-        help="output tokens that each point of a curve decodes at most, of requests spread over the log; 0: no curves "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    command.add_argument("--jobs", type=int, metavar="N", help="processes (default: one for each processor)")
-    command.add_argument("--seed", type=int, default=0, help="of what is dealt at random (default: %(default)s)")
     command.add_argument("--json", action="store_true", help="print one JSON line alone")
     command.add_argument(
         "--html",
@@ -104,37 +92,30 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from cache_builder.evaluation.evaluate import evaluate, num_to_decode
+    from cache_builder.evaluation.evaluate import Plan, evaluate, num_to_decode
     from cache_builder.evaluation.report import headline, page, summary
-    from cache_builder.evaluation.runs import Plan, in_batch
 
     _check(options)
     if options.measure is not None and options.tokenizer == str(MODEL_PATH):
         options.tokenizer = options.measure
+    codec, read = read_logs(options, options.inputs, options.class_by)
+    log = read.log
     plan = Plan(
-        fingerprint="",
+        fingerprint=codec.fingerprint,
         cache=options.cache,
         warm=tuple(options.warm),
         draft=DraftConfig(num_speculative_tokens=options.draft_limit, draft_shape=options.draft_shape),
         index=IndexConfig(capacity_tokens=options.cache_tokens),
         batch=options.batch,
-        sample_tokens=options.sample_tokens,
-        seed=options.seed,
     )
-    codec, read = read_logs(options, options.inputs, options.class_by)
-    log = read.log
-    costs = costs_of(options, lambda: _some_prompts(log), options.batch)
-    if options.gpu is None:
-        costs = in_batch(costs, options.batch)
-    jobs = options.jobs or (os.cpu_count() or 1)
-    plan = replace(plan, fingerprint=codec.fingerprint, jobs=jobs if log.output_lengths.sum() >= _MANY_TOKENS else 1)
-    with progress_bar(num_to_decode(log, plan, costs), " tokens") as progress:
+    costs = in_batch(costs_of(options, lambda: _some_prompts(log)), options.batch)
+    with progress_bar(num_to_decode(log, plan), " tokens") as progress:
         result = evaluate(
             log, plan, costs, labels=read.labels, inputs=[Path(name).name for name in options.inputs],
             tokenizer=Path(options.tokenizer).name, progress=progress,
         )  # fmt: skip
     result["parameters"] |= {
-        "class_by": options.class_by, "time_field": options.time_field, "jobs": plan.jobs,
+        "class_by": options.class_by, "time_field": options.time_field,
         "records": read.num_records, "invalid_records": read.num_invalid,
     }  # fmt: skip
     result |= {"without_prompt_records": read.num_without_prompt, "without_answer_records": read.num_without_answer}
@@ -162,7 +143,7 @@ def _measured(options: argparse.Namespace, read: ReadLog, plan: Plan, costs: Ste
     classes = list(read.labels) if read.labels is not None else classes_of(read.log)
     summary = summarised(found, read.log, classes)
     same = log_of(found, read.log)
-    replayed = None if same is None else evaluate(same, replace(plan, sample_tokens=0, jobs=1), costs)
+    replayed = None if same is None else evaluate(same, plan, costs)
     summary["replayed"] = None if replayed is None else {key: replayed[key] for key in ("speedup", "tokens_per_step")}
     return summary
 
@@ -174,8 +155,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.cache == "none" and options.warm:
         raise ConfigError("--cache none searches no directory: leave out --warm, or take --cache frozen")
     for name, value, least in (
-        ("--batch", options.batch, 1), ("--sample-tokens", options.sample_tokens, 0), ("--seed", options.seed, 0),
-        ("--jobs", options.jobs or 1, 1), ("--draft-limit", options.draft_limit, 1),
+        ("--batch", options.batch, 1), ("--draft-limit", options.draft_limit, 1),
         ("--measure-requests", options.measure_requests, 0), ("--measure-tokens", options.measure_tokens, 2),
         ("--measure-minutes", options.measure_minutes, 0), ("--temperature", min(options.temperature), 0),
     ):  # fmt: skip

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from cache_builder.commands.options import CACHE_DIRECTORY, codec_of
-from cache_builder.held import Decode, fingerprint_of, percent, read_learned, shown
+from cache_builder.held import Decode, learned_of, manifest_of, percent, shown
 from cache_builder.inputs.record import InputError, shown_name
 from cache_builder.inputs.streams import open_raw, readable
 from ssd.bundled import MODEL_PATH
@@ -20,11 +20,10 @@ from ssd.config import MAX_SPECULATIVE_TOKENS, DraftConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.seen import CONTEXT_END, OWN_TEXT, Lookup, Place, Seen, path_to, see
+from ssd.drafting.seen import CONTEXT_END, OWN_TEXT, Candidate, Lookup, Place, Seen, path_to, see
 from ssd.errors import CacheError, ConfigError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.directory import load_segments
-from ssd.retrieval.files import read_manifest
 from ssd.retrieval.ring import blocks_of
 from ssd.retrieval.segment import SEPARATOR, unpack
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
@@ -110,6 +109,7 @@ def run(options: argparse.Namespace) -> int:
         "explained", np.array(context, np.int32), len(prompt), snapshot, limit, tree=options.shape == "tree",
         learned=learned,
     )  # fmt: skip
+    seen = see(drafter, request, options.price)
     facts = {
         "report": "explain",
         "path": str(options.directory),
@@ -123,42 +123,23 @@ def run(options: argparse.Namespace) -> int:
         "index_tokens": sum(
             int(np.count_nonzero(block != SEPARATOR)) for each in snapshot.segments for block in blocks_of(each)
         ),
-        "hint": _hint(options, codec, prompt, output),
     }
-    decode = None if codec is None else codec.decode
-    report = _report(see(drafter, request, options.price), facts, context, snapshot, decode)
-    print(json.dumps(report, indent=1) if options.json else "\n".join(_as_text(report, context, decode)))
+    if options.json:
+        print(json.dumps({**facts, **_as_json(seen)}, indent=1))
+    else:
+        print("\n".join(_Text(seen, facts, context, snapshot, None if codec is None else codec.decode).lines()))
     return 0
-
-
-def _hint(options: argparse.Namespace, codec: TextCodec | None, prompt: list[int], output: list[int]) -> str | None:
-    """What a text that was given as a prompt may lack to be what the servers see."""
-    if options.prompt is None or codec is None or options.prompt.endswith(".json") or output:
-        return None
-    said = []
-    if codec.decode(prompt).endswith("\n"):
-        said.append(
-            "its last token holds the line feed that editors and `echo` put at the end: `printf %s` writes none"
-        )
-    if codec.has_chat_template:
-        said.append(
-            "a chat's prompt has the marks of the model's template around it, this text has none: for a chat give a "
-            'file named .json with {"messages": [{"role": "user", "content": "..."}]}'
-        )
-    return "; ".join(said) or None
 
 
 def _open(path: Path, fingerprint: str | None) -> Snapshot:
     """All of a directory, as the server finds it that keeps it, or is given it to warm up."""
-    own = fingerprint_of(path)
+    manifest = manifest_of(path)
+    own = manifest.fingerprint
     if fingerprint is not None and fingerprint != own:
         raise TokenizerMismatch(
             f"{path} was made with tokenizer {own}, this one is {fingerprint}: its token ids mean other text. Give the "
             "tokenizer it was made with"
         )
-    manifest = read_manifest(path, fingerprint=own)
-    if manifest is None:
-        raise StoreUnavailable(f"{path} is being replaced at this moment: try again")
     segments, failures = load_segments(path, manifest)
     for failure in failures:
         if isinstance(failure, CacheError):
@@ -169,180 +150,161 @@ def _open(path: Path, fingerprint: str | None) -> Snapshot:
 
 def _learned(path: Path) -> tuple[LearnedState, int | None]:
     """What the directory's learned.bin says, and from how many candidates; nothing and None where it cannot be used."""
-    stored = read_learned(path)
+    stored = learned_of(path)
     try:
         return LearnedState(stored), None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
     except ValueError:  # as a server does; `check` says what is wrong with it
         return LearnedState(None), None
 
 
-def _report(
-    seen: Seen, facts: dict[str, Any], context: Sequence[int], snapshot: Snapshot, decode: Decode
-) -> dict[str, Any]:
-    """``facts``, the draft, why it ended, and all that was looked up and judged; texts where they can be decoded."""
-    draft, ids = seen.draft, seen.draft.token_ids.tolist()
-
-    def text(name: str, ids: Sequence[int]) -> dict[str, str]:
-        return {} if decode is None else {name: decode(ids)}
-
-    def shown_place(place: Place, lookup: Lookup) -> dict[str, Any]:
-        before, goes_on = _before(place, lookup, seen, context, snapshot), list(place.goes_on[:_SHOWN_TOKENS])
-        return {
-            "where": _OWN if place.segment == OWN_TEXT else snapshot.segments[place.segment].segment_id,
-            "position": place.position,
-            "length": lookup.lengths[place.level],
-            "stands_for": place.weight,
-            "before": before,
-            **text("before_text", before),
-            "goes_on": goes_on,
-            **text("goes_on_text", goes_on),
-        }
-
-    positions = [asdict(position) for position in seen.positions]
-    for position in positions:
-        position["candidates"] = [
-            {"token_id": each["token_id"], **text("text", [each["token_id"]]), **each}
-            for each in position["candidates"]
-        ]
+def _as_json(seen: Seen) -> dict[str, Any]:
+    """The draft, why it ended, and all that was looked up and judged."""
+    draft = seen.draft
     return {
-        **facts,
         "draft": {
-            "token_ids": ids,
-            **({} if decode is None else {"texts": [decode([token]) for token in ids]}),
+            "token_ids": draft.token_ids.tolist(),
             "parents": draft.parents_of_all(),
             "chances": [] if draft.probabilities is None else draft.probabilities.tolist(),
-            "products": draft.chances().tolist() if ids else [],
+            "products": _products(seen),
             "source": draft.source,
             "match_length": draft.match_length,
         },
-        "ended": {"reason": seen.ended, "sentence": _why_ended(seen, facts["draft_limit"], facts["price"], decode)},
-        "lookups": [
-            {
-                "after": lookup.after,
-                "lengths": lookup.lengths,
-                "places": [shown_place(place, lookup) for place in lookup.places],
-            }
-            for lookup in seen.lookups
-        ],
-        "positions": positions,
-        "unknown": _UNKNOWN,
+        "ended": seen.ended,
+        "lookups": [asdict(lookup) for lookup in seen.lookups],
+        "positions": [asdict(position) for position in seen.positions],
     }
 
 
-def _why_ended(seen: Seen, limit: int, price: float, decode: Decode) -> str:
-    if seen.ended == "limit":
-        return f"the draft limit of {limit} tokens is reached"
-    left = seen.best_left_out()
-    if left is not None:
-        return (
-            f"the most probable token left out is {shown([left.token_id], decode)}: it comes, with all before it, in "
-            f"{percent(left.product)} of cases, and drafting it costs {price:g} of an accepted token"
+def _products(seen: Seen) -> list[float]:
+    return seen.draft.chances().tolist() if len(seen.draft.token_ids) else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """The draft as a tree with its chances, why it ends, and the places it was made of, for people."""
+
+    seen: Seen
+    facts: dict[str, Any]
+    context: Sequence[int]
+    snapshot: Snapshot
+    decode: Decode
+
+    def lines(self) -> Iterator[str]:
+        facts, seen = self.facts, self.seen
+        yield f"{facts['path']}: {facts['index_tokens']:,} tokens in {facts['segments']} segments; " + (
+            f"chances as learned from {facts['learned_from']:,} candidates"
+            if facts["learned_from"]
+            else "nothing was learned about acceptance yet, chances are by rule of thumb"
         )
-    if not seen.lookups[0].lengths:
-        return "the last token stands nowhere else, neither in the cache nor earlier in the text"
-    return "the texts that agree with the draft end there, and what the draft ends with stands nowhere else"
-
-
-def _before(place: Place, lookup: Lookup, seen: Seen, context: Sequence[int], snapshot: Snapshot) -> list[int]:
-    """The last tokens before a place."""
-    first = max(0, place.position - _SHOWN_TOKENS)
-    if place.segment == OWN_TEXT:
-        drafted = seen.draft.token_ids[path_to(lookup.after, seen.draft)].tolist()
-        return [*context, *drafted][first : place.position]
-    segment = snapshot.segments[place.segment]
-    tokens: list[int] = unpack(segment.text, place.position - first, segment.width, start=first).tolist()
-    return tokens[max((i + 1 for i, token in enumerate(tokens) if token < 0), default=0) :]
-
-
-def _as_text(report: dict[str, Any], context: Sequence[int], decode: Decode) -> Iterator[str]:
-    """The report for people: the draft as a tree with its chances, why it ends, and the places it was made of."""
-    yield f"{report['path']}: {report['index_tokens']:,} tokens in {report['segments']} segments; " + (
-        f"chances as learned from {report['learned_from']:,} candidates"
-        if report["learned_from"]
-        else "nothing was learned about acceptance yet, chances are by rule of thumb"
-    )
-    output = f" and {report['output_tokens']:,} of output" if report["output_tokens"] else ""
-    ending = shown(context[-_TAIL_TOKENS:], decode)
-    yield f"the text: {report['prompt_tokens']:,} tokens of prompt{output}, ending {ending}"
-    first = report["lookups"][0]
-    for number, length in enumerate(first["lengths"]):
-        places = [place for place in first["places"] if place["length"] == length]
-        own = sum(place["stands_for"] for place in places if place["where"] == _OWN)
-        index = sum(place["stands_for"] for place in places if place["where"] != _OWN)
-        if own + index:  # else the places are those of the longer match
-            at_least = "at least " if any(place["stands_for"] > 1.0 for place in places) else ""
-            tail = shown(context[-min(length, _TAIL_TOKENS) :], decode)
-            yield (
-                f"  its last {length} tokens {tail} stand elsewhere{' too' if number else ''}: {at_least}{index:.0f} "
-                f"in the cache, {own:.0f} in the text itself"
-            )
-    draft, ended = report["draft"], report["ended"]["sentence"]
-    yield ""
-    if draft["token_ids"]:
-        yield (
-            f"draft: a {report['shape']} of {len(draft['token_ids'])} tokens from {draft['source']!r}, of which "
-            f"{sum(draft['products']):.1f} are expected to be accepted, at a price of {report['price']:g} each"
-        )
-    else:
-        yield f"no draft: {ended}"
-    if report["hint"] is not None:
-        yield f"note: {report['hint']}"
-    if any(position["candidates"] for position in report["positions"]):
-        yield "  chance   with all   votes         token (- left out)"
-        yield "           before it"
-    yield from _below(report["positions"], CONTEXT_END, 0, decode)
-    if draft["token_ids"]:
-        yield f"it ends here: {ended}"
-    yield from _views(report["positions"][0]["candidates"], decode)
-    for lookup in report["lookups"]:
-        if lookup["lengths"]:
-            yield from _places(lookup, decode)
-    yield from ("", report["unknown"])
-
-
-def _below(positions: Sequence[dict[str, Any]], after: int, indent: int, decode: Decode) -> Iterator[str]:
-    """What comes after a node; further in only where it branches."""
-    position = positions[after + 1]
-    taken = [each for each in position["candidates"] if each["node"] is not None]
-    left = [each for each in position["candidates"] if each["node"] is None and each["product"] >= _LEAST_SHOWN]
-    is_branch = len(taken) > 1
-    for candidate in [*([] if is_branch else taken), *left[:_MOST_LEFT_OUT]]:
-        yield _line(candidate, position, indent, decode)
-    for candidate in taken:
-        if is_branch:
-            yield _line(candidate, position, indent, decode)
-        yield from _below(positions, candidate["node"], indent + is_branch, decode)
-
-
-def _line(candidate: dict[str, Any], position: dict[str, Any], indent: int, decode: Decode) -> str:
-    votes = sum(candidate["own_votes"]) + sum(candidate["index_votes"])
-    said = f"{votes:.0f} of {sum(position['own_support']) + sum(position['index_support']):.0f}"
-    mark = "  " * indent + ("- " if candidate["node"] is None else "")
-    chances = f"{percent(candidate['chance']):>6}   {percent(candidate['product']):>9}"
-    return f"  {chances}   {said:<12}  {mark}{shown([candidate['token_id']], decode)}"
-
-
-def _views(candidates: Sequence[dict[str, Any]], decode: Decode) -> Iterator[str]:
-    if candidates:
+        output = f" and {facts['output_tokens']:,} of output" if facts["output_tokens"] else ""
+        yield f"the text: {facts['prompt_tokens']:,} tokens of prompt{output}, ending {self.end(_TAIL_TOKENS)}"
+        yield from self.matches()
         yield ""
-        yield "where the chance of the first token comes from: what each view says, and how much it counts"
-    for candidate in candidates[:_MOST_VIEWED]:
-        views = sorted(candidate["views"], key=lambda view: -abs(view["weight"]))
-        said = ", ".join(f"{view['name']} {percent(view['chance'])} ({view['weight']:.2f})" for view in views)
-        yield f"  {shown([candidate['token_id']], decode)} {percent(candidate['chance'])}: {said}"
+        size, ended = len(seen.draft.token_ids), self.why_ended()
+        if size:
+            yield (
+                f"draft: a {facts['shape']} of {size} tokens from {seen.draft.source!r}, of which "
+                f"{sum(_products(seen)):.1f} are expected to be accepted, at a price of {facts['price']:g} each"
+            )
+        else:
+            yield f"no draft: {ended}"
+        if any(position.candidates for position in seen.positions):
+            yield "  chance   with all   votes         token (- left out)"
+            yield "           before it"
+        yield from self.below(CONTEXT_END, 0)
+        if size:
+            yield f"it ends here: {ended}"
+        yield from self.views()
+        for lookup in seen.lookups:
+            if lookup.lengths:
+                yield from self.places(lookup)
+        yield from ("", _UNKNOWN)
 
+    def end(self, count: int) -> str:
+        return shown(self.context[-count:], self.decode)
 
-def _places(lookup: dict[str, Any], decode: Decode) -> Iterator[str]:
-    count = len(lookup["places"])
-    where = "the end of the text" if lookup["after"] == CONTEXT_END else "the draft's end, looked up again,"
-    yield ""
-    yield f"places where {where} stands as well" + (f", {_MOST_PLACES} of {count}" if count > _MOST_PLACES else "")
-    for place in lookup["places"][:_MOST_PLACES]:
-        stands_for = f" (stands for {place['stands_for']:.0f})" if place["stands_for"] > 1.5 else ""
-        yield (
-            f"  {place['length']:3} tokens  {place['where']} at {place['position']:,}{stands_for}: "
-            f"{shown(place['before'], decode)} > {shown(place['goes_on'], decode)}"
-        )
+    def matches(self) -> Iterator[str]:
+        """How often ends of the text stand elsewhere."""
+        first = self.seen.lookups[0]
+        for level, length in enumerate(first.lengths):
+            places = [place for place in first.places if place.level == level]
+            own = sum(place.weight for place in places if place.segment == OWN_TEXT)
+            index = sum(place.weight for place in places if place.segment != OWN_TEXT)
+            if own + index:  # else the places are those of the longer match
+                at_least = "at least " if any(place.weight > 1.0 for place in places) else ""
+                yield (
+                    f"  its last {length} tokens {self.end(min(length, _TAIL_TOKENS))} stand elsewhere"
+                    f"{' too' if level else ''}: {at_least}{index:.0f} in the cache, {own:.0f} in the text itself"
+                )
+
+    def why_ended(self) -> str:
+        if self.seen.ended == "limit":
+            return f"the draft limit of {self.facts['draft_limit']} tokens is reached"
+        if (left := self.seen.best_left_out()) is not None:
+            return (
+                f"the most probable token left out is {shown([left.token_id], self.decode)}: it comes, with all before "
+                f"it, in {percent(left.product)} of cases, and drafting it costs {self.facts['price']:g} of an "
+                "accepted token"
+            )
+        if not self.seen.lookups[0].lengths:
+            return "the last token stands nowhere else, neither in the cache nor earlier in the text"
+        return "the texts that agree with the draft end there, and what the draft ends with stands nowhere else"
+
+    def below(self, after: int, indent: int) -> Iterator[str]:
+        """What comes after a node; further in only where it branches."""
+        position = self.seen.positions[after + 1]
+        support = sum(position.own_support) + sum(position.index_support)
+
+        def line(candidate: Candidate) -> str:
+            said = f"{sum(candidate.own_votes) + sum(candidate.index_votes):.0f} of {support:.0f}"
+            mark = "  " * indent + ("- " if candidate.node is None else "")
+            chances = f"{percent(candidate.chance):>6}   {percent(candidate.product):>9}"
+            return f"  {chances}   {said:<12}  {mark}{shown([candidate.token_id], self.decode)}"
+
+        taken = [(each.node, each) for each in position.candidates if each.node is not None]
+        left = [each for each in position.candidates if each.node is None and each.product >= _LEAST_SHOWN]
+        is_branch = len(taken) > 1
+        if not is_branch:
+            yield from (line(each) for _, each in taken)
+        yield from map(line, left[:_MOST_LEFT_OUT])
+        for node, candidate in taken:
+            if is_branch:
+                yield line(candidate)
+            yield from self.below(node, indent + is_branch)
+
+    def views(self) -> Iterator[str]:
+        candidates = self.seen.positions[0].candidates
+        if candidates:
+            yield ""
+            yield "where the chance of the first token comes from: what each view says, and how much it counts"
+        for candidate in candidates[:_MOST_VIEWED]:
+            views = sorted(candidate.views, key=lambda view: -abs(view.weight))
+            said = ", ".join(f"{view.name} {percent(view.chance)} ({view.weight:.2f})" for view in views)
+            yield f"  {shown([candidate.token_id], self.decode)} {percent(candidate.chance)}: {said}"
+
+    def places(self, lookup: Lookup) -> Iterator[str]:
+        count = len(lookup.places)
+        where = "the end of the text" if lookup.after == CONTEXT_END else "the draft's end, looked up again,"
+        yield ""
+        yield f"places where {where} stands as well" + (f", {_MOST_PLACES} of {count}" if count > _MOST_PLACES else "")
+        for place in lookup.places[:_MOST_PLACES]:
+            stands_for = f" (stands for {place.weight:.0f})" if place.weight > 1.5 else ""
+            name = _OWN if place.segment == OWN_TEXT else self.snapshot.segments[place.segment].segment_id
+            before, goes_on = self.before(place, lookup), place.goes_on[:_SHOWN_TOKENS]
+            yield (
+                f"  {lookup.lengths[place.level]:3} tokens  {name} at {place.position:,}{stands_for}: "
+                f"{shown(before, self.decode)} > {shown(goes_on, self.decode)}"
+            )
+
+    def before(self, place: Place, lookup: Lookup) -> list[int]:
+        """The last tokens before a place."""
+        first = max(0, place.position - _SHOWN_TOKENS)
+        if place.segment == OWN_TEXT:
+            drafted = self.seen.draft.token_ids[path_to(lookup.after, self.seen.draft)].tolist()
+            return [*self.context, *drafted][first : place.position]
+        segment = self.snapshot.segments[place.segment]
+        tokens: list[int] = unpack(segment.text, place.position - first, segment.width, start=first).tolist()
+        return tokens[max((i + 1 for i, token in enumerate(tokens) if token < 0), default=0) :]
 
 
 def _prompt_of(name: str, codec: TextCodec) -> list[int]:
@@ -368,7 +330,7 @@ def _prompt_of(name: str, codec: TextCodec) -> list[int]:
 
 
 def _token_ids_of(name: str) -> list[int]:
-    """A JSON array of ids, or {"token_ids": [...]} as ``ssd-cache export`` writes them. Raises InputError."""
+    """A JSON array of ids, or {"token_ids": [...]} as ``inspect --sequences`` prints them. Raises InputError."""
     body = _json(name, _read(name))
     ids: Any = body.get("token_ids") if isinstance(body, dict) else body
     if not isinstance(ids, list) or not all(type(each) is int and 0 <= each <= _LARGEST_ID for each in ids):

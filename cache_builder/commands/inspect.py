@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+import os
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cache_builder.commands.options import CACHE_DIRECTORY
-from cache_builder.held import fingerprint_of, plain
-from ssd.errors import CacheError, StoreUnavailable
-from ssd.retrieval.directory import Recovered, recover, whose_segments
+from cache_builder.commands.options import CACHE_DIRECTORY, codec_of
+from cache_builder.held import manifest_of, open_held, plain
+from ssd.errors import CacheError, StoreUnavailable, TokenizerMismatch
+from ssd.retrieval.directory import recover, whose_segments
 from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.files import MANIFEST_NAME, Manifest, is_segment_id, read_manifest
-from ssd.retrieval.ring import blocks_of
-from ssd.retrieval.segment import SEPARATOR
-from ssd.retrieval.segment_file import open_segment
+from ssd.retrieval.files import MANIFEST_NAME, Manifest, is_segment_id
+from ssd.retrieval.ring import blocks_of, sequences_of
+from ssd.retrieval.segment import SEPARATOR, open_segment
+from ssd.text.codec import TextCodec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentReport:
     """One segment; ``error`` is None when its file is there and every checksum matches."""
 
-    segment_id: str
+    id: str
     num_tokens: int
     num_bytes: int
     is_static: bool
@@ -63,16 +65,7 @@ class DirectoryReport:
             "is_intact": self.is_intact,
             "has_manifest": self.has_manifest,
             "left_out": list(self.left_out),
-            "segments": [
-                {
-                    "id": segment.segment_id,
-                    "num_tokens": segment.num_tokens,
-                    "num_bytes": segment.num_bytes,
-                    "is_static": segment.is_static,
-                    "error": segment.error,
-                }
-                for segment in self.segments
-            ],
+            "segments": [asdict(segment) for segment in self.segments],
         }
 
     def as_text(self) -> str:
@@ -89,7 +82,7 @@ class DirectoryReport:
         ]
         for segment in self.segments:
             state = "checksums ok" if segment.error is None else f"DAMAGED: {segment.error}"
-            lines.append(f"    {segment.segment_id:40}{segment.num_tokens:>14,} tokens   {state}")
+            lines.append(f"    {segment.id:40}{segment.num_tokens:>14,} tokens   {state}")
         if not self.has_manifest:
             lines += [
                 f"  {MANIFEST_NAME} is MISSING. It is made anew, with the segments above, when a server opens the",
@@ -102,26 +95,27 @@ class DirectoryReport:
 
 def inspect_directory(path: Path) -> DirectoryReport:
     """Read all of a directory and check it. Changes nothing. Raises SegmentCorrupt, FormatVersion, StoreUnavailable."""
-    recovered = _recovered(path)
-    if recovered is not None:
-        made_up = recovered.manifest
-        segments = tuple(_inspect_segment(path, entry, made_up.fingerprint) for entry in made_up.segments)
-        left_out = tuple(file.name for file in recovered.left_out)
-        return DirectoryReport(path=path, manifest=made_up, segments=segments, has_manifest=False, left_out=left_out)
-    manifest = read_manifest(path, fingerprint=fingerprint_of(path))
-    if manifest is None:
-        raise StoreUnavailable(f"{path} is being replaced at this moment: try again")
-    segments = tuple(_inspect_segment(path, entry, manifest.fingerprint) for entry in manifest.segments)
-    return DirectoryReport(path=path, manifest=manifest, segments=segments)
+    manifest, left_out = manifest_or_made_up(path)
+    return DirectoryReport(
+        path=path,
+        manifest=manifest,
+        segments=tuple(_inspect_segment(path, entry, manifest.fingerprint) for entry in manifest.segments),
+        has_manifest=left_out is None,
+        left_out=left_out or (),
+    )
 
 
-def _recovered(path: Path) -> Recovered | None:
-    """What a server would make of a directory that lost its manifest; None where none was lost."""
+def manifest_or_made_up(path: Path) -> tuple[Manifest, tuple[str, ...] | None]:
+    """The manifest of a directory and None; of one that lost it, what a server would make of its segment files, and the
+    names of those that it would leave out. Raises as ``inspect_directory``."""
     try:
         whose = None if (path / MANIFEST_NAME).exists() else whose_segments(path)
-        return None if whose is None else recover(path, fingerprint=whose[0], namespace=whose[1])
+        recovered = None if whose is None else recover(path, fingerprint=whose[0], namespace=whose[1])
     except OSError as error:
         raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
+    if recovered is not None:
+        return recovered.manifest, tuple(file.name for file in recovered.left_out)
+    return manifest_of(path), None
 
 
 def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> SegmentReport:
@@ -138,7 +132,7 @@ def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> Seg
     except (CacheError, OSError) as failure:
         error = str(failure)
     return SegmentReport(
-        segment_id=segment_id,
+        id=segment_id,
         num_tokens=num_tokens,
         num_bytes=num_bytes,
         is_static=entry.get("start") is None,
@@ -146,13 +140,39 @@ def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> Seg
     )
 
 
+def _print_sequences(path: Path, codec: TextCodec | None) -> None:
+    """Every sequence in order as one JSON line: its ids, or with ``codec`` its text, which may give other ids again."""
+    (cache,) = open_held([path])
+    if codec is not None and codec.fingerprint != cache.fingerprint:
+        raise TokenizerMismatch(
+            f"{path} was made with tokenizer {cache.fingerprint}, this one is {codec.fingerprint}: its token ids mean "
+            "other text. Give the tokenizer it was made with"
+        )
+    for sequence in sequences_of(cache.segments):
+        ids = sequence.tolist()
+        record = {"token_ids": ids} if codec is None else {"text": codec.decode(ids)}
+        sys.stdout.buffer.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
 def add(command: argparse.ArgumentParser) -> None:
     """Its arguments."""
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
-    command.add_argument("--json", action="store_true", help="print one JSON object")
+    one = command.add_mutually_exclusive_group()
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+    one.add_argument(
+        "--sequences", action="store_true", help="print what it holds, a JSON line a sequence, which build reads"
+    )
+    command.add_argument("--tokenizer", metavar="DIR_OR_MODEL", help="with --sequences: print text, not ids")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.sequences:
+        try:
+            _print_sequences(options.directory, codec_of(options))
+        except BrokenPipeError:  # who read it has read enough; what is left must not be written at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     report = inspect_directory(options.directory)
     print(json.dumps(report.as_json(), indent=1) if options.json else report.as_text())
     return 0 if report.is_intact else 1

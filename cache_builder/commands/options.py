@@ -6,11 +6,10 @@ import argparse
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from cache_builder.inputs.record import FORMATS, FieldNames
 from ssd.bundled import MODEL_PATH
@@ -105,70 +104,19 @@ def fingerprints_in(client: redis.Redis, options: argparse.Namespace) -> list[st
     return sorted({name.decode() for name in names if re.fullmatch(rb"[0-9a-f]{32}", name)})
 
 
-_LINE_S: Final = 10.0
+def bar_of(total: int, unit: str, *, quiet: bool = False) -> Any:
+    """tqdm's bar on a terminal, nothing anywhere else or where it is ``quiet``. ``total`` : 0 where it is not known."""
+    from tqdm import tqdm
+
+    is_seen = sys.stderr.isatty() and not quiet
+    return tqdm(total=total or None, unit=unit, unit_scale=True, leave=False, disable=not is_seen)
 
 
 @contextmanager
 def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing anywhere else. ``total`` : 0 where it is not known."""
-    bar = _bar(total, unit)
-    with nullcontext() if bar is None else bar:
-        yield lambda amount: None if bar is None else bar.update(amount)
-
-
-def _bar(total: int, unit: str) -> Any:
-    """None where it would not be seen, or nobody can draw it."""
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError:
-        return None
-    return tqdm(total=total or None, unit=unit, unit_scale=True, leave=False)
-
-
-class BuildProgress:
-    """Bytes read and tokens made: a bar on a terminal, elsewhere a line every ten seconds."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        """``quiet`` : nothing at all."""
-        self._quiet = quiet
-        self._bar: Any = None
-        self._total = self._num_bytes = self._num_tokens = 0
-        self._began = self._told = time.monotonic()
-
-    def begin(self, num_bytes: int) -> None:
-        """``num_bytes`` : of all inputs, 0 where nobody knows."""
-        self._total = num_bytes
-        self._began = self._told = time.monotonic()
-        self._bar = None if self._quiet else _bar(num_bytes, "B")
-
-    def tell(self, num_bytes: int, num_tokens: int) -> None:
-        """So many more."""
-        self._num_bytes += num_bytes
-        self._num_tokens += num_tokens
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._rate(), refresh=False)
-            self._bar.update(num_bytes)
-        elif not self._quiet and time.monotonic() - self._told >= _LINE_S:
-            self._told = time.monotonic()
-            print(f"ssd-cache: {self._line()}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Nothing comes any more."""
-        if self._bar is not None:
-            self._bar.close()
-
-    def _rate(self) -> str:
-        took = max(1e-3, time.monotonic() - self._began)
-        return f"{self._num_tokens / 1e6:.1f}M tokens, {self._num_tokens / took / 1e3:,.0f}k tokens/s"
-
-    def _line(self) -> str:
-        share = self._num_bytes / self._total if self._total else 0.0
-        if not 0.0 < share <= 1.0:
-            return self._rate()
-        left = (time.monotonic() - self._began) * (1 - share) / share
-        return f"{share:.0%} of {self._total / 1e6:,.0f} MB, {self._rate()}, {left / 60:.0f} min left"
+    """What moves the bar of ``bar_of`` on."""
+    with bar_of(total, unit) as bar:
+        yield bar.update
 
 
 def add_log_arguments(command: argparse.ArgumentParser, *, in_time: bool = True) -> None:

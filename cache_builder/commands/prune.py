@@ -51,7 +51,6 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-
     budget = Budget.parse(options.budget)
     out = options.directory if options.out is None else options.out
     pruned = prune(
@@ -67,7 +66,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _said(options: argparse.Namespace) -> Said:
-
     codec, read = read_logs(options, options.logs)
     fingerprint = fingerprint_of(options.directory)
     if codec.fingerprint != fingerprint:
@@ -85,7 +83,6 @@ RUN_TOKENS: Final = 8
 """So many tokens in a row are hardly ever a coincidence."""
 
 _WARM: Final = SOURCES.index("warm")
-_SIEVE_BITS: Final = 20
 _WIDTH: Final = 32
 """Tokens up to which a pass is taken to cost nothing more: drafts are long, so that what helps any device is seen."""
 
@@ -101,8 +98,6 @@ class Said:
 
     def __init__(self, found: Iterable[Keys]) -> None:
         self.keys, self.counts = np.unique(np.concatenate([np.empty(0, np.uint64), *found]), return_counts=True)
-        self._sieve = np.zeros(1 << _SIEVE_BITS, np.bool_)
-        self._sieve[_sieved(self.keys)] = True
         self._is_placed = np.zeros(len(self.keys), np.bool_)
 
     def place(self, tokens: Tokens, start: int, credits: Counts) -> None:
@@ -112,12 +107,8 @@ class Said:
         is popular is kept once. O(n).
         """
         keys = runs(tokens, RUN_TOKENS)
-        begins = np.flatnonzero(self._sieve[_sieved(keys)])
-        at = np.searchsorted(self.keys, keys[begins])
-        is_said = at < len(self.keys)
-        is_said[is_said] = self.keys[at[is_said]] == keys[begins[is_said]]
-        at, begins = at[is_said], begins[is_said]
-        at, first = np.unique(at, return_index=True)
+        begins = np.flatnonzero(np.isin(keys, self.keys))
+        at, first = np.unique(np.searchsorted(self.keys, keys[begins]), return_index=True)
         begins = begins[first][~self._is_placed[at]]
         at = at[~self._is_placed[at]]
         self._is_placed[at] = True
@@ -151,10 +142,6 @@ def _accepted(row: Row, steps: Decoded) -> Sequence[Keys]:
         runs(text[max(0, positions[step] - RUN_TOKENS + 1) : positions[step] + steps.accepted[step]], RUN_TOKENS)
         for step in of_warm.tolist()
     ]
-
-
-def _sieved(keys: Keys) -> Keys:
-    return keys >> np.uint64(64 - _SIEVE_BITS)
 
 
 LEAD_IN_TOKENS: Final = BLOCK_TOKENS // 2

@@ -1,74 +1,169 @@
-"""``ssd-cache evaluate``: what a cache would bring on a log, and what it would need."""
+"""``ssd-cache evaluate``: a whole log decoded again, what a cache would bring on it, and what it would need."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from cache_builder.evaluation.costs import StepCosts
+from cache_builder.evaluation.costs import CostCurve, StepCosts
+from cache_builder.evaluation.decoding import OutputDecoder, warm_up
 from cache_builder.evaluation.log import DEFINITIONS, Int64s, Log, classes_of
 from cache_builder.evaluation.oracle import oracle_steps
-from cache_builder.evaluation.runs import CacheUse, Outcome, Plan, Run, execute_all
 from ssd import __version__
+from ssd.config import CacheConfig, DraftConfig, IndexConfig
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.prefixes import split_sequence
+from ssd.retrieval.segment import Tokens
+from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry
+
+CacheUse = Literal["growing", "frozen", "none"]
+Flags = npt.NDArray[np.bool_]
 
 _FEW_TOKENS: Final = 20_000
+_WINDOWS: Final = 10
+_MOST_CLASSES: Final = 20
+_OTHER_CLASSES: Final = "all other classes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to find out.
+
+    ``fingerprint`` : the tokenizer's. ``cache`` : "growing": what was said is learned; "frozen": only ``warm`` is
+    searched; "none": own text alone. ``warm`` : directories searched beside what is learned. ``batch`` : sequences
+    decoded together; above 1 drafts are chains unless ``draft_shape`` says otherwise, as in the engine.
+    """
+
+    fingerprint: str
+    cache: CacheUse = "growing"
+    warm: tuple[Path, ...] = ()
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    index: IndexConfig = field(default_factory=IndexConfig)
+    batch: int = 1
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether drafts branch."""
+        shape = self.draft.draft_shape
+        return shape == "tree" or (shape == "auto" and self.batch == 1)
+
+    @property
+    def lesser_uses(self) -> tuple[CacheUse, ...]:
+        """Ways to use the cache that have less than the plan's, the least first."""
+        if self.cache == "none":
+            return ()
+        return ("none", "frozen") if self.cache == "growing" and self.warm else ("none",)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What decoding a log came to.
+
+    ``requests`` : int64[r], the numbers of those decoded. Of each ``num_steps``, ``num_accepted`` : int64[r].
+    ``drafted`` : int16, tokens drafted in each step of all, one request after another. ``ns`` : of a processor, for all
+    proposals. ``by_depth``, ``by_source`` : see `OutputDecoder`. ``num_cached_tokens``, ``index_bytes`` : of what the
+    cache holds at the end. ``shared_bytes`` : of the entries that sharing would write, without what Redis adds.
+    """
+
+    requests: Int64s
+    num_steps: Int64s
+    num_accepted: Int64s
+    drafted: npt.NDArray[np.int16]
+    ns: int
+    by_depth: tuple[Int64s, Int64s]
+    by_source: dict[str, tuple[int, int, int]]
+    num_cached_tokens: int
+    index_bytes: int
+    ring_bytes: int
+    shared_bytes: int
+
+
+def replay(
+    log: Log, plan: Plan, curve: CostCurve, use: CacheUse, tell: Callable[[int], None] = lambda num_tokens: None
+) -> Outcome:
+    """Decode the log, the cache used as ``use`` says. ``tell`` : called with the output tokens of each request.
+
+    Raises CacheError for a warm directory that cannot be used.
+    """
+    warm_up()
+    decoder = OutputDecoder(curve, draft=plan.draft, tree=plan.is_tree)
+    steps, drafted, ns, shared_bytes = list[tuple[int, int, int]](), [np.empty(0, np.int16)], 0, 0
+    can_be_decoded = set(log.with_prompt.tolist())
+
+    def count(pieces: list[Tokens]) -> None:
+        nonlocal shared_bytes
+        for piece in pieces:
+            for part in split_sequence(piece, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS):
+                shared_bytes += len(pack_entry(Entry(bytes(8), bytes(16), part), ""))
+
+    with CacheSet(CacheConfig(index=plan.index), plan.fingerprint, inline=True) as caches:
+        cache = caches.get()
+        for directory in plan.warm if use != "none" else ():
+            caches.add_static_directory(directory)
+        cache.add_listener(count)
+        for number in range(len(log)):
+            row = log.row(number)
+            if number in can_be_decoded:
+                found = decoder.decode(row, None if use == "none" else cache.snapshot())
+                steps.append((number, len(found.drafted), int(found.accepted.sum())))
+                drafted.append(found.drafted.astype(np.int16))
+                ns += found.ns
+                tell(len(row.output))
+            if use == "growing":
+                cache.append(row.text(), prompt_length=len(row.context))
+                cache.maintain()
+        snapshot = cache.snapshot()
+        requests, num_steps, num_accepted = np.array(steps, np.int64).reshape(-1, 3).T.copy()
+        of_segments = sum(each.text.nbytes + each.order.nbytes + each.fence.nbytes for each in snapshot.segments)
+        return Outcome(
+            requests,
+            num_steps,
+            num_accepted,
+            np.concatenate(drafted),
+            ns,
+            decoder.by_depth(),
+            decoder.by_source(),
+            snapshot.num_tokens,
+            of_segments + 8 * (snapshot.tail_stop - snapshot.tail_start),  # the tail as if it were in a segment
+            snapshot.ring.nbytes,
+            shared_bytes,
+        )
 
 
 def unknown(log: Log, plan: Plan, costs: StepCosts) -> list[str]:
     """Those that hold for this evaluation, the weightiest first."""
-    found = [
-        "Traffic to come: the figures hold for requests like these, in this order. They are expected values, and no "
-        "promise.",
-        "Sampling: each output is taken to be what the model says. At a temperature above 0 it may say something else "
-        "to the same prompt another time; a log that holds several samples of a prompt shows by how much.",
-        "Time to the first token: the speed-up is that of output tokens. Computing prompts takes what it takes without "
-        "drafts.",
+    left_out = "" if costs.overhead is not None else "the engine's own part and the model's second choices, "
+    return [
+        "Traffic to come: the figures hold for requests like these, in this order.",
+        "Sampling: at a temperature above 0 the model may say something else to the same prompt another time.",
+        "Time to the first token: the speed-up is that of output tokens.",
+        f"{left_out}draft heads and draft models: they are left out.".capitalize(),
+        f"A batch of {plan.batch}: its sequences are taken to draft alike, and to learn from one another when they end."
+        if plan.batch > 1
+        else "Load: sequences are taken to be decoded one at a time; beside others drafts gain less, see --batch.",
+        *(
+            ["The time of day: each request is taken to find all earlier ones learned, by all replicas that share."]
+            if plan.cache == "growing"
+            else []
+        ),
+        *(
+            ["The long run: the log is short, and its beginning, with an empty cache, weighs more than it will."]
+            if log.output_lengths[log.with_prompt].sum() < _FEW_TOKENS
+            else []
+        ),
     ]
-    if costs.overhead is None:
-        found.append(
-            "The engine's own part: what it spends beside its passes and drafts from the model's second choices "
-            "(which helps where text is new), were not measured, see --measure. Draft heads and draft models are left "
-            "out."
-        )
-    else:
-        found.append("Draft heads and draft models: they are left out, drafts are taken from what was said before.")
-    if plan.batch > 1:
-        found.append(
-            f"A batch of {plan.batch}: all of its sequences are taken to draft alike, and to learn from one another "
-            "only when they end. Where drafts differ in length, the shorter ones are padded, and pay less."
-        )
-    else:
-        found.append(
-            "Load: sequences are taken to be decoded one at a time. Beside others drafts gain less, see --batch; and "
-            "requests that run at the same time cannot learn from each other's end."
-        )
-    if plan.cache == "growing":
-        found.append(
-            "The time of day: each request is taken to find all earlier ones learned. Replicas that share are taken to "
-            "do so at once; those that do not get requests at random."
-        )
-    if log.output_lengths[log.with_prompt].sum() < _FEW_TOKENS:
-        found.append(
-            "The long run: the log is short, and its beginning, with an empty cache, weighs more than it will."
-        )
-    return found
 
 
-Key = tuple[str, int | str]
-Flags = npt.NDArray[np.bool_]
-
-LIMITS: Final = (2, 4, 8, 16, 32, 64, 128)
-REPLICAS: Final = (2, 4, 16)
-_CAPACITIES: Final = tuple(1 << bits for bits in range(14, 31, 2))
-_WINDOWS: Final = 10
-_MOST_CLASSES: Final = 20
-_OTHER_CLASSES: Final = "all other classes"
+def num_to_decode(log: Log, plan: Plan) -> int:
+    """Output tokens that `evaluate` decodes, in all its replays together."""
+    return int(log.output_lengths[log.with_prompt].sum()) * (1 + len(plan.lesser_uses))
 
 
 def evaluate(
@@ -86,11 +181,9 @@ def evaluate(
     ``labels`` : the class of every request; None: what can be seen. ``progress`` : told how many output tokens were
     decoded, see ``num_to_decode``. Raises CacheError for a warm directory.
     """
-    outcomes = execute_all(_runs(log, plan, costs), log, plan.jobs, progress)
-    main, judge = outcomes["main", 0], _Judge(log, costs, plan)
+    main, judge = replay(log, plan, costs.curve, plan.cache, progress), _Judge(log, costs, plan)
+    uses = [*((use, replay(log, plan, costs.curve, use, progress)) for use in plan.lesser_uses), (plan.cache, main)]
     classes = list(labels) if labels is not None else classes_of(log)
-    everything = judge.figures(main)
-    prompts = log.prompt_lengths[main.requests]
     without = np.setdiff1d(np.arange(len(log)), main.requests)
     return {
         "report": "evaluate",
@@ -103,15 +196,13 @@ def evaluate(
             "shape": "tree" if plan.is_tree else "chain",
             "batch": plan.batch,
             "capacity_tokens": plan.index.capacity_tokens,
-            "sample_tokens": plan.sample_tokens,
-            "seed": plan.seed,
         },
         "inputs": list(inputs),
         "tokenizer": tokenizer,
         "requests": len(main.requests),
-        "prompt_tokens": int(prompts.sum()),
+        "prompt_tokens": int(log.prompt_lengths[main.requests].sum()),
         "cost": costs.as_json(),
-        **everything,
+        **judge.figures(main),
         "documents": {"number": len(without), "tokens": int(np.diff(log.starts)[without].sum())},
         "classes": _classes(main, judge, classes),
         "class_definitions": dict(DEFINITIONS) if labels is None else {},
@@ -121,53 +212,17 @@ def evaluate(
             for source, (drafts, drafted, accepted) in main.by_source.items()
         ],
         "growth": _growth(main, judge),
-        **_curves(outcomes, plan, judge),
-        "needs": _needs(main, log),
+        "by_cache": [{"cache": use, **judge.point(outcome)} for use, outcome in uses],
+        "needs": {
+            "memory_bytes": main.index_bytes + main.ring_bytes,
+            "disk_bytes": main.index_bytes,
+            "cached_tokens": main.num_cached_tokens,
+            "redis_bytes": main.shared_bytes,
+            "redis_bytes_per_request": round(main.shared_bytes / max(1, len(log)), 1),
+            "propose_us": round(main.ns / 1e3 / len(main.drafted), 1) if len(main.drafted) else None,
+        },
         "unknown": unknown(log, plan, costs),
     }
-
-
-def num_to_decode(log: Log, plan: Plan, costs: StepCosts) -> int:
-    """Output tokens that `evaluate` decodes, in all runs together."""
-    return sum(run.num_decoded(log) for run in _runs(log, plan, costs).values())
-
-
-def _runs(log: Log, plan: Plan, costs: StepCosts) -> dict[Key, Run]:
-    """Everything that is decoded; of what is the same only one."""
-    main = Run(
-        curve=costs.curve, draft=plan.draft, index=plan.index, fingerprint=plan.fingerprint, is_tree=plan.is_tree,
-        cache=plan.cache, warm=plan.warm, seed=plan.seed,
-    )  # fmt: skip
-    runs: dict[Key, Run] = {("main", 0): replace(main, counts_shared=True)}
-    if not plan.sample_tokens or not main.num_decoded(log):
-        return runs
-    every = -(-main.num_decoded(log) // plan.sample_tokens)
-    sample = replace(main, every=every)
-    if every > 1:
-        runs["sample", 0] = sample
-    limit = plan.draft.num_speculative_tokens
-    for fewer in (each for each in LIMITS if each < limit):
-        runs["limit", fewer] = replace(sample, draft=replace(plan.draft, num_speculative_tokens=fewer))
-    for use in _lesser_uses(plan):
-        runs["cache", use] = replace(sample, cache=use)
-    if plan.cache == "growing":
-        for capacity in _capacities(log, plan):
-            runs["capacity", capacity] = replace(sample, index=replace(plan.index, capacity_tokens=capacity))
-        for replicas in (each for each in REPLICAS if each <= len(log)):
-            runs["isolated", replicas] = replace(sample, replicas=replicas)
-    return runs
-
-
-def _lesser_uses(plan: Plan) -> list[CacheUse]:
-    """Ways to use the cache that have less than the plan's."""
-    if plan.cache == "none":
-        return []
-    return ["none", "frozen"] if plan.cache == "growing" and plan.warm else ["none"]
-
-
-def _capacities(log: Log, plan: Plan) -> list[int]:
-    """Capacities below that of the plan at which something would have to leave."""
-    return [each for each in _CAPACITIES if each < min(plan.index.capacity_tokens, len(log.tokens))]
 
 
 class _Judge:
@@ -184,31 +239,27 @@ class _Judge:
     def figures(self, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
         """Of all decoded requests, or those that ``of``, bool[r], says."""
         chosen = np.ones(len(outcome.requests), np.bool_) if of is None else of
-        drafted = outcome.drafted[np.repeat(chosen, outcome.num_steps)]
+        requests, drafted = outcome.requests[chosen], outcome.drafted[np.repeat(chosen, outcome.num_steps)]
         num_steps, num_drafted = len(drafted), int(drafted.sum(dtype=np.int64))
-        num_output = int(self._output_lengths[outcome.requests[chosen]].sum())
+        num_output = int(self._output_lengths[requests].sum())
         num_accepted = int(outcome.num_accepted[chosen].sum())
         assert num_output == num_steps + num_accepted
         propose_s = self._batch * outcome.ns / 1e9 * num_steps / max(1, len(outcome.drafted))
         speedup = self._costs.speed_up(num_output, np.bincount(drafted, minlength=1), propose_s)
+        best = None if self._oracle is None else int(self._oracle[requests].sum())
         return {
             "output_tokens": num_output,
             "tokens_per_step": _rounded(num_output / num_steps if num_steps else 1.0),
-            "of_oracle": None if self._oracle is None else self._of_oracle(outcome.requests[chosen], num_steps),
+            "of_oracle": None if best is None else _rounded(best / max(1, num_steps)),
             "drafted_per_step": _rounded(num_drafted / max(1, num_steps)),
             "acceptance_rate": _rounded(num_accepted / max(1, num_drafted)),
             "speedup": _rounded(speedup),
         }
 
-    def _of_oracle(self, requests: Int64s, num_steps: int) -> float:
-        """Tokens a step over those of the best drafts in hindsight."""
-        assert self._oracle is not None
-        return _rounded(int(self._oracle[requests].sum()) / max(1, num_steps))
-
-    def point(self, outcome: Outcome, *names: str) -> dict[str, Any]:
+    def point(self, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
         """Those of the figures that a curve shows."""
-        found = self.figures(outcome)
-        return {name: found[name] for name in (*names, "tokens_per_step", "speedup", "output_tokens")}
+        found = self.figures(outcome, of)
+        return {name: found[name] for name in ("tokens_per_step", "speedup", "output_tokens")}
 
 
 def _classes(main: Outcome, judge: _Judge, classes: Sequence[str]) -> list[dict[str, Any]]:
@@ -238,59 +289,8 @@ def _growth(main: Outcome, judge: _Judge) -> list[dict[str, Any]]:
     bounds = sorted({round(count * window / _WINDOWS) for window in range(_WINDOWS + 1)})
     found = []
     for begin, end in pairwise(bounds):
-        figures = judge.figures(main, (places >= begin) & (places < end))
-        found.append({"requests": end, **{name: figures[name] for name in _GROWTH_FIGURES}})
+        found.append({"requests": end, **judge.point(main, (places >= begin) & (places < end))})
     return found
-
-
-_GROWTH_FIGURES: Final = ("output_tokens", "tokens_per_step", "speedup")
-
-
-def _curves(outcomes: dict[Key, Outcome], plan: Plan, judge: _Judge) -> dict[str, list[dict[str, Any]]]:
-    """All that needed runs of their own; the plan's own setting closes every curve that has other points."""
-    here = outcomes.get(("sample", 0), outcomes["main", 0])
-
-    def others(kind: str) -> list[tuple[Any, Outcome]]:
-        return [(key[1], outcome) for key, outcome in _in_order(outcomes) if key[0] == kind]
-
-    limits = [*others("limit"), (plan.draft.num_speculative_tokens, here)]
-    capacities = [*others("capacity"), (plan.index.capacity_tokens, here)] if plan.cache == "growing" else []
-    uses = [*others("cache"), (plan.cache, here)]
-    sharing = []
-    for replicas, outcome in others("isolated"):
-        sharing.append({"replicas": replicas, "is_shared": False, **judge.point(outcome)})
-        sharing.append({"replicas": replicas, "is_shared": True, **judge.point(here)})
-    is_asked = plan.sample_tokens > 0
-    return {
-        "by_cache": [{"cache": use, **judge.point(outcome)} for use, outcome in uses] if is_asked else [],
-        "by_capacity": [
-            {"capacity_tokens": capacity, "bytes": outcome.index_bytes, **judge.point(outcome)}
-            for capacity, outcome in (capacities if is_asked else [])
-        ],
-        "by_draft_limit": [
-            {"limit": limit, **judge.point(outcome, "drafted_per_step")}
-            for limit, outcome in (limits if is_asked else [])
-        ],
-        "sharing": sharing,
-    }
-
-
-def _in_order(outcomes: dict[Key, Outcome]) -> list[tuple[Key, Outcome]]:
-    """By number; names as they were planned, the least first."""
-    uses = {"none": 0, "frozen": 1, "growing": 2}
-    return sorted(outcomes.items(), key=lambda item: (item[0][0], uses.get(str(item[0][1]), item[0][1])))
-
-
-def _needs(main: Outcome, log: Log) -> dict[str, Any]:
-    """Of one namespace: memory is that of index and ring; of Redis the entries count, without what it adds to each."""
-    return {
-        "memory_bytes": main.index_bytes + main.ring_bytes,
-        "disk_bytes": main.index_bytes,
-        "cached_tokens": main.num_cached_tokens,
-        "redis_bytes": main.shared_bytes,
-        "redis_bytes_per_request": round(main.shared_bytes / max(1, len(log)), 1),
-        "propose_us": round(main.ns / 1e3 / len(main.drafted), 1) if len(main.drafted) else None,
-    }
 
 
 def _rounded(value: float) -> float:

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +42,6 @@ class Row:
 
 Int64s = npt.NDArray[np.int64]
 
-_NUMBERS = ("starts", "prompt_lengths")
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Log:
@@ -76,18 +73,6 @@ class Log:
     def with_prompt(self) -> Int64s:
         """int64: numbers of the requests that can be decoded again: the others are documents."""
         return np.flatnonzero((self.prompt_lengths > 0) & (self.output_lengths > 0))
-
-    def save(self, directory: Path) -> None:
-        """Write three files for `load`. Raises OSError."""
-        for name in ("tokens", *_NUMBERS):
-            np.save(directory / f"{name}.npy", getattr(self, name))
-
-    @classmethod
-    def load(cls, directory: Path) -> Self:
-        """What `save` wrote; the tokens are mapped. Raises OSError."""
-        tokens = np.load(directory / "tokens.npy", mmap_mode="r", allow_pickle=False)
-        starts, prompts = (np.load(directory / f"{name}.npy", allow_pickle=False) for name in _NUMBERS)
-        return cls(np.asarray(tokens), starts, prompts)
 
 
 _MOST_LABEL_CHARACTERS: Final = 60

@@ -1,4 +1,4 @@
-"""An evaluation for people: lines for a terminal, and one HTML file that needs nothing else: no script, font or host.
+"""An evaluation for people: lines for a terminal, and the same lines with pictures of the curves as one HTML file.
 
 Whatever comes from logs, names of classes and of files above all, may have been written by anybody: every text is
 escaped, and the page's own policy forbids it to load or run anything.
@@ -9,26 +9,15 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
-from typing import Any, Final
+from operator import itemgetter
+from typing import Any, Final, NamedTuple
 
 from cache_builder.evaluation.measured import LEAST_REQUESTS
 
 Evaluation = Mapping[str, Any]
 
-_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-_STYLE: Final = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 60rem; padding: 1.5rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-bottom: 0; }
-p, li, footer { max-width: 45rem; } footer, .about { opacity: 0.75; }
-.scroll { overflow-x: auto; } img { background: white; max-width: 100%; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0.5rem 0; }
-th, td { border-bottom: 1px solid #8886; padding: 0.2rem 0.8rem; text-align: right; }
-th:first-child, td:first-child { overflow-wrap: anywhere; padding-left: 0; text-align: left; }
-"""
-_MOST_ROWS: Final = 60
+_POLICY: Final = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'"
 _MOST_LINES: Final = 20
 _CACHES: Final = {
     "none": "the request's own text alone",
@@ -143,31 +132,16 @@ def _bytes(count: int) -> str:
 
 def page(evaluation: Evaluation) -> str:
     """The page. ``evaluation`` : what ``evaluate`` returns. Its curves are drawn where matplotlib is installed."""
-    parts = [_section(table, rows) for table in _MEASURED + _TABLES if (rows := table.rows(evaluation))]
-    title, measured = headline(evaluation), evaluation.get("measured")
-    measured_with = "" if measured is None else f"<p>{escape(_measured_with(measured))}.</p>"
-    lacking = "".join(f"<p>{escape(line)}.</p>" for line in _lacking(evaluation))
-    needs = "".join(f"<li>{escape(line.strip())}</li>" for line in _needs(evaluation["needs"]))
-    unknown = "".join(f"<li>{escape(sentence)}</li>" for sentence in evaluation["unknown"])
-    parameters = ", ".join(f"{name} {value}" for name, value in evaluation["parameters"].items())
+    pictures = [_figure(table, rows) for table in _MEASURED + _TABLES if (rows := table.rows(evaluation))]
     inputs, version = ", ".join(evaluation["inputs"]), evaluation["version"]
     about = f"ssd-cache evaluate {version}, {evaluation['date']}, tokenizer {evaluation['tokenizer']}, of {inputs}"
+    parameters = ", ".join(f"{name} {value}" for name, value in evaluation["parameters"].items())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{escape(title)}</h1>{measured_with}{lacking}<p>{escape(_headline(evaluation))}.</p>"
-        f"<p>{escape(_drafts(evaluation))}.</p>"
-        f"{''.join(parts)}"
-        f"<h2>What it needs</h2><ul>{needs}</ul><h2>What a replay cannot know</h2><ul>{unknown}</ul>"
-        f"<footer><p>{escape(about)}</p><p>{escape(parameters)}</p></footer></body></html>\n"
+        f"<title>{escape(headline(evaluation))}</title></head><body>"
+        f"<pre>{escape(summary(evaluation))}\n\n{escape(about)}\n{escape(parameters)}</pre>{''.join(pictures)}</body></html>\n"
     )
-
-
-def _series(row: Evaluation) -> str:
-    """Whose curve a row is a point of."""
-    return str(row["way"]) if "way" in row else "one for all" if row.get("is_shared") else "each its own"
 
 
 def _count(value: float) -> str:
@@ -182,15 +156,13 @@ _Columns = tuple[tuple[str, str, Callable[[Any], str]], ...]
 _STEPS: Final[_Columns] = (("tokens a step", "tokens_per_step", _two), ("speed-up", "speedup", _two))
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
+class _Table(NamedTuple):
     """``rows`` : of an evaluation. ``columns`` : their names, keys and how a value is written.
 
     ``is_curve`` : whether the last column is drawn over the first.
     """
 
     title: str
-    about: str
     rows: Callable[[Evaluation], Sequence[Evaluation]]
     columns: _Columns
     is_curve: bool = False
@@ -226,133 +198,57 @@ _RATES: Final[_Columns] = (
     ("tokens", "output_tokens", _count), ("passes without", "passes_without", _count), ("with", "passes_with", _count),
     ("tokens/s without", "without_per_s", _two), ("with", "with_per_s", _two), ("speed-up", "speedup", _two),
 )  # fmt: skip
-_MEASURED: Final[tuple[_Table, ...]] = (
+_REQUESTS: Final[_Columns] = (("requests", "requests", _count),)
+_MEASURED: Final = (
     _Table(
-        "Measured",
-        "Tokens a second with the computing of prompts, which drafts do not change; the speed-up of output is without "
-        "it. Every output was compared with that without drafts, some with their log-probabilities, by ==.",
-        _ways(""),
+        "Measured", _ways(""),
         (
-            *_WAY, ("requests", "requests", _count), *_RATES[:-1], ("of output", "output_speedup", _two),
+            *_WAY, *_REQUESTS, *_RATES[:-1], ("of output", "output_speedup", _two),
             ("outputs that differ", "outputs_differ", _count), ("slower requests", "slower", _count), _RATES[-1],
         ),
     ),
     _Table(
-        "Measured, as it is used",
-        "Parts of the requests in their order, the cache empty at first.",
-        _ways("growth"),
-        (("up to request", "up_to", _count), *_WAY, ("requests", "requests", _count), *_RATES),
-        is_curve=True,
+        "Measured, as it is used: parts of the requests in their order, the cache empty at first", _ways("growth"),
+        (("up to request", "up_to", _count), *_WAY, *_REQUESTS, *_RATES), is_curve=True,
     ),
+    _Table("Measured, by class", _ways("classes"), (("class", "name", str), *_WAY, *_REQUESTS, *_RATES)),
     _Table(
-        "Measured, by class", "The largest first.", _ways("classes"),
-        (("class", "name", str), *_WAY, ("requests", "requests", _count), *_RATES),
-    ),
-    _Table(
-        "Where drafts lost",
-        "The requests that took longest with drafts beside without. One alone may be chance: what a machine does "
-        "meanwhile is in its time.",
-        _ways("slowest"),
-        (("request", "request", _count), *_WAY, ("class", "name", str), *_RATES),
+        "Where drafts lost: one request alone may be chance, what a machine does meanwhile is in its time",
+        _ways("slowest"), (("request", "request", _count), *_WAY, ("class", "name", str), *_RATES),
     ),
 )  # fmt: skip
-
-
 _TABLES: Final = (
     _Table(
-        "By class of traffic",
-        "Speed-up of each class, the largest first.",
-        _defined,
+        "By class of traffic", _defined,
         (
-            ("class", "name", str),
-            ("", "about", str),
-            ("requests", "requests", _count),
-            ("output tokens", "output_tokens", _count),
-            *_STEPS,
+            ("class", "name", str), ("", "about", str), *_REQUESTS, ("output tokens", "output_tokens", _count), *_STEPS,
         ),
     ),
+    _Table("It grows with use", itemgetter("growth"), (("after requests", "requests", _count), *_STEPS), is_curve=True),
     _Table(
-        "It grows with use",
-        "Speed-up of each part of the log, in its order: what was answered before is drafted from afterwards.",
-        lambda evaluation: evaluation["growth"],
-        (("after requests", "requests", _count), *_STEPS),
-        is_curve=True,
-    ),
-    _Table(
-        "How far drafts hold",
-        "Of the tokens drafted at each place of a draft, the share that the model agreed with. Where drafts branch, of "
-        "several candidates for a place one at most can be right.",
-        _shares,
+        "How far drafts hold: of the tokens drafted at each place the share that the model agreed with", _shares,
         (
-            ("place", "position", _count),
-            ("drafted", "drafted", _count),
-            ("accepted", "accepted", _count),
+            ("place", "position", _count), ("drafted", "drafted", _count), ("accepted", "accepted", _count),
             ("share", "share", _two),
         ),
         is_curve=True,
     ),
     _Table(
-        "What the cache adds",
-        "A request's own prompt and output are drafted from in any case; the rest is what others said before it.",
-        lambda evaluation: evaluation["by_cache"],
+        "What the cache adds to a request's own text", itemgetter("by_cache"),
         (("searched", "cache", lambda use: _CACHES[use]), *_STEPS),
     ),
     _Table(
-        "Where drafts come from",
-        "By the source of a draft's first token.",
-        lambda evaluation: evaluation["by_source"],
+        "Where drafts come from", itemgetter("by_source"),
         (
-            ("source", "source", lambda name: str(_SOURCES.get(name, name))),
-            ("drafted", "drafted", _count),
+            ("source", "source", lambda name: str(_SOURCES.get(name, name))), ("drafted", "drafted", _count),
             ("accepted", "accepted", _count),
         ),
     ),
     _Table(
-        "How large the cache should be",
-        "Speed-up by the tokens that it may hold; the oldest text goes first.",
-        lambda evaluation: evaluation["by_capacity"],
-        (("tokens", "capacity_tokens", _count), ("memory", "bytes", lambda count: _bytes(count)), *_STEPS),
-        is_curve=True,
+        "What a pass costs, in passes of one token", _passes,
+        (("tokens of the pass", "width", _count), ("cost", "cost", _two)), is_curve=True,
     ),
-    _Table(
-        "How long drafts may be",
-        "Speed-up by the most tokens of a draft; below the limit drafts are as long as pays.",
-        lambda evaluation: evaluation["by_draft_limit"],
-        (("limit", "limit", _count), ("drafted a step", "drafted_per_step", _two), *_STEPS),
-        is_curve=True,
-    ),
-    _Table(
-        "What sharing brings",
-        "The same requests dealt to several replicas at random. Apart, each has seen only what came to it.",
-        lambda evaluation: evaluation["sharing"],
-        (
-            ("replicas", "replicas", _count),
-            ("caches", "is_shared", lambda one: "one" if one else "each its own"),
-            *_STEPS,
-        ),
-        is_curve=True,
-    ),
-    _Table(
-        "What a pass costs",
-        "In passes of one token.",
-        _passes,
-        (("tokens of the pass", "width", _count), ("cost", "cost", _two)),
-        is_curve=True,
-    ),
-)
-
-
-def _section(table: _Table, rows: Sequence[Evaluation]) -> str:
-    head = "".join(f"<th>{name}</th>" for name, _, _ in table.columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(write(row[key]))}</td>" for _, key, write in table.columns) + "</tr>"
-        for row in rows[:_MOST_ROWS]
-    )
-    more = f"<p>and {len(rows) - _MOST_ROWS} more, which the JSON holds</p>" if len(rows) > _MOST_ROWS else ""
-    return (
-        f'<section><h2>{table.title}</h2><p class="about">{table.about}</p>{_figure(table, rows)}'
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}</section>'
-    )
+)  # fmt: skip
 
 
 def _figure(table: _Table, rows: Sequence[Evaluation]) -> str:
@@ -366,9 +262,9 @@ def _figure(table: _Table, rows: Sequence[Evaluation]) -> str:
     (x_name, x, _), (y_name, y, _) = table.columns[0], table.columns[-1]
     figure = Figure(figsize=(7, 2.8), layout="constrained")
     axes = figure.subplots()
-    names = dict.fromkeys(_series(row) for row in rows)
+    names = dict.fromkeys(row.get("way", "") for row in rows)
     for name in names:
-        points = sorted((row[x], row[y]) for row in rows if _series(row) == name)
+        points = sorted((row[x], row[y]) for row in rows if row.get("way", "") == name)
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.set(xlabel=x_name, ylabel=y_name, ylim=(0, None))
     if min(row[x] for row in rows) > 0 and max(row[x] for row in rows) > 30 * min(row[x] for row in rows):

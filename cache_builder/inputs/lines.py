@@ -7,99 +7,45 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import IO, Any, Final, Literal, TypeAlias
 
 from cache_builder.inputs.record import LONGEST_RECORD, InputError, Record, shown_name
 from cache_builder.inputs.streams import open_stream, readable
 
-_CHUNK_CHARS = 1 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def array_elements(file: IO[str], begun: str = "") -> Iterator[str]:
-    """The text of each element; raises ValueError where the file is no JSON array. ``begun`` : what was read of it.
+def array_elements(text: str) -> Iterator[str]:
+    """The text of each element; raises ValueError where ``text`` is no JSON array."""
+    decoder = json.JSONDecoder()
 
-    Memory for the longest element and a chunk; one longer than a chunk is begun again for every doubling.
-    """
-    rest = _Rest(file, begun)
-    if rest.next_mark() != "[":
+    def mark_at(place: int) -> tuple[str, int]:
+        """The next character after white space, and where it is."""
+        space = _SPACE.match(text, place)
+        assert space is not None
+        return text[space.end() : space.end() + 1], space.end()
+
+    mark, at = mark_at(0)
+    if mark != "[":
         raise ValueError("an array was expected")
-    rest.skip_mark()
-    mark = rest.next_mark()
+    mark, at = mark_at(at + 1)
     while mark != "]":
-        yield rest.element()
-        mark = rest.next_mark()
-        if mark == ",":
-            rest.skip_mark()
-            if rest.next_mark() == "]":
-                raise ValueError("an element was expected after ','")
-        elif mark != "]":
+        _, end = decoder.raw_decode(text, at)
+        yield text[at:end]
+        mark, at = mark_at(end)
+        if mark not in ("]", ","):
             raise ValueError(f"',' or ']' was expected after an element, got {mark!r}")
-    rest.skip_mark()
-    if rest.has_more():
+        if mark == ",":
+            mark, at = mark_at(at + 1)
+            if mark == "]":
+                raise ValueError("an element was expected after ','")
+    if mark_at(at + 1)[0]:
         raise ValueError("there is more after its end")
-
-
-class _Rest:
-    """What is not read yet."""
-
-    def __init__(self, file: IO[str], text: str) -> None:
-        self._file = file
-        self._text = text
-        self._at = 0
-        self._decoder = json.JSONDecoder()
-
-    def _more(self, characters: int) -> bool:
-        read = self._file.read(characters)
-        self._text, self._at = self._text[self._at :] + read, 0
-        return bool(read)
-
-    def next_mark(self) -> str:
-        """The next character after white space; raises ValueError at the end."""
-        while True:
-            space = _SPACE.match(self._text, self._at)
-            assert space is not None
-            self._at = space.end()
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._more(_CHUNK_CHARS):
-                raise ValueError("the array does not end")
-
-    def has_more(self) -> bool:
-        """Whether anything but white space comes."""
-        try:
-            self.next_mark()
-        except ValueError:
-            return False
-        return True
-
-    def skip_mark(self) -> None:
-        """Go on behind it."""
-        self._at += 1
-
-    def element(self) -> str:
-        """The value that is next."""
-        chunk = _CHUNK_CHARS
-        while True:
-            try:
-                _, end = self._decoder.raw_decode(self._text, self._at)
-                complaint = ValueError("the array does not end")
-            except ValueError as error:
-                end, complaint = len(self._text), error
-            if end < len(self._text):
-                text, self._at = self._text[self._at : end], end
-                return text
-            if len(self._text) - self._at > LONGEST_RECORD:
-                raise ValueError(f"an element has no end within {LONGEST_RECORD >> 20} MiB")
-            if not self._more(chunk):
-                raise complaint
-            chunk *= 2
 
 
 _MARK = b"\xef\xbb\xbf"
 _DOCUMENT_BYTES = 1 << 22
-_SPACES = b" \t\r\n"
+_MOST_ARRAY_BYTES = 1 << 30
 
 
 def lines_of(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[tuple[str, bytes]]:
@@ -107,28 +53,7 @@ def lines_of(shown: str, file: IO[bytes], start: int = 0, stop: int | None = Non
 
     Raises InputError for a line without end, and what reading raises.
     """
-    return _lines(shown, file, start, _go_to_line(file, start), 0, stop)
-
-
-def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[Record]:
-    """A record for every line; for every element where the file is one JSON array. Raises as ``lines_of``."""
-    if start == 0:
-        begun = _skip_spaces(file)
-        rest = io.BufferedReader(_Unread(begun.text, file))
-        if begun.mark == b"[" and stop is None:
-            yield from _elements(shown, io.TextIOWrapper(rest, encoding="utf-8-sig"))
-            return
-        lines = _lines(shown, rest, 0, begun.num_bytes, begun.num_lines, stop)
-    else:
-        lines = lines_of(shown, file, start, stop)
-    for where, line in lines:
-        yield Record(where, line.decode(), is_json=True)
-
-
-def _lines(
-    shown: str, file: IO[bytes], start: int, at: int, number: int, stop: int | None
-) -> Iterator[tuple[str, bytes]]:
-    """``at``, ``number`` : bytes and lines before the first one; numbers are known of a range from the beginning on."""
+    at, number = _go_to_line(file, start), 0
     while stop is None or at < stop:
         line = file.readline(LONGEST_RECORD + 1)
         if not line:
@@ -140,6 +65,33 @@ def _lines(
         at += len(line)
         if line.strip():
             yield where, line.removeprefix(_MARK) if number == 1 else line
+
+
+def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[Record]:
+    """A record for every line; for every element where the file is one JSON array. Raises as ``lines_of``."""
+    if start == 0 and stop is None and _begins_array(file):
+        yield from _elements(shown, file)
+        return
+    for where, line in lines_of(shown, file, start, stop):
+        yield Record(where, line.decode(), is_json=True)
+
+
+def _begins_array(file: IO[bytes]) -> bool:
+    beginning = file.peek(1) if isinstance(file, io.BufferedReader) else b""
+    return beginning.removeprefix(_MARK).lstrip()[:1] == b"["
+
+
+def _elements(shown: str, file: IO[bytes]) -> Iterator[Record]:
+    data = file.read(_MOST_ARRAY_BYTES + 1)
+    if len(data) > _MOST_ARRAY_BYTES:
+        raise InputError(f"{shown}: a JSON array of more than {_MOST_ARRAY_BYTES >> 30} GiB: give one object a line")
+    text = data.decode("utf-8-sig")
+    del data
+    try:
+        for number, element in enumerate(array_elements(text), start=1):
+            yield Record(f"{shown}: element {number}", element, is_json=True)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{shown}: not a JSON array ({error}). Correct it, or give one object a line") from None
 
 
 def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[Record]:
@@ -180,54 +132,6 @@ def _go_to_line(file: IO[bytes], start: int) -> int:
     return start - 1 + len(skipped)
 
 
-@dataclass(slots=True)
-class _Begun:
-    """What was read of a file: bytes and lines of white space, then the beginning of a line and its first mark."""
-
-    num_bytes: int = 0
-    num_lines: int = 0
-    text: bytes = b""
-    mark: bytes = b""
-
-
-def _skip_spaces(file: IO[bytes]) -> _Begun:
-    begun = _Begun()
-    while piece := file.readline(1 << 16):
-        if stripped := piece.removeprefix(_MARK).lstrip(_SPACES):
-            begun.text, begun.mark = piece, stripped[:1]
-            break
-        begun.num_bytes += len(piece)
-        begun.num_lines += piece.endswith(b"\n")
-    return begun
-
-
-class _Unread(io.RawIOBase):
-    """``begun`` and then the rest of ``file``."""
-
-    def __init__(self, begun: bytes, file: IO[bytes]) -> None:
-        self._begun = memoryview(begun)
-        self._file = file
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        data = self._begun[: len(buffer)] or self._file.read(len(buffer))
-        self._begun = self._begun[len(data) :]
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def _elements(shown: str, file: IO[str]) -> Iterator[Record]:
-    try:
-        for number, element in enumerate(array_elements(file), start=1):
-            yield Record(f"{shown}: element {number}", element, is_json=True)
-    except ValueError as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise
-        raise InputError(f"{shown}: not a JSON array ({error}). Correct it, or give one object a line") from None
-
-
 Side: TypeAlias = Literal["requests", "responses"]
 
 _MOST_BYTES = 1 << 30
@@ -245,7 +149,7 @@ def side_of(line: Any) -> tuple[Side, str] | None:
 
 
 class Requests:
-    """The requests of some files by their ``custom_id``, as the text they came in."""
+    """The requests of some files by their ``custom_id``, of the first file that has it, as the text they came in."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """Reads them. Raises InputError."""
@@ -259,7 +163,7 @@ class Requests:
                         raise InputError(f"{name}: more than {_MOST_BYTES >> 30} GiB of requests: split the batch")
                     line = _loaded(record.text)
                     if (side := side_of(line)) and side[0] == "requests":
-                        self._by_id[side[1]] = record.text
+                        self._by_id.setdefault(side[1], record.text)
 
     def join(self, responses: Iterator[Record]) -> Iterator[Record]:
         """Every response with its request; one without a request as it came."""

@@ -37,7 +37,7 @@ class Source:
     size: int | None
     stamp: str
     requests: tuple[str, ...] = ()
-    """Of a batch's responses the file of its requests."""
+    """Of a batch's responses the files of requests, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,47 +171,33 @@ def _beginning(name: str) -> bytes:
 
 
 def _with_requests(sources: list[Source]) -> list[Source]:
-    """Batches joined: the i-th file of responses with the i-th of requests that holds its first ``custom_id``."""
+    """Batches joined: each file of responses with all files of requests, the i-th with the i-th above all."""
     lines = [source for source in sources if source.format == "jsonl" and is_regular(source.name)]
-    if len(lines) > _MOST_PEEKED_FILES or len(lines) < 2:
+    if not 2 <= len(lines) <= _MOST_PEEKED_FILES:
         return sources
-    sides = {source.name: side for source in lines if (side := _side(source.name))}
-    asked = [name for name, (side, _) in sides.items() if side == "requests"]
-    if not asked or len(asked) == len(sides):
+    sides = {source.name: _side(source.name) for source in lines}
+    asked = [name for name, side in sides.items() if side == "requests"]
+    said = [name for name, side in sides.items() if side == "responses"]
+    if not asked or len(asked) == len(lines):
         return sources
-    ids = {name: _custom_ids(name) for name in asked}
-    joined, free = [], list(asked)
+    joined = []
     for source in sources:
-        side = sides.get(source.name)
-        if side is None:
+        if source.name in said:
+            at = said.index(source.name) % len(asked)
+            joined.append(replace(source, requests=(*asked[at:], *asked[:at])))
+        elif source.name not in asked:
             joined.append(source)
-        elif side[0] == "responses":
-            of_it = [name for name in (*free, *asked) if side[1] in ids[name]][:1]
-            free = [name for name in free if name not in of_it]
-            joined.append(replace(source, requests=tuple(of_it)))
     return joined
 
 
-def _side(name: str) -> tuple[str, str] | None:
+def _side(name: str) -> str | None:
     with readable(name), open_stream(name) as file:
         line = file.readline(_PEEKED << 4)
     try:
-        return side_of(json.loads(line))
+        side = side_of(json.loads(line))
     except (ValueError, RecursionError):
         return None
-
-
-def _custom_ids(name: str) -> frozenset[str]:
-    found = set()
-    with readable(name), open_stream(name) as file:
-        while line := file.readline(_PEEKED << 10):
-            try:
-                side = side_of(json.loads(line))
-            except (ValueError, RecursionError):
-                continue
-            if side is not None:
-                found.add(side[1])
-    return frozenset(found)
+    return None if side is None else side[0]
 
 
 def weight_of(source: Source) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import stat
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,14 +77,14 @@ def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator
 def open_stream(name: str, progress: Progress = lambda num_bytes: None) -> Iterator[IO[bytes]]:
     """The bytes decompressed: gzip and zstd, by name or by their first bytes. Raises as ``open_raw``.
 
-    Memory is bounded, however far a stream swells. What is damaged or ends too early raises as ``readable`` explains.
+    Memory is bounded, however far a stream swells. Reading what is damaged or ends too early raises InputError.
     """
     with open_raw(name, progress) as raw:
         magic = raw.peek(4)[:4]
         if magic[:2] == _GZIP_MAGIC or name.endswith(".gz"):
-            yield io.BufferedReader(_Forward(gzip.GzipFile(fileobj=raw)), _BUFFER)
+            yield io.BufferedReader(_Unpacked(raw, name, "gzip"), _BUFFER)
         elif magic == _ZSTD_MAGIC or name.endswith(".zst"):
-            yield io.BufferedReader(_Zstandard(raw, name), _BUFFER)
+            yield io.BufferedReader(_Unpacked(raw, name, "zstd"), _BUFFER)
         else:
             yield raw
 
@@ -101,8 +99,6 @@ def readable(name: str) -> Iterator[None]:
         raise InputError(
             f"{shown}: not UTF-8 text ({error.reason}). Convert it first, for instance with iconv"
         ) from None
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise InputError(f"{shown}: damaged gzip data ({error}). Compress it again, or copy it again") from None
     except OSError as error:
         raise InputError(f"{shown}: cannot be read: {_why(error)}") from None
 
@@ -157,22 +153,22 @@ class _Counted(_Forward):
         return int(self._raw.tell())
 
 
-class _Zstandard(_Forward):
-    """Frames one after the other, in pieces of a bounded size."""
+class _Unpacked(_Forward):
+    """Members or frames one after the other, in pieces of a bounded size. ``kind`` : gzip or zstd."""
 
-    def __init__(self, raw: io.BufferedReader, name: str) -> None:
+    def __init__(self, raw: io.BufferedReader, name: str, kind: str) -> None:
         try:
             import pyarrow as pa
         except ModuleNotFoundError:
-            raise InputError(f"{name}: .zst needs pyarrow: pip install 'ssd-serving[builder]'") from None
-        super().__init__(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"))
-        self._shown = shown_name(name)
+            raise InputError(f"{name}: packed files need pyarrow: pip install 'ssd-serving[builder]'") from None
+        super().__init__(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), kind))
+        self._what = f"{shown_name(name)}: damaged {kind} data"
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         try:
             return super().readinto(buffer)
         except OSError as error:
-            if not any(mark in str(error) for mark in ("ZSTD", "Truncated")):
+            if not any(mark in str(error) for mark in ("ZSTD", "zlib", "Truncated")):
                 raise
             why = "it ends too early" if "Truncated" in str(error) else first_line(error)
-            raise InputError(f"{self._shown}: damaged zstd data ({why}). Compress it again, or copy it again") from None
+            raise InputError(f"{self._what} ({why}). Compress it again, or copy it again") from None

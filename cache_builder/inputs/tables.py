@@ -206,7 +206,9 @@ def _library(name: str, kind: str) -> Iterator[None]:
 
 END: Final = -1
 
-_PIECE = 1 << 18
+_PIECE: Final = 1 << 18
+_MOST_AT_ONCE: Final = 1 << 28
+"""Numbers of a part. Large files are read in parts, but for packed ones."""
 
 
 def array_header(shown: str, file: IO[bytes]) -> tuple[int, np.dtype[Any]]:
@@ -225,41 +227,35 @@ def array_header(shown: str, file: IO[bytes]) -> tuple[int, np.dtype[Any]]:
 
 
 def array_sequences(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[Record]:
-    """The sequences that begin within numbers ``start`` .. ``stop``; raises InputError, and what reading raises."""
+    """The sequences that begin within numbers ``start`` .. ``stop``; raises InputError, and what reading raises.
+
+    In memory of these.
+    """
     size, dtype = array_header(shown, file)
     stop = size if stop is None else min(stop, size)
-    at = max(0, start - 1)
-    if at:
-        file.seek(at * dtype.itemsize, 1)
-    is_within = start > 0  # a sequence that began before is another part's
-    begun: list[npt.NDArray[Any]] = []
-    begun_at = at
-    num_begun = 0
-    while at < size and not (begun_at >= stop and not is_within and not begun):
-        wanted = min(_PIECE, size - at)
-        data = file.read(wanted * dtype.itemsize)
-        if len(data) < wanted * dtype.itemsize:
+    first = max(0, start - 1)  # what begins at ``start`` stands behind an END
+    if first:
+        file.seek(first * dtype.itemsize, 1)
+    if stop - first > _MOST_AT_ONCE:
+        raise InputError(f"{shown}: {stop - first} numbers at once are too many: give it as it is, not packed")
+
+    def read(count: int) -> npt.NDArray[Any]:
+        data = file.read(count * dtype.itemsize)
+        if len(data) < count * dtype.itemsize:
             raise InputError(f"{shown}: it ends within its {size} numbers. Copy it again")
-        numbers = np.frombuffer(data, dtype)
-        done = 0
-        for end in np.flatnonzero(numbers == END).tolist():
-            if not is_within and begun_at < stop:
-                yield _record(
-                    shown, begun_at, np.concatenate([*begun, numbers[done:end]]) if begun else numbers[done:end]
-                )
-            begun, num_begun, is_within, done = [], 0, False, end + 1
-            begun_at = at + done
-            if begun_at >= stop:
-                return
-        if not is_within:
-            begun.append(numbers[done:])
-            num_begun += len(numbers) - done
-            if num_begun > LONGEST_RECORD:
-                raise InputError(f"{shown}: {LONGEST_RECORD} numbers without a -1, which ends a sequence")
-        at += wanted
-    if num_begun and begun_at < stop:
-        yield _record(shown, begun_at, np.concatenate(begun))
+        return np.frombuffer(data, dtype)
 
-
-def _record(shown: str, at: int, numbers: npt.NDArray[Any]) -> Record:
-    return Record(f"{shown}: number {at}", "", is_json=True, line={"token_ids": numbers})
+    pieces = [read(stop - first)]
+    at, is_ended = stop, stop == first or pieces[0][-1] == END
+    while at < size and not is_ended:  # the last sequence goes on behind ``stop``
+        pieces.append(read(min(_PIECE, size - at)))
+        at, is_ended = at + len(pieces[-1]), bool((pieces[-1] == END).any())
+        if at - stop > LONGEST_RECORD:
+            raise InputError(f"{shown}: {LONGEST_RECORD} numbers without a -1, which ends a sequence")
+    numbers = np.concatenate(pieces)
+    ends = np.flatnonzero(numbers == END).tolist()
+    begins = [*([0] if start == 0 else []), *(end + 1 for end in ends)]
+    for begin, end in zip(begins, [*(ends if start == 0 else ends[1:]), len(numbers)], strict=True):
+        if begin < min(stop - first, len(numbers)):
+            line = {"token_ids": numbers[begin:end]}
+            yield Record(f"{shown}: number {first + begin}", "", is_json=True, line=line)

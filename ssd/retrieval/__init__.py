@@ -1,6 +1,6 @@
 """The retrieval cache: what was said before, searchable.
 
 ``ring`` takes tokens in, ``index`` keeps them as its tail and sorted segments, ``upkeep`` seals, merges and writes
-them (``segment_file``, ``directory``, ``merge_worker``), ``suffix_cache`` is one namespace's cache and ``cache`` all of
+them (``directory``, ``merge_worker``), ``suffix_cache`` is one namespace's cache and ``cache`` all of
 a server's. Readers only ever hold a ``Snapshot``.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import shutil
 import threading
 import time
 from collections import OrderedDict
@@ -20,7 +19,7 @@ from ssd.errors import CacheError, ConfigError, StoreUnavailable, require_fault
 from ssd.retrieval.cache_state import CacheStats
 from ssd.retrieval.directory import DirectoryReader, SegmentDirectory, remove_directory
 from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.files import check_fingerprint, check_namespace, make_scratch
+from ssd.retrieval.files import check_fingerprint, check_namespace
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.namespace import DEFAULT_TERMS, HeldNamespace, Namespace, NamespaceTerms, SharedSegments
 from ssd.retrieval.suffix_cache import SuffixCache
@@ -31,10 +30,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_NAMESPACE = "default"
 
-_BYTES_PER_TOKEN = 8  # token and suffix
-_SCRATCH_COPIES = 2  # while segments are merged, both they and the result are there
 _NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
-_LONG_OPENING_S: Final = 10.0
 _CLOSE_WAIT_S: Final = 5.0
 
 
@@ -51,8 +47,7 @@ class CacheSet:
 
     Nothing crosses from one namespace to another. With ``config.directory`` each namespace has a directory of its own
     below it and is found again after a restart: all that was sealed, and the tail as well after ``close``. Without,
-    segments lie in a private directory, in memory where the machine has such a file system, that goes away with the
-    process.
+    segments lie in this process's memory.
     """
 
     def __init__(
@@ -90,30 +85,18 @@ class CacheSet:
         self._closing: dict[str, threading.Event] = {}
         self._complained: set[str] = set()
         self.num_failed_openings = 0
-        """Times that a namespace could not be opened, or took so long that requests had to go on without it."""
+        """Times that a namespace could not be opened."""
         self._wake = threading.Event()
         self._stopping = False
         self._inline = inline
 
         self._root = config.directory  # holds a directory for each namespace; None keeps all in memory
-        self._scratch = None
-        if self._root is None and not inline:
-            self._scratch = make_scratch(config.index.capacity_tokens * _BYTES_PER_TOKEN * _SCRATCH_COPIES)
-            self._root = None if self._scratch is None else self._scratch[0]
-        self._worker = None
-        if not inline and self._root is not None:
-            self._worker = MergeWorker(None if self._scratch is None else self._scratch[0])
+        self._worker = None if inline else MergeWorker()
         self._budget = CopyBudget(config.memory_bytes)
-        try:
-            self._namespaces[namespace] = first = Namespace(namespace, self._open)
-            self._shared = SharedSegments(first.opened())
-        except BaseException:
-            self._remove_scratch()
-            raise
+        self._namespaces[namespace] = first = Namespace(namespace, self._open)
+        self._shared = SharedSegments(first.opened())
         self._thread: threading.Thread | None = None
         if not inline:
-            if self._scratch is not None and self._worker is not None:
-                self._worker.start()
             self._thread = threading.Thread(target=self._run, name="ssd-cache", daemon=True)
             self._thread.start()
 
@@ -143,9 +126,8 @@ class CacheSet:
             self._opening_failed(name, error)
             return None
         with self._lock:
-            is_to_open = not self._stopping and namespace.cache is None and namespace.opening_since is None
-            if is_to_open:
-                namespace.opening_since = time.monotonic()
+            is_to_open = not self._stopping and namespace.cache is None and not namespace.is_opening
+            namespace.is_opening |= is_to_open
         if is_to_open:
             if self._inline:
                 self._open_held(namespace)
@@ -240,10 +222,9 @@ class CacheSet:
             self._thread.join()
         self._wait_for_others()
         if self._worker is not None:
-            self._worker.close()  # before the directories are let go: it may be writing into one
+            self._worker.close()
         for cache in self._open_caches():
             cache.close()
-        self._remove_scratch()
 
     def __enter__(self) -> Self:
         return self
@@ -290,7 +271,7 @@ class CacheSet:
         whose: dict[str, Any] = {"fingerprint": self.fingerprint, "namespace": namespace.name, "budget": self._budget}
         try:
             try:
-                return self._make(namespace, SegmentDirectory(path, durable=self._scratch is None, **whose))
+                return self._make(namespace, SegmentDirectory(path, **whose))
             except OSError as error:
                 if error.errno not in _NOT_WRITABLE or not path.is_dir():
                     raise
@@ -383,8 +364,6 @@ class CacheSet:
             if self._on_close is not None:
                 self._on_close(cache)
             cache.close()
-            if self._scratch is not None:
-                shutil.rmtree(self._scratch[0] / cache.name, ignore_errors=True)
             log.debug("closed namespace=%s: it was not used for longest", cache.name)
         finally:
             self._is_closed(cache.name)
@@ -406,7 +385,7 @@ class CacheSet:
                 require_fault(error)
             self._opening_failed(namespace.name, error)
         finally:
-            namespace.opening_since = None
+            namespace.is_opening = False
 
     def _opening_failed(self, name: str, error: BaseException) -> None:
         self.num_failed_openings += 1
@@ -442,15 +421,6 @@ class CacheSet:
             if thread.is_alive():
                 log.error("namespace=%s is still being opened: it is left alone", name)
 
-    def _report_long_openings(self) -> None:
-        before = time.monotonic() - _LONG_OPENING_S
-        with self._lock:
-            slow = [each.name for each in self._namespaces.values() if (each.opening_since or before) < before]
-        for name in slow:
-            if (kind := f"{name} is slow") not in self._complained:
-                self._complained.add(kind)
-                self._opening_failed(name, TimeoutError(f"its files have been read for {_LONG_OPENING_S:.0f} s now"))
-
     def _run(self) -> None:
         interval_s = self.config.index.rebuild_interval_s
         sealed_at = time.monotonic()
@@ -460,7 +430,6 @@ class CacheSet:
             is_due = time.monotonic() - sealed_at >= interval_s
             if is_due:
                 sealed_at = time.monotonic()
-            self._report_long_openings()
             for cache in self._open_caches():
                 if self._stopping:
                     return
@@ -469,9 +438,3 @@ class CacheSet:
                 except Exception as error:  # the thread must outlive whatever one namespace does
                     cache.report_failure("maintenance failed", error)
             self._lend()
-
-    def _remove_scratch(self) -> None:
-        if self._scratch is not None:
-            path, lock = self._scratch
-            shutil.rmtree(path, ignore_errors=True)
-            lock.close()

@@ -38,8 +38,7 @@ from ssd.retrieval.files import (
     write_file,
     write_manifest,
 )
-from ssd.retrieval.segment import Segment
-from ssd.retrieval.segment_file import SegmentHeader, keep_text_only, open_segment, read_header, write_segment
+from ssd.retrieval.segment import Segment, SegmentHeader, open_segment, read_header, write_segment
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +145,15 @@ LEARNED_NAME = "learned.bin"
 _MOST_LEARNED_BYTES = 1 << 26
 
 
+def read_learned(path: Path) -> bytes | None:
+    """What drafting learned, kept in directory ``path``; None where nothing is. Raises OSError."""
+    try:
+        with open_file(path / LEARNED_NAME) as file:
+            return file.read(_MOST_LEARNED_BYTES)
+    except FileNotFoundError:
+        return None
+
+
 class DirectoryReader:
     """What a directory holds, without a right to write it: for one that cannot be written.
 
@@ -181,15 +189,6 @@ class DirectoryReader:
                 raise failure
         return segments, failures
 
-    def read_learned(self) -> bytes | None:
-        """What ``write_learned`` kept; None when nothing was. Raises OSError."""
-        try:
-            with open_file(self.path / LEARNED_NAME) as file:
-                learned = file.read(_MOST_LEARNED_BYTES + 1)
-            return learned if len(learned) <= _MOST_LEARNED_BYTES else None
-        except FileNotFoundError:
-            return None
-
 
 class SegmentDirectory(DirectoryReader):
     """The writer's side of a directory. Not thread-safe; ``write`` may run beside other calls."""
@@ -200,19 +199,16 @@ class SegmentDirectory(DirectoryReader):
         *,
         fingerprint: str,
         namespace: str,
-        durable: bool = True,
         budget: CopyBudget | None = None,
     ) -> None:
         """Open or create ``path`` as its writer and remove files of ours that no manifest names.
 
-        A missing manifest is made anew from the segments; then nothing is removed. ``durable`` : files are synced and a
-        manifest is kept; without, the directory is scratch space of this process. ``budget`` : what private copies of
+        A missing manifest is made anew from the segments; then nothing is removed. ``budget`` : what private copies of
         segments may take, None maps their files.
 
         Raises CacheLocked, SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch, or OSError.
         """
         self.path = path
-        self.durable = durable
         self._fingerprint = fingerprint
         self._namespace = namespace
         self._budget = budget
@@ -222,9 +218,9 @@ class SegmentDirectory(DirectoryReader):
             self._has_unsynced_names = False
             manifest = read_manifest(path, fingerprint=fingerprint, namespace=namespace)
             self.manifest = manifest or Manifest(fingerprint=fingerprint, namespace=namespace)
-            if manifest is None and durable:
+            if manifest is None:
                 self._begin()
-            elif manifest is not None:
+            else:
                 self._remove_orphans()
             self._files = set(self.manifest.segment_ids)  # segments that have a file of ours
         except BaseException:
@@ -261,7 +257,7 @@ class SegmentDirectory(DirectoryReader):
         path = self.path_of(segment.segment_id)
         # Its bytes are synced here, its name by ``commit``, once for all new names: until a manifest names the file it
         # may be lost or torn.
-        write_segment(path, segment, fingerprint=self._fingerprint, namespace=self._namespace, durable=self.durable)
+        write_segment(path, segment, fingerprint=self._fingerprint, namespace=self._namespace)
         return self.adopt(segment.segment_id)
 
     def adopt(self, segment_id: str) -> Segment:
@@ -272,8 +268,6 @@ class SegmentDirectory(DirectoryReader):
         path = self.path_of(segment_id)
         try:
             segment = open_segment(path, fingerprint=self._fingerprint, namespace=self._namespace, budget=self._budget)
-            if not self.durable and segment.shared is None:
-                keep_text_only(path, segment)  # a merge needs no more, and nobody else comes
         except (CacheError, OSError):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -302,11 +296,10 @@ class SegmentDirectory(DirectoryReader):
             segments=tuple({"id": s.segment_id, "num_tokens": len(s), "start": s.start} for s in kept),
             shared=shared,
         )
-        if self.durable:
-            if self._has_unsynced_names:
-                sync_directory(self.path)
-                self._has_unsynced_names = False
-            write_manifest(self.path, self.manifest)
+        if self._has_unsynced_names:
+            sync_directory(self.path)
+            self._has_unsynced_names = False
+        write_manifest(self.path, self.manifest)
         for segment_id in self._files - set(self.manifest.segment_ids):
             self._remove(self.path_of(segment_id))
             self._files.discard(segment_id)

@@ -15,7 +15,6 @@ import os
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -51,17 +50,6 @@ class CopyBudget:
         self._given_back.append(num_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class FileBytes:
-    """Read-only bytes, aligned to pages, that stay as long as a view of them does.
-
-    ``shared`` : what watches over them, None for a private copy.
-    """
-
-    view: memoryview
-    shared: GuardedMap | None
-
-
 class GuardedMap:
     """Which file is mapped where. ``has_changed`` : whether it was written to or cut since, or could not be read."""
 
@@ -93,15 +81,18 @@ class GuardedMap:
         )
 
 
-def read_bytes(descriptor: int, path: Path, budget: CopyBudget | None, *, leaving: int = 0) -> FileBytes:
-    """All bytes of an open file: copied if ``budget`` has room, ``leaving`` so much of it; else mapped. Raises OSError.
+def read_bytes(
+    descriptor: int, path: Path, budget: CopyBudget | None, *, leaving: int = 0
+) -> tuple[memoryview, GuardedMap | None]:
+    """All bytes of an open file, read-only and aligned to pages, and what watches over them, None over a copy.
 
-    The copy of a file that is cut meanwhile ends in zeros. O(n) for a copy.
+    Copied if ``budget`` has room, ``leaving`` so much of it; else mapped. They stay as long as a view of them does. The
+    copy of a file that is cut meanwhile ends in zeros. O(n) for a copy. Raises OSError.
     """
     status = os.fstat(descriptor)
     if budget is not None and budget.take(status.st_size, leaving=leaving):
         try:
-            return FileBytes(_copy(descriptor, status.st_size, budget), None)
+            return _copy(descriptor, status.st_size, budget), None
         except BaseException:
             budget.give_back(status.st_size)
             raise
@@ -125,7 +116,7 @@ def _copy(descriptor: int, num_bytes: int, budget: CopyBudget) -> memoryview:
     return view.toreadonly()
 
 
-def _guarded_map(descriptor: int, path: Path, status: os.stat_result) -> FileBytes:
+def _guarded_map(descriptor: int, path: Path, status: os.stat_result) -> tuple[memoryview, GuardedMap]:
     from ssd.retrieval import bus_guard  # here: it takes a compiler, and most processes map nothing
 
     num_pages = -(-status.st_size // PAGE)
@@ -140,4 +131,4 @@ def _guarded_map(descriptor: int, path: Path, status: os.stat_result) -> FileByt
     if hasattr(mmap, "MADV_POPULATE_READ"):  # Linux 5.14: page tables are filled now, not by the first lookups
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_POPULATE_READ)
-    return FileBytes(memoryview(memory)[PAGE : PAGE + status.st_size].toreadonly(), GuardedMap(path, status, slot))
+    return memoryview(memory)[PAGE : PAGE + status.st_size].toreadonly(), GuardedMap(path, status, slot)

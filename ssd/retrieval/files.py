@@ -9,14 +9,10 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
 import re
 import secrets
-import shutil
 import stat
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -175,11 +171,10 @@ LOCK_NAME = "writer.lock"
 class DirectoryLock:
     """The right to write a directory, held by one process; the kernel takes it back however that ends."""
 
-    def __init__(self, path: Path, name: str = LOCK_NAME) -> None:
-        """``name`` : of the file that is locked. Raises CacheLocked at once when another holds it, and OSError."""
+    def __init__(self, path: Path) -> None:
+        """Raises CacheLocked at once when another holds it, and OSError."""
         self._path = path
-        self._name = name
-        self._file: BinaryIO | None = open_lock(path / name)
+        self._file: BinaryIO | None = open_lock(path / LOCK_NAME)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -195,7 +190,7 @@ class DirectoryLock:
     def check(self) -> None:
         """Raises OSError when the directory was removed or replaced: whoever made it anew may be its writer now."""
         with contextlib.suppress(FileNotFoundError):
-            there = (self._path / self._name).stat()
+            there = (self._path / LOCK_NAME).stat()
             if self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), there):
                 return
         raise OSError(
@@ -210,44 +205,6 @@ class DirectoryLock:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-log = logging.getLogger(__name__)
-
-_PREFIX = "ssd-scratch-"
-_LOCK_NAME = "scratch.lock"  # only such a directory has one
-_MEMORY = Path("/dev/shm")  # a file system in memory: files there cost no disk writes
-_STARTING_S = 60.0  # a younger directory may not be locked yet
-
-
-def make_scratch(num_bytes: int) -> tuple[Path, DirectoryLock] | None:
-    """A new directory with room for ``num_bytes``, in memory if possible, and its lock.
-
-    None when there is nowhere to put it. Directories that killed processes left behind are removed first.
-    """
-    for parent in (_MEMORY, Path(tempfile.gettempdir())):
-        try:
-            _remove_abandoned(parent)
-            if shutil.disk_usage(parent).free >= num_bytes:
-                path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-                return path, DirectoryLock(path, _LOCK_NAME)
-        except OSError as error:
-            log.debug("no scratch directory in %s: %s", parent, error)
-    return None
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for path in parent.glob(f"{_PREFIX}*"):
-        try:
-            status = path.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                continue
-            if time.time() - status.st_mtime < _STARTING_S or not is_regular(path / _LOCK_NAME):
-                continue
-            DirectoryLock(path, _LOCK_NAME).close()
-        except (OSError, CacheLocked):
-            continue  # it is in use, or another user's
-        shutil.rmtree(path, ignore_errors=True)
 
 
 MANIFEST_NAME = "manifest.json"

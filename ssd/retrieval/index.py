@@ -20,63 +20,51 @@ from ssd.retrieval.usage import Leaving, Outputs, warm_up_usage
 Segments = tuple[Segment, ...]
 
 
-class MergePolicy:
-    """Size-tiered merging, as in Lucene.
+def merge_plan(segments: Segments, apart: Collection[str], config: IndexConfig, most: int) -> Segments | None:
+    """Neighbours in ``segments`` to be merged next, of at most ``most`` tokens and none of the ids ``apart``, or None.
+
+    Size-tiered, as in Lucene. O(number of segments).
 
     A segment's class is log of its size to the base ``merge_fanout``; a segment with a larger, newer neighbour counts
     as that one's class, or small ones between large ones would stay forever. Where ``merge_fanout`` or more neighbours
     are of one class, those of them are merged that cost least: the fewest tokens sorted for each that is not of the
     largest. Classes then never grow with position, so there are fewer than ``merge_fanout`` segments in each, but for
-    those whose sum would exceed ``max_segment_tokens``. A token is sorted again about log(capacity / seal_tokens)
-    times, also when sealing is far ahead of merging.
+    those whose sum would be too large. A token is sorted again about log(capacity / seal_tokens) times, also when
+    sealing is far ahead of merging.
     """
-
-    def __init__(self, config: IndexConfig, max_segment_tokens: int) -> None:
-        self._seal_tokens = config.seal_tokens
-        self._fanout = config.merge_fanout
-        self._max_segment_tokens = max_segment_tokens
-
-    def plan(self, segments: Segments, apart: Collection[str]) -> Segments | None:
-        """Neighbours in ``segments`` to be merged next, none of the ids ``apart``; None where nothing is due.
-
-        O(number of segments).
-        """
-        best, best_cost = None, math.inf
-        stop = len(segments)
-        while stop > 0:
-            run_class, start = self._size_class(segments[stop - 1]), stop - 1
-            if segments[start].segment_id in apart:
-                stop = start
-                continue
-            while (
-                start > 0
-                and self._size_class(segments[start - 1]) <= run_class
-                and segments[start - 1].segment_id not in apart
-            ):
-                start -= 1
-            if stop - start >= self._fanout:
-                plan, cost = self._cheapest_that_fits(segments[start:stop])
-                if cost < best_cost:
-                    best, best_cost = plan, cost
+    classes = [
+        int(math.log(max(1.0, len(segment) / config.seal_tokens), config.merge_fanout) + 1e-9) for segment in segments
+    ]
+    best, best_cost = None, math.inf
+    stop = len(segments)
+    while stop > 0:
+        start = stop - 1
+        if segments[start].segment_id in apart:
             stop = start
-        return best
+            continue
+        while start > 0 and classes[start - 1] <= classes[stop - 1] and segments[start - 1].segment_id not in apart:
+            start -= 1
+        if stop - start >= config.merge_fanout:
+            plan, cost = _cheapest_that_fits(segments[start:stop], config.merge_fanout, most)
+            if cost < best_cost:
+                best, best_cost = plan, cost
+        stop = start
+    return best
 
-    def _size_class(self, segment: Segment) -> int:
-        return int(math.log(max(1.0, len(segment) / self._seal_tokens), self._fanout) + 1e-9)
 
-    def _cheapest_that_fits(self, run: Segments) -> tuple[Segments | None, float]:
-        """Two to ``merge_fanout`` neighbours in ``run`` whose sum is within the limit of a segment, and their cost."""
-        best, best_cost = None, math.inf
-        for first in range(len(run) - 1):
-            total = most = len(run[first])
-            for stop in range(first + 1, min(first + self._fanout, len(run))):
-                size = len(run[stop])
-                total, most = total + size, max(most, size)
-                if total > self._max_segment_tokens:
-                    break
-                if total / (total - most) < best_cost:
-                    best, best_cost = run[first : stop + 1], total / (total - most)
-        return best, best_cost
+def _cheapest_that_fits(run: Segments, fanout: int, most: int) -> tuple[Segments | None, float]:
+    """Two to ``fanout`` neighbours in ``run`` of at most ``most`` tokens, and their cost."""
+    best, best_cost = None, math.inf
+    for first in range(len(run) - 1):
+        total = largest = len(run[first])
+        for stop in range(first + 1, min(first + fanout, len(run))):
+            size = len(run[stop])
+            total, largest = total + size, max(largest, size)
+            if total > most:
+                break
+            if total / (total - largest) < best_cost:
+                best, best_cost = run[first : stop + 1], total / (total - largest)
+    return best, best_cost
 
 
 _RING_SEALS = 16  # the ring holds the tail of this many seals before a lagging rebuild costs tokens ...
@@ -109,7 +97,6 @@ class SuffixIndex:
         """Starts with ring-born ``segments``, oldest first, as a directory kept them; the tail is empty."""
         self.config = config
         self.max_segment_tokens = max(2, min(config.capacity_tokens // 8, MAX_SEGMENT_TOKENS))
-        self._policy = MergePolicy(config, self.max_segment_tokens)
         limit = min(config.capacity_tokens, max(_RING_SEALS * config.seal_tokens, _RING_TOKENS))
         self.max_piece_tokens = min(self.max_segment_tokens, max(2, limit // 2)) - 1
         self.num_evicted_segments = 0
@@ -261,7 +248,8 @@ class SuffixIndex:
     def merge_plan(self, apart: Collection[str] = ()) -> tuple[Segment, ...] | None:
         """Neighbouring segments to be merged next, or None; none of the ids ``apart``. O(number of segments)."""
         kept, recent = self._ring_born[: self._num_kept], self._ring_born[self._num_kept :]
-        return self._policy.plan(recent, apart) or self._policy.plan(kept, apart)
+        plans = (merge_plan(part, apart, self.config, self.max_segment_tokens) for part in (recent, kept))
+        return next(filter(None, plans), None)
 
     def install_merged(self, inputs: Sequence[Segment], merged: Segment) -> bool:
         """Put ``merged`` in the place of ``inputs`` and publish; False, changing nothing, if one of them is gone."""

@@ -41,8 +41,7 @@ _MOST_WAITING_TOKENS: Final = 1 << 18
 class Namespace:
     """A name and, once its files were read, its cache. Safe from any thread; only ``opened`` ever waits.
 
-    ``cache`` : None until it is open. ``opening_since`` : when a thread of the set's began to open it, None while none
-    does; that is the set's to change.
+    ``cache`` : None until it is open. ``is_opening`` : a thread of the set's is at it; the set's to change.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Namespace:
         self.name = name
         self.terms = terms
         self.cache: SuffixCache | None = None
-        self.opening_since: float | None = None
+        self.is_opening = False
         self._open_cache = open_cache
         self._opening = threading.Lock()  # held while files are read
         self._lock = threading.Lock()
@@ -114,7 +113,7 @@ class Namespace:
     def is_held(self) -> bool:
         """Whether what ``held`` gave is still alive, or the cache is being opened."""
         with self._lock:
-            return self.opening_since is not None or len(self._holders) > 0
+            return self.is_opening or len(self._holders) > 0
 
 
 class HeldNamespace:

@@ -169,11 +169,14 @@ def build_fence(text: Bytes, order: Tokens, width: int) -> npt.NDArray[np.uint64
     return np.ascontiguousarray(windows[ends - 8]).view("<u8")[:, 0]
 
 
-def build_segment(tokens: Tokens, *, start: int | None, segment_id: str) -> Segment:
-    """Sort ``tokens``, int32[n] of whole sequences, into a segment in memory, its arrays read-only."""
+def build_segment(tokens: Tokens, *, start: int | None, segment_id: str, order: Tokens | None = None) -> Segment:
+    """Sort ``tokens``, int32[n] of whole sequences, into a segment in memory, its arrays read-only.
+
+    ``order`` : as ``build_order`` gives it, where somebody has sorted them already.
+    """
     assert len(tokens) > 0 and tokens[-1] == SEPARATOR
     width = width_for(int(tokens.max()))
-    order = build_order(tokens)
+    order = build_order(tokens) if order is None else order
     text = pack(tokens, width)
     fence = build_fence(text, order, width)
     for array in (text, order, fence):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -14,13 +13,12 @@ from typing import Final, NamedTuple
 from ssd.config import IndexConfig
 from ssd.errors import CacheError, SegmentCorrupt
 from ssd.retrieval.cache_state import Checkpoint, Copy, LearnedState, PendingCheckpoints
-from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
+from ssd.retrieval.directory import DirectoryReader, SegmentDirectory, read_learned
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.files import is_kept, new_segment_id
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.merge_worker import MergeJob, MergeWorker
-from ssd.retrieval.segment import Segment, checked_text, concatenate
-from ssd.retrieval.segment_file import open_segment
+from ssd.retrieval.merge_worker import MergeWorker
+from ssd.retrieval.segment import Segment, Tokens, checked_text, concatenate, open_segment
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.usage import used_texts
 
@@ -34,14 +32,13 @@ SAVE_LEARNED_S: Final = 60.0
 
 _MOST_SEGMENTS: Final = 256  # beyond so many, when merges fail, a tail is sealed only once it fills half the ring
 _MERGED_IN_PROCESS: Final = 1 << 14  # tokens; sorting so few costs less than asking the worker
-_ABANDONED_S: Final = 60.0
 _MANY_SEGMENTS: Final = 64  # beyond so many, nothing waits for the worker: what it is not at is merged here
 
 
 class _RunningMerge(NamedTuple):
     inputs: tuple[Segment, ...]
-    segment_id: str
-    future: Future[None]
+    tokens: Tokens
+    order: Future[Tokens]
 
 
 class MaintainedIndex:
@@ -68,8 +65,8 @@ class MaintainedIndex:
         wake: Callable[[], None] | None = None,
     ) -> None:
         """``directory`` : what it holds is searched, and where it is a SegmentDirectory, segments become files there;
-        None keeps them in memory. ``budget`` : what private copies of static segments may take. ``worker`` : merges
-        files; ``wake`` : called when there is maintenance to do, None when the owner calls ``maintain`` by itself.
+        None keeps them in memory. ``budget`` : what private copies of static segments may take. ``worker`` : sorts
+        what is merged; ``wake`` : called when there is maintenance to do, None when the owner calls ``maintain``.
         """
         self.name = name
         self._config = config
@@ -98,7 +95,7 @@ class MaintainedIndex:
             for failure in failures:
                 self.report_failure("a segment was left out", failure)
             try:
-                stored = directory.read_learned()
+                stored = read_learned(directory.path)
             except OSError as error:
                 self.report_failure("what was learned beside the text was not read", error)
         self.learned = LearnedState(stored)
@@ -168,10 +165,9 @@ class MaintainedIndex:
         with self._maintaining:
             if self._is_closed:
                 return
-            if self._directory is None or self._directory.durable:
-                self._seal(1)
-                self._keep_used()
-                self._write_again()
+            self._seal(1)
+            self._keep_used()
+            self._write_again()
             self._is_closed = True
             self._commit()
             self._save_learned(now=True)
@@ -188,10 +184,7 @@ class MaintainedIndex:
         self._clear()  # at once
         with self._maintaining:
             self._is_closed = True
-            if self._running is not None:
-                with contextlib.suppress(Exception):  # it writes a file; the result is not used
-                    self._running.future.result(_ABANDONED_S)
-                self._running = None
+            self._running = None
             self._clear()  # and what was being sealed or merged meanwhile
             if self._directory is not None:
                 self._directory.close()
@@ -248,7 +241,7 @@ class MaintainedIndex:
     def _merge(self, *, wait: bool) -> None:
         """Merge what is due. ``wait`` : also what the worker is at; else that is taken over by a later call."""
         while not self._is_closing:
-            if self._running is not None and (wait or self._running.future.done()):
+            if self._running is not None and (wait or self._running.order.done()):
                 merge, self._running = self._running, None
                 self._take_over(merge)
                 continue
@@ -258,11 +251,19 @@ class MaintainedIndex:
                 inputs = self._index.merge_plan(self._not_to_be_merged())
             if inputs is None:
                 return
-            running = self._submit(inputs) if self._running is None else None
-            if running is not None:
-                self._running = running
+            try:
+                tokens = concatenate(inputs)
+            except SegmentCorrupt as error:
+                self._mend(inputs, error)
+            except MemoryError as error:
+                self._put_off(inputs, error)
             else:
-                self._merge_here(inputs)
+                if self._worker is None or self._running is not None or len(tokens) <= _MERGED_IN_PROCESS:
+                    self._install_merged(inputs, tokens)
+                else:
+                    self._running = _RunningMerge(inputs, tokens, self._worker.submit(tokens))
+                    if (wake := self._wake) is not None:
+                        self._running.order.add_done_callback(lambda _: wake())
 
     def _not_to_be_merged(self) -> set[str]:
         """What the worker is at, and what a failed merge is to wait with; one that can no longer be is forgotten."""
@@ -271,69 +272,38 @@ class MaintainedIndex:
         apart = {each for ids, (again_at, _) in self._failed_merges.items() if again_at > now for each in ids}
         return apart.union(segment.segment_id for segment in (self._running.inputs if self._running else ()))
 
-    def _submit(self, inputs: tuple[Segment, ...]) -> _RunningMerge | None:
-        """Have the worker merge, if there is one, the work is worth it and all inputs are files."""
-        directory, worker, num_tokens = self._directory, self._worker, sum(map(len, inputs))
-        if directory is None or worker is None or num_tokens <= _MERGED_IN_PROCESS:
-            return None
-        if not all(map(self._has_file, inputs)):
-            return None
-        start = inputs[0].start
-        assert start is not None
-        segment_id = _merged_id(inputs)
-        job = MergeJob(
-            inputs=tuple(str(directory.path_of(segment.segment_id)) for segment in inputs),
-            output=str(directory.path_of(segment_id)),
-            segment_id=segment_id,
-            start=start,
-            fingerprint=self._fingerprint,
-            namespace=self.name,
-            num_tokens=num_tokens,
-            durable=directory.durable,
-        )
-        future = worker.submit(job)
-        if (wake := self._wake) is not None:
-            future.add_done_callback(lambda _: wake())
-        return _RunningMerge(inputs, segment_id, future)
-
     def _take_over(self, merge: _RunningMerge) -> None:
-        """Install what the worker merged, or else merge here; nothing when the cache is being closed."""
-        assert self._directory is not None
+        """Install what the worker sorted, or else sort here; nothing when the cache is being closed."""
+        order = None
         try:
-            merge.future.result()
-            merged = self._directory.adopt(merge.segment_id)
-        except (CacheError, OSError) as error:
+            order = merge.order.result()
+        except CacheError as error:
             if self._is_closing:
                 return
-            self._merge_here(merge.inputs)
-            if self._is_outage:
-                self._num_failures += 1  # the directory takes nothing, from the worker as little as from here
-            else:
-                self.report_failure("a merge by the rebuild process failed", error)
-        else:
-            self._install_merged(merge.inputs, merged)
+            self.report_failure("a merge by the rebuild process failed", error)
+        self._install_merged(merge.inputs, merge.tokens, order)
 
-    def _merge_here(self, inputs: Sequence[Segment]) -> None:
-        """Merge in this process and install it; what fails is counted and waits, twice as long each time."""
+    def _install_merged(self, inputs: Sequence[Segment], tokens: Tokens, order: Tokens | None = None) -> None:
+        """Put one segment of ``tokens`` in the place of ``inputs``, sorted here where there is no ``order``."""
+        segment_id = new_segment_id(inputs[0].start, kept=all(is_kept(segment.segment_id) for segment in inputs))
         try:
-            merged = build_segment(concatenate(inputs), start=inputs[0].start, segment_id=_merged_id(inputs))
+            merged = build_segment(tokens, start=inputs[0].start, segment_id=segment_id, order=order)
             merged = self._write(merged, made_of=inputs)
-        except SegmentCorrupt as error:
-            self._mend(inputs, error)
         except Exception as error:  # no memory, most probably
-            ids = tuple(segment.segment_id for segment in inputs)
-            _, last_pause_s = self._failed_merges.get(ids, (0.0, FIRST_PAUSE_S / 2))
-            pause_s = min(LONGEST_PAUSE_S, 2 * last_pause_s)
-            self._failed_merges[ids] = time.monotonic() + pause_s, pause_s
-            self._num_failed_merges += 1
-            self.report_failure("a merge failed, it is tried again later and its text stays in small segments", error)
-        else:
-            self._install_merged(inputs, merged)
-
-    def _install_merged(self, inputs: Sequence[Segment], merged: Segment) -> None:
+            self._put_off(inputs, error)
+            return
         with self._lock:
             if self._index.install_merged(inputs, merged):
                 self._num_merged += 1
+
+    def _put_off(self, inputs: Sequence[Segment], error: Exception) -> None:
+        """A merge that failed is counted and waits, twice as long each time."""
+        ids = tuple(segment.segment_id for segment in inputs)
+        _, last_pause_s = self._failed_merges.get(ids, (0.0, FIRST_PAUSE_S / 2))
+        pause_s = min(LONGEST_PAUSE_S, 2 * last_pause_s)
+        self._failed_merges[ids] = time.monotonic() + pause_s, pause_s
+        self._num_failed_merges += 1
+        self.report_failure("a merge failed, it is tried again later and its text stays in small segments", error)
 
     # Files
 
@@ -421,7 +391,7 @@ class MaintainedIndex:
             return
         self._save_learned_at = time.monotonic() + SAVE_LEARNED_S
         newest, directory = self.learned.newest, self._directory
-        if directory is None or not directory.durable or newest is None or newest is self._saved_copy:
+        if directory is None or newest is None or newest is self._saved_copy:
             return
         try:
             directory.write_learned(newest.to_bytes())
@@ -467,7 +437,3 @@ class MaintainedIndex:
             "cache namespace=%s: segment %s, %d tokens, is no longer searched: %s",
             self.name, segment.segment_id, len(segment), error,
         )  # fmt: skip
-
-
-def _merged_id(inputs: Sequence[Segment]) -> str:
-    return new_segment_id(inputs[0].start, kept=all(is_kept(segment.segment_id) for segment in inputs))

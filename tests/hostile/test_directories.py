@@ -13,12 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_builder.__main__ import main
-from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.files import DirectoryLock
 from tests.server.client import ask, post, until_ready
 from tests.server.test_process import running
 from tests.waiting import PATIENCE_S, wait_until
@@ -34,20 +31,6 @@ def open_files() -> list[str]:
         with suppress(FileNotFoundError):  # that of the listing itself
             names.append(str(descriptor.readlink()))
     return names
-
-
-def test_a_build_does_not_replace_what_a_server_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, live = tmp_path / "text.txt", tmp_path / "cache" / "default"
-    text.write_text("what is built")
-    build = ["build", str(text), "--tokenizer", str(MODEL_PATH), "--out", str(live)]
-    assert main(build) == 0
-    before = sorted(live.glob("*.seg"))
-    lock = DirectoryLock(live)
-    assert main([*build, "--force"]) == 2
-    assert "is being written by another process" in capsys.readouterr().err
-    lock.close()
-    assert sorted(live.glob("*.seg")) == before
-    assert main([*build, "--force"]) == 0
 
 
 @pytest.mark.parametrize("name", STATE)
