@@ -31,7 +31,7 @@ def test_a_mark_waits_for_the_text_before_it(tmp_path: Path) -> None:
     with _set(tmp_path / "a") as caches:
         cache = caches.get()
         assert cache.kept is None
-        cache.append_shared([1, 2], source={"n": 1})
+        cache.append_all_shared([np.array([1, 2], np.int32)], source={"n": 1})
         cache.set_source({"n": 2})
         caches.flush()
         cache.append([3])
@@ -46,7 +46,7 @@ def test_a_mark_waits_for_the_text_before_it(tmp_path: Path) -> None:
 
 def test_a_mark_is_kept_through_a_life_that_sets_none(tmp_path: Path) -> None:
     with _set(tmp_path / "a") as caches:
-        caches.get().append_shared([1, 2], source={"n": 1})
+        caches.get().append_all_shared([np.array([1, 2], np.int32)], source={"n": 1})
     with _set(tmp_path / "a") as caches:
         caches.get().append([3, 4, 5])
     with _set(tmp_path / "a") as caches:
@@ -70,11 +70,11 @@ def test_what_could_not_be_written_holds_the_mark_back(
     monkeypatch.setattr(SegmentDirectory, "write", write)
     with _set(tmp_path / "a", merge_fanout=2, seal_tokens=1) as caches:
         cache = caches.get()
-        cache.append_shared([1, 1, 1, 1], source={"n": 1})
+        cache.append_all_shared([np.array([1, 1, 1, 1], np.int32)], source={"n": 1})
         cache.maintain()
         is_full = True
         for number in range(2, 6):  # sealed, and merged with the file, in memory only
-            cache.append_shared([number] * 4, source={"n": number})
+            cache.append_all_shared([np.array([number] * 4, np.int32)], source={"n": number})
             cache.maintain()
         assert len(cache.snapshot().segments) < 5
         with _after_crash(tmp_path / "a", tmp_path / "b") as again:
@@ -82,7 +82,7 @@ def test_what_could_not_be_written_holds_the_mark_back(
             assert stored(again) == [[1, 1, 1, 1]]  # the file it was merged from is still there
         is_full = False
         for number in range(6, 20):
-            cache.append_shared([number] * 4, source={"n": number})
+            cache.append_all_shared([np.array([number] * 4, np.int32)], source={"n": number})
             cache.maintain()
         assert len(cache.snapshot().segments) < 5
         text = stored(caches)
@@ -102,7 +102,7 @@ def test_positions_of_pieces_are_where_they_lie() -> None:
     index = IndexConfig(capacity_tokens=400, lead_in_tokens=2)
     with CacheSet(CacheConfig(index=index), FINGERPRINT, inline=True) as caches:
         cache = caches.get()
-        cache.append_shared([9, 9, 9])
+        cache.append_all_shared([np.array([9, 9, 9], np.int32)])
         heard: list[tuple[int, list[list[int]]]] = []
         cache.add_listener(lambda pieces: heard.append((pieces.position, [piece.tolist() for piece in pieces])))
         cache.append(np.arange(120))

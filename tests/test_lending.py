@@ -149,7 +149,7 @@ def test_a_namespace_that_is_forgotten_is_gone_from_memory_and_disk_and_takes_no
         for each in (mine, group):
             assert each.cache is not None
             each.append(np.array(words("a", 0), np.int32), prompt_length=0)
-            each.cache.append_shared([1, 2])
+            each.cache.append_all_shared([np.array([1, 2], np.int32)])
             assert seen(each.cache.snapshot()) == set()
         assert not (tmp_path / "a").exists() and sorted(closed) == ["a", "salted"]
         assert other.cache is not None and len(seen(other.cache.snapshot())) > 7

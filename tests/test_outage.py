@@ -203,17 +203,17 @@ def test_closing_and_flushing_do_not_wait_for_what_is_appended_meanwhile(
         nonlocal num_sorts
         num_sorts += 1
         if num_sorts < 1000:  # or else what is tested would not end
-            cache.append_shared([next(numbers)] * 20)
+            cache.append_all_shared([np.array([next(numbers)] * 20, np.int32)])
         return sorted_(*arguments, **settings)
 
     monkeypatch.setattr(upkeep, "build_segment", sort)
     for call in (cache.maintain, cache.flush, cache.close):
-        cache.append_shared([next(numbers)] * 20)
+        cache.append_all_shared([np.array([next(numbers)] * 20, np.int32)])
         before = num_sorts
         call()
         assert num_sorts == before + 1
     assert cache.stats().num_tail_tokens > 0  # the last one, in memory
-    cache.append_shared([next(numbers)])
+    cache.append_all_shared([np.array([next(numbers)], np.int32)])
     assert cache.stats().num_failures == 0
     learned = next(numbers) - 2
     caches.close()
@@ -236,7 +236,7 @@ def test_appends_of_a_log_do_not_wait_for_room_in_a_cache_that_is_being_closed(
     def read_log() -> None:
         entered.set()
         for _ in range(20):
-            cache.append_shared(piece)
+            cache.append_all_shared([np.array(piece, np.int32)])
 
     reader = threading.Thread(target=read_log)
     reader.start()

@@ -65,14 +65,6 @@ class PendingCheckpoints:
             self._kept = Checkpoint(self._pending[0][1], position)
         return self._kept
 
-    def newest_at(self, position: int) -> Checkpoint | None:
-        """What is true of the text before ``position``, at which whole sequences end; None where nothing was given.
-
-        O(number waiting).
-        """
-        source = next((source for at, source in reversed(self._pending) if at <= position), None)
-        return None if source is None else Checkpoint(source, position)
-
     def _skip_to(self, position: int) -> None:
         while len(self._pending) > 1 and self._pending[1][0] <= position:
             self._pending.popleft()
@@ -101,16 +93,6 @@ class LearnedState:
         self.stored = stored
         self.newest: Copy | None = None
 
-    def adopt(self, stored: bytes) -> None:
-        """Begin with ``stored``, of another process, where nothing is known and nobody has begun. O(1), any thread."""
-        if self.stored is None and self.newest is None:
-            self.stored = stored
-
-    def to_bytes(self) -> bytes | None:
-        """The newest there is; None where nothing was learned."""
-        newest = self.newest
-        return self.stored if newest is None else newest.to_bytes()
-
     def publish(self, copy: Copy) -> None:
         """Make ``copy`` the newest. O(1), from any thread."""
         self.newest = copy
@@ -131,7 +113,7 @@ class CacheStats:
     num_segments: int
     generation: int
     num_appended_tokens: int
-    """Tokens given to append and append_shared."""
+    """Tokens given to append and append_all_shared."""
     num_skipped_tokens: int
     """Of those, prompt tokens that were stored already."""
     num_sealed: int

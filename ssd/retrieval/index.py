@@ -166,10 +166,6 @@ class SuffixIndex:
         """Tokens in no segment yet."""
         return len(self._ring)
 
-    def tail(self) -> Tokens:
-        """A copy of what is in no segment yet."""
-        return self._ring.read(self._ring.tail_start, self._ring.tail_stop)
-
     def has_room(self) -> bool:
         """False while half the ring is unsealed."""
         return 2 * len(self._ring) < self._ring.limit
@@ -273,7 +269,7 @@ class SuffixIndex:
         if not self._leaving or self._outputs is None:
             return None
         kept, newer = self._ring_born[: self._num_kept], self._ring_born[self._num_kept :]
-        return Leaving(tuple(self._leaving), kept, newer, self._ring.tail_start, self.tail(), self._outputs.places())
+        return Leaving(tuple(self._leaving), kept, newer, self._ring.tail_start, self._ring.read(self._ring.tail_start, self._ring.tail_stop), self._outputs.places())
 
     def install_kept(self, left: Segments, kept: Sequence[tuple[Segment, Segment]]) -> None:
         """``left`` is gone; what was of use of it is searched from now on. Publishes.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ssd.retrieval.cache_state import CacheStats, Checkpoint, SourcePosition
+from ssd.retrieval.cache_state import CacheStats, SourcePosition
 from ssd.retrieval.prefixes import as_sequence
 from ssd.retrieval.segment import Segment, Tokens
 from ssd.retrieval.snapshot import Snapshot
@@ -34,18 +34,6 @@ class Pieces(list[Tokens]):
 Listener = Callable[[Pieces], None]
 
 
-class SealedText(NamedTuple):
-    """``segments`` : in order of position, all that is stored before ring position ``position``.
-
-    ``checkpoint`` : how far the caller of ``set_source`` was when all before ``position`` had been stored; None where
-    it never said.
-    """
-
-    segments: tuple[Segment, ...]
-    position: int
-    checkpoint: Checkpoint | None
-
-
 _RING_BYTES_PER_TOKEN: Final = 7  # of a segment that holds text of the ring
 _ROOM_WAIT_S: Final = 1.0
 
@@ -62,19 +50,6 @@ class SuffixCache(MaintainedIndex):
     def snapshot(self) -> Snapshot:
         """What can be searched now, the last append included. O(1)."""
         return self._index.snapshot()
-
-    def sealed(self) -> SealedText:
-        """What was sealed of its own text until now, for whoever copies it. O(number of segments)."""
-        with self._lock:
-            position = self._tail_start
-            segments = () if self._is_discarded else self._index.ring_born
-            return SealedText(segments, position, self._checkpoints.newest_at(position))
-
-    def own_text(self) -> tuple[tuple[Segment, ...], Tokens]:
-        """Segments of its own text, and a copy of the tail with its separators: int32[n]. O(tail)."""
-        with self._lock:
-            tail = self._index.tail()
-            return self._index.ring_born, tail
 
     @property
     def capacity_tokens(self) -> int:
@@ -106,15 +81,6 @@ class SuffixCache(MaintainedIndex):
                 listener(stored)
             except Exception as error:
                 self.report_failure("a listener failed", error)
-
-    def append_shared(self, token_ids: TokenIds, *, source: SourcePosition | None = None) -> None:
-        """``append_all_shared`` of one piece of any kind; what is no sequence of token ids is a failure."""
-        try:
-            tokens = as_sequence(token_ids)
-        except Exception as error:
-            self.report_failure("a shared piece was not stored", error)
-            return
-        self.append_all_shared((tokens,), source=source)
 
     def append_all_shared(self, pieces: Sequence[Tokens], *, source: SourcePosition | None = None) -> None:
         """Store pieces another replica stored, as they are; listeners do not hear of them. Never raises. O(tokens).
@@ -186,13 +152,6 @@ class SuffixCache(MaintainedIndex):
         with self._lock:
             self._index.add_static(segments)
         return frozenset(segment.segment_id for segment in segments)
-
-    def exchange_static(self, former: Sequence[Segment], segments: Sequence[Segment]) -> None:
-        """Search ``segments``, in memory of this process, in place of ``former``, which a call like this brought."""
-        with self._lock:
-            if not self._is_discarded:
-                self._index.leave_out(former)
-                self._index.add_static(segments)
 
     @property
     def borrowed(self) -> tuple[Segment, ...]:
