@@ -269,7 +269,9 @@ class SuffixIndex:
         if not self._leaving or self._outputs is None:
             return None
         kept, newer = self._ring_born[: self._num_kept], self._ring_born[self._num_kept :]
-        return Leaving(tuple(self._leaving), kept, newer, self._ring.tail_start, self._ring.read(self._ring.tail_start, self._ring.tail_stop), self._outputs.places())
+        ring = self._ring
+        tail = ring.read(ring.tail_start, ring.tail_stop)
+        return Leaving(tuple(self._leaving), kept, newer, ring.tail_start, tail, self._outputs.places())
 
     def install_kept(self, left: Segments, kept: Sequence[tuple[Segment, Segment]]) -> None:
         """``left`` is gone; what was of use of it is searched from now on. Publishes.
