@@ -139,7 +139,7 @@ $(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/build.py $(PEERS_P
 		&& rm -r $(PEERS)/sources \
 		|| { echo "bench-peers: the installation failed, see above; needs Python >= 3.11 and a C++ compiler" >&2; exit 1; }
 	@for name in arctic vllm-ngram prompt-lookup sglang-ngram llama-cpp; do \
-		$(PEERS)/bin/python -m benchmarks.peers.check $$name \
+		$(PEERS)/bin/python -m benchmarks.peers.process check $$name \
 		|| { echo "bench-peers: $$name was installed but does not draft, see above" >&2; exit 1; }; \
 	done
 	touch $@
@@ -149,11 +149,10 @@ $(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/build.py $(PEERS_P
 bench-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m benchmarks.vllm $(ARGS) | tee /dev/stderr | tail -n 1 >benchmarks/results/vllm.json
 	$(BIN)/python -m benchmarks.vllm.changes --out benchmarks/results/vllm-changes.json
-	$(BIN)/python -m benchmarks.vllm --runner v1 v2 --batch 4 --requests 20 --max-tokens 24 --window 10 --handover 0 \
+	$(BIN)/python -m benchmarks.vllm --runner v1 v2 --batch 4 --requests 20 --max-tokens 24 --window 10 \
 		| tee /dev/stderr | tail -n 1 >benchmarks/results/vllm-runners.json
-	$(BIN)/python -m benchmarks.vllm.cases --out benchmarks/results/vllm-cases.json
 	$(BIN)/python -m benchmarks.vllm.host --out benchmarks/results/vllm-host.json
-	$(VLLM)/bin/python -m benchmarks.vllm.law
+	$(BIN)/python -m pytest --slow tests/test_vllm_cases.py
 
 $(VLLM_READY): $(VLLM_PINS)/requirements.txt $(VLLM_PINS)/requirements-no-deps.txt $(VLLM_PINS)/constraints.txt
 	@echo "bench-vllm: installing into $(VLLM)"
@@ -164,7 +163,7 @@ $(VLLM_READY): $(VLLM_PINS)/requirements.txt $(VLLM_PINS)/requirements-no-deps.t
 		&& pip install --quiet --no-deps --no-build-isolation --requirement $(VLLM_PINS)/requirements-no-deps.txt \
 		&& pip install --quiet --no-deps --no-build-isolation --editable . \
 		|| { echo "bench-vllm: the installation failed, see above; needs Python >= 3.11 and a C++ compiler" >&2; exit 1; }
-	@$(VLLM)/bin/python -m benchmarks.vllm.check v1 && $(VLLM)/bin/python -m benchmarks.vllm.check v2 \
+	@$(VLLM)/bin/python -m benchmarks.vllm.engines check v1 && $(VLLM)/bin/python -m benchmarks.vllm.engines check v2 \
 		|| { echo "bench-vllm: vLLM was installed but does not draft with ours, see above" >&2; exit 1; }
 	touch $@
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -66,16 +66,6 @@ class Steps:
     ns: Ints
     estimates: npt.NDArray[np.float32]
     hits: Ints
-
-    def to_arrays(self) -> list[Ints]:
-        """Six int32 arrays, for a pipe that carries nothing else; the estimates bit for bit."""
-        return [self.drafted, self.accepted, self.tested, self.ns, self.estimates.view(np.int32), self.hits]
-
-    @classmethod
-    def from_arrays(cls, arrays: Sequence[Ints]) -> Self:
-        """Undo `to_arrays`."""
-        drafted, accepted, tested, ns, estimates, hits = arrays
-        return cls(drafted, accepted, tested, ns, estimates.view(np.float32), hits)
 
 
 def verify(token_ids: Sequence[int], parents: Sequence[int] | None, text: Sequence[int], position: int) -> Verdict:

@@ -16,16 +16,15 @@ from benchmarks.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.replay import digest
 from benchmarks.replay.__main__ import main
 from benchmarks.replay.contenders import PeerDrafter
-from benchmarks.replay.settings import PeerSetting, settings_of
+from benchmarks.replay.settings import settings_of
 from benchmarks.report.replay import others_section
-from benchmarks.walk import Counts, Steps
+from benchmarks.walk import Counts
 from cache_builder.evaluation.log import Row
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, Drafter, make_drafter
 from ssd.drafting.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
 from tests.reference import drafting as reference
-from tests.reference import walk as slow
 from tests.test_peers import needs_peers
 
 
@@ -82,51 +81,14 @@ def test_a_drafter_that_drafts_too_much_is_an_error() -> None:
 
 
 @needs_peers
-@pytest.mark.parametrize(
-    ("drafter", "tree"),
-    [
-        ("arctic", False),
-        ("arctic", True),
-        ("vllm-ngram", False),
-        ("prompt-lookup-hf", False),
-        ("sglang", True),
-        ("llama-cpp", False),
-    ],
-)
-def test_a_peer_side_by_side_counts_what_it_counts_alone_step_by_step(drafter: str, tree: bool) -> None:
+@pytest.mark.parametrize("drafter", ["arctic", "vllm-ngram", "prompt-lookup-hf", "llama-cpp"])
+def test_settings_of_a_peer_side_by_side_count_what_each_counts_alone(drafter: str) -> None:
     rows = as_rows(made_rows())
-    settings = settings_of(drafter, 8, curve=True, tree=tree)
-    last, options = settings[-1], dict[str, Any]()
-    if drafter == "sglang":
-        options = {"capacity": 100_000}
-    with PeerDrafter(settings, **options) as contender:
+    settings = settings_of(drafter, 8, curve=True, tree=False)
+    with PeerDrafter(settings) as contender:
         together = [figures(counts) for counts in replay_stream(rows, contender)]
-    if drafter in ("sglang", "llama-cpp"):  # where a setting is a peer
-        assert isinstance(last, PeerSetting)
-        options |= last.knobs | ({"draft_tokens": last.limit + 1} if drafter == "sglang" else {})
-    with StepByStep([last], **options) as alone:
+    with PeerDrafter(settings[-1:]) as alone:
         assert figures(replay_stream(rows, alone)[0])[:2] == together[-1][:2]
-
-
-class StepByStep(PeerDrafter):
-    """The same through single calls: what a server would do."""
-
-    def replay(self, request_id: str, row: Row) -> list[Steps]:
-        (setting,) = self.settings
-        text, position, steps = np.concatenate([row.context, row.output]), len(row.context), []
-        self._peer.start(request_id, row.context)
-        while position < len(text):
-            knobs = setting.knobs if isinstance(setting, PeerSetting) and self._peer.shares_state else {}
-            draft = self._peer.speculate(request_id, text[:position], setting.limit, **knobs)
-            accepted = slow.longest_agreeing(
-                draft.token_ids.tolist(), draft.parents.tolist(), text[position:-1].tolist()
-            )
-            steps.append((len(draft.token_ids), accepted, 0, 0))
-            self._peer.add(request_id, text[position : position + accepted + 1])
-            position += accepted + 1
-        self._peer.stop(request_id, keep=True)
-        drafted, accepted, tested, ns = np.array(steps, np.int32).T.copy()
-        return [Steps(drafted, accepted, tested, ns, np.empty(0, np.float32), np.empty(0, np.int32))]
 
 
 @pytest.fixture

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.walk import Proposal, Steps, verify, walk
+from benchmarks.walk import Proposal, verify, walk
 from tests.reference import walk as reference
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8)
@@ -93,12 +92,3 @@ def test_who_drafted_the_last_token_is_told_so_though_it_is_not_counted() -> Non
     assert asker.told == [3]
     assert steps.accepted.tolist() == [2]
     assert steps.hits.tolist() == [1, 1, 1]
-
-
-def test_steps_survive_the_pipe_bit_for_bit() -> None:
-    ints = np.arange(3, dtype=np.int32)
-    steps = Steps(ints, ints, ints, ints, np.array([0.1, 1.0, 0.0], np.float32), ints)
-    again = Steps.from_arrays(steps.to_arrays())
-    assert all(array.dtype == np.int32 for array in steps.to_arrays())
-    assert again.estimates.tolist() == steps.estimates.tolist()
-    assert again.estimates.dtype == np.float32

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.peers import Peer, PeerError
+from benchmarks.child import ChildError
+from benchmarks.peers import Peer
 from ssd.config import DraftConfig
 from ssd.drafting import Drafter, DraftRequest, make_drafter
 from ssd.retrieval.search import longest_match
@@ -202,7 +203,7 @@ def compare(
             label = f"{name}{suffix}"
             try:
                 figures[label] = _one(name, options, snapshot, bytes_per_token, sequences, random)
-            except PeerError as error:
+            except ChildError as error:
                 figures[label] = {"unavailable": str(error).splitlines()[0]}
     return figures
 

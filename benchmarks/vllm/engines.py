@@ -1,13 +1,21 @@
-"""vLLM engines and the clock around their drafters. Engines are made by vLLM's own interpreter only."""
+"""vLLM engines and the clock around their drafters. Engines are made by vLLM's own interpreter only.
+
+``python -m benchmarks.vllm.engines`` is the other end of `client.VllmEngine`. With ``check v1|v2`` it says whether our
+drafter works inside the installed vLLM: ``make bench-vllm`` begins with that, so that an environment that cannot be
+used is not marked as ready.
+"""
 
 from __future__ import annotations
 
 import inspect
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from benchmarks.child import serve
 
 _NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
@@ -202,3 +210,46 @@ def _params(max_tokens: int, given: Mapping[str, Any]) -> Any:
     if "regex" in said:
         said["structured_outputs"] = StructuredOutputsParams(regex=said.pop("regex"))
     return SamplingParams(**said)
+
+
+_TEXTS = ("def main(argv):\n    parser = ", "import os\nimport sys\n\ndef walk(", "import os\nimport sys\n\ndef walk(")
+_CHECKED_TOKENS = 48
+
+
+def check(runner: str) -> str:
+    """The same requests twice; returns what was seen. Raises ValueError where it is not what it should be."""
+    from ssd.bundled import MODEL_PATH
+    from ssd.integrations.vllm_hooks import V1_HOOKS, V2_HOOKS, missing
+    from ssd.text.codec import TextCodec
+
+    if lacks := missing(V1_HOOKS + V2_HOOKS):
+        raise ValueError("; ".join(lacks))
+    codec = TextCodec.load(str(MODEL_PATH))
+    prompts = [codec.encode_prompt(text) for text in _TEXTS]
+    engine = Engine(str(MODEL_PATH), "ssd", batch=2, dtype="float32", max_model_len=512, runner=runner)
+    steps = []
+    for _ in range(2):
+        before = engine.drafting.num_row_steps
+        outputs, _ = engine.complete(prompts, _CHECKED_TOKENS)
+        steps.append(engine.drafting.num_row_steps - before)
+    counters = engine.counters()["proposer"]
+    engine.close()
+    import torch  # late: it imports Triton, which is prepared for V2 before
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        plain = model.generate(torch.tensor([prompt]), max_new_tokens=_CHECKED_TOKENS, do_sample=False)
+        if output != plain[0, len(prompt) :].tolist():
+            raise ValueError("outputs are not those of model.generate")
+    if counters["num_failures"] or steps[1] * 2 > steps[0]:
+        raise ValueError(f"{counters['num_failures']} failures; verify steps {steps[0]}, then {steps[1]}")
+    knows = counters["knows_ids"]
+    return f"vLLM {runner} drafts with ours: verify steps {steps[0]}, then {steps[1]}; knows ids: {knows}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "check":
+        print(check(sys.argv[2]))
+        sys.exit(0)
+    sys.exit(serve(Engine))

@@ -1,8 +1,7 @@
 """The small language model that ships with the project, and a draft head for it: everything runs without a model hub.
 
 ``MODEL_PATH`` is an ordinary Hugging Face model directory: ``AutoModelForCausalLM.from_pretrained(MODEL_PATH)``.
-How it was made is kept in ``benchmarks/training`` of a checkout, which is not installed; what it can and cannot do is
-in ``model/MODEL_CARD.md``. Importing this package loads no torch.
+What it can and cannot do, and how it was made, is in ``model/MODEL_CARD.md``. Importing this package loads no torch.
 """
 
 from __future__ import annotations
