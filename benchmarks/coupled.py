@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.environment import model_facts, model_name
 from benchmarks.run import SPREAD, Option, Run, bootstrap, in_turn, spread
 from benchmarks.streams import made_stream
 from benchmarks.ways import Comparison, Tally, ask, open_engine
@@ -35,7 +34,6 @@ from benchmarks.workloads import MIXED, NO_REPEATS, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Request
 from ssd.engine.sequence import Coupling
-from ssd.model.loading.load_target import load_model
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 
@@ -58,8 +56,6 @@ OPTIONS: dict[str, Any] = {
     "window": Option(default=EngineConfig().coupled_window, metavar="K"),
     "num_speculative_tokens": DraftConfig().num_speculative_tokens,
     "seed": 0,
-    "dtype": "auto",
-    "device": "auto",
 }
 COLUMNS = (
     ("workload", "{workload}"),
@@ -93,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if 0 < args.growth_requests < 3:
         run.parser.error("--growth-requests takes 0, or numbers from 3")
     comparison = Comparison()
-    model, codec = load_model(args.model, dtype=args.dtype, device=args.device), TextCodec.load(str(args.model))
+    codec, model = run.load()
     workloads = Workloads(Contenders(model, codec, args, comparison), args)
     # New text first: what a pass costs is then measured alike by all, who later run passes of other widths.
     for temperature in args.temperatures:
@@ -110,7 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.say(f"{mark['workload']}, temperature {mark['temperature']}, {mark['streams']} streams, {mark['asked']}: "
                 f"{mark['measured']:.2f}, {'met' if mark['met'] else 'not met'}")  # fmt: skip
     return run.end(
-        **model_facts(model_name(args.model), model),
         compared_tokens=comparison.num_tokens,
         mismatches=comparison.num_mismatches,
         rows=run.rows,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.environment import model_name
+from benchmarks.models import model_name
 from benchmarks.run import Option, Run, spread_text
 from benchmarks.workloads import snippets
 from ssd.model.exact.settle import settle_exactness

@@ -33,7 +33,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from benchmarks.environment import model_facts, model_name
 from benchmarks.processes import Server
 from benchmarks.run import Option, Run
 from benchmarks.workloads import snippets
@@ -309,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = run.args
     run.parameters |= {"clients": CLIENTS, "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
     options = [str(args.model), "--max-num-seqs", str(CLIENTS), "--max-model-len", "512"]
+    options += ["--dtype", args.dtype, "--device", args.device]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as resources:
         server = Server(Path(scratch) / "server.log", *options)
         resources.callback(server.kill)
@@ -324,11 +324,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in KINDS:
             if kind.name in args.kind:
                 run.row(measure(direct, server.port, kind, pool))
-        facts = model_facts(model_name(args.model), engine.target)
+        run.ran_on(engine.target)
     beside = beside_connections(args.connections, 200) if args.connections else []
     for row in beside:
         run.say("beside {connections} {beside}: {p50_ms} ms p50, {p99_ms} p99, {kib_each} KiB each".format_map(row))
-    return run.end(**facts, rows=run.rows, beside=beside)
+    return run.end(rows=run.rows, beside=beside)
 
 
 if __name__ == "__main__":

@@ -18,44 +18,39 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import PreTrainedModel
 
-from benchmarks.environment import model_facts
 from benchmarks.run import Option, Run
 from benchmarks.steps import (
-    SHAPES,
+    PARTS,
     KnownText,
     Rows,
     Shape,
     Tokens,
     at_once,
-    open_model,
     passes_of,
     prompts_of,
     synchronize,
+    texts_of,
+    watch,
 )
 from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.engine import Engine
-from ssd.engine.request import RequestOutput
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 
 Interval = tuple[float, float]
 """Begin and end, microseconds."""
-
-PHASES: Final = ("verify", "commit", "admit", "prefill", "propose", "forward", "spell")
-"""Parts of a step of the engine, in the order of one that computes beside the host."""
 
 STEP: Final = "step"
 
@@ -71,40 +66,35 @@ _WAITS: Final = re.compile(r"Synchronize|^cudaMemcpy$|cudaStreamWait|cudaMemcpyA
 _MOST_LAUNCH_GAP_US: Final = 12.0
 """Longer ones are waits for the host: between kernels of one recorded step there are a few microseconds at most."""
 _NAMED: Final = 12
+_UNTIMED_STEPS: Final = 6
+"""The first ones record shapes and fill caches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """``kind`` : the category of the trace. ``thread`` : where it ran; of events on the device, the stream."""
+    """``kind`` : the category of the trace."""
 
     kind: str
     name: str
     begin: float
     end: float
-    thread: str
 
 
 def read_events(trace: dict[str, Any]) -> list[Event]:
     """The events with a duration of a trace in Chrome's format, by their begin."""
     found = [
-        Event(
-            str(event.get("cat", "")),
-            str(event["name"]),
-            float(event["ts"]),
-            float(event["ts"]) + float(event["dur"]),
-            f"{event.get('pid')}/{event.get('tid')}",
-        )
-        for event in trace.get("traceEvents", ())
-        if event.get("ph") == "X" and "dur" in event
+        Event(str(each.get("cat", "")), str(each["name"]), float(each["ts"]), float(each["ts"]) + float(each["dur"]))
+        for each in trace.get("traceEvents", ())
+        if each.get("ph") == "X" and "dur" in each
     ]
     return sorted(found, key=lambda event: (event.begin, -event.end))
 
 
-def summary(events: Sequence[Event]) -> dict[str, Any]:
+def summary(events: Sequence[Event], operators: Mapping[str, float]) -> dict[str, Any]:
     """Milliseconds a step: the device's work by groups and its gaps, the host's phases, its operators and its waits.
 
-    Without a device the groups are those of the host's operators, each without those that it calls, and what is left
-    of a step is Python and compiled loops that are no operators.
+    ``operators`` : microseconds of the host's in all steps, each without those that it calls. Without a device the
+    groups are of these, and what is left of a step is Python and compiled loops that are no operators.
     """
     steps = [event for event in events if event.kind == "user_annotation" and event.name == STEP]
     if not steps:
@@ -119,49 +109,38 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
     found: dict[str, Any] = {"steps": number, "step_ms": per_step(end - begin)}
     found["phases_ms"] = {
         phase: per_step(sum(e.end - e.begin for e in host if e.kind == "user_annotation" and e.name == phase))
-        for phase in PHASES
+        for phase in PARTS
     }
-    if on_device:
+    if not on_device:
+        in_operators = sum(operators.values())
+        found["operators_ms"] = per_step(in_operators)
+        found["outside_operators_ms"] = per_step(end - begin - in_operators)
+        times = dict(operators)
+    else:
         busy = union((max(begin, e.begin), min(end, e.end)) for e in on_device)
         gaps = [after[0] - before[1] for before, after in pairwise(busy)]
         ends = (busy[0][0] - begin) + (end - busy[-1][1])
+        waits = union((e.begin, e.end) for e in host if e.kind.startswith("cuda") and _WAITS.search(e.name))
         found |= {
             "device_busy_ms": per_step(length(busy)),
             "launch_gaps_ms": per_step(sum(gap for gap in gaps if gap <= _MOST_LAUNCH_GAP_US)),
             "waits_for_host_ms": per_step(ends + sum(gap for gap in gaps if gap > _MOST_LAUNCH_GAP_US)),
             "kernels": round(len(on_device) / number, 1),
-            "host_waits_ms": per_step(
-                length(union((e.begin, e.end) for e in host if e.kind.startswith("cuda") and _WAITS.search(e.name)))
-            ),
-            **_groups(((e.name, e.end - e.begin) for e in on_device), per_step),
+            "host_waits_ms": per_step(length(waits)),
         }
-    else:
-        own = list(own_times([event for event in host if event.kind == "cpu_op"]))
-        in_operators = sum(microseconds for _, microseconds in own)
-        found |= {
-            "operators_ms": per_step(in_operators),
-            "outside_operators_ms": per_step(end - begin - in_operators),
-            **_groups(own, per_step),
-        }
-    return found
-
-
-def own_times(events: Iterable[Event]) -> Iterable[tuple[str, float]]:
-    """Of each event its name and its microseconds without those of the events inside it, on its thread."""
-    by_thread: dict[str, list[Event]] = defaultdict(list)
-    for event in events:
-        by_thread[event.thread].append(event)
-    for of_thread in by_thread.values():
-        stack: list[tuple[Event, list[float]]] = []
-        for event in sorted(of_thread, key=lambda each: (each.begin, -each.end)):
-            while stack and stack[-1][0].end <= event.begin:
-                done, inside = stack.pop()
-                yield done.name, done.end - done.begin - sum(inside)
-            if stack:
-                stack[-1][1].append(event.end - event.begin)
-            stack.append((event, []))
-        for done, inside in stack:
-            yield done.name, done.end - done.begin - sum(inside)
+        times = defaultdict(float)
+        for event in on_device:
+            times[event.name] += event.end - event.begin
+    groups: dict[str, float] = defaultdict(float)
+    for name, microseconds in times.items():
+        groups[group_of(name)] += microseconds
+    return {
+        **found,
+        "groups_ms": {name: per_step(us) for name, us in sorted(groups.items(), key=lambda item: -item[1])},
+        "longest_ms": {
+            name[:100]: per_step(us) for name, us in sorted(times.items(), key=lambda item: -item[1])[:_NAMED]
+        },
+    }
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -185,51 +164,6 @@ def group_of(name: str) -> str:
     return next((group for group, pattern in _GROUPS if pattern.search(name)), "others")
 
 
-def _groups(times: Iterable[tuple[str, float]], per_step: Any) -> dict[str, Any]:
-    groups: dict[str, float] = defaultdict(float)
-    names: dict[str, float] = defaultdict(float)
-    for name, microseconds in times:
-        groups[group_of(name)] += microseconds
-        names[name] += microseconds
-    longest = sorted(names.items(), key=lambda item: -item[1])[:_NAMED]
-    return {
-        "groups_ms": {name: per_step(us) for name, us in sorted(groups.items(), key=lambda item: -item[1])},
-        "longest_ms": {name[:100]: per_step(us) for name, us in longest},
-    }
-
-
-_UNTIMED_STEPS = 6
-"""The first ones record shapes and fill caches."""
-
-
-class AnnotatedEngine(Engine):
-    """The engine; its parts are named in the profile."""
-
-    def _admit_and_cancel(self) -> Any:
-        with record_function("admit"):
-            return super()._admit_and_cancel()
-
-    def _prefill_prompts(self) -> Any:
-        with record_function("prefill"):
-            return super()._prefill_prompts()
-
-    def _forward(self, *args: Any) -> None:
-        with record_function("forward"):
-            super()._forward(*args)
-
-    def _verify(self) -> Any:
-        with record_function("verify"):
-            return super()._verify()
-
-    def _commit(self, *args: Any) -> Any:
-        with record_function("commit"):
-            return super()._commit(*args)
-
-    def _spell(self, *args: Any) -> list[RequestOutput]:
-        with record_function("spell"):
-            return super()._spell(*args)
-
-
 class KnownDrafter(SuffixDrafter):
     """Looks up and judges as the default drafter does, then drafts what each request is known to say.
 
@@ -242,9 +176,8 @@ class KnownDrafter(SuffixDrafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """``draft`` tokens for each request."""
-        with record_function("propose"):
-            super().propose(requests)
-            return self._text.propose(requests)
+        super().propose(requests)
+        return self._text.propose(requests)
 
 
 def profile_steps(
@@ -258,7 +191,7 @@ def profile_steps(
     num_tokens = (_UNTIMED_STEPS + rounds + profiled + 2) * shape.width
     known = _said(target, prompts, num_tokens) if shape.draft else [[] for _ in prompts]
     with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
-        engine = AnnotatedEngine(
+        engine = Engine(
             target,
             drafter=KnownDrafter(known, shape.draft),
             caches=caches,
@@ -266,6 +199,7 @@ def profile_steps(
             # A step that only decodes asks its drafter too, and gets nothing.
             draft=DraftConfig(num_speculative_tokens=max(1, shape.draft)),
         )
+        watch(engine, PARTS, record_function)
         rows = Rows(engine, prompts, num_tokens)
         rows.read_prompts()
         for _ in range(_UNTIMED_STEPS):
@@ -286,13 +220,15 @@ def profile_steps(
             for request in range(len(prompts)):
                 engine.cancel(str(request))
             engine.step()
+    named = {STEP, *PARTS}
+    operators = {each.key: each.self_cpu_time_total for each in profiler.key_averages() if each.key not in named}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         profiler.export_chrome_trace(str(path))
         text = path.read_bytes()
     if trace is not None:
         trace.write_bytes(gzip.compress(text))
-    said = summary(read_events(json.loads(text)))
+    said = summary(read_events(json.loads(text)), operators)
     if target.device.type == "cuda" and "device_busy_ms" not in said:
         said["unseen"] = "the profiler was told of no kernel: what follows is the host's alone"
     return {
@@ -311,67 +247,39 @@ def _said(target: Target, prompts: Sequence[Tokens], num_tokens: int) -> list[li
 
 
 OPTIONS: dict[str, Any] = {
-    "shape": Option(default=None, choices=tuple(SHAPES), help="random weights of a Llama of this shape, no model"),
     "batch": Option(default=[1, 8], metavar="B", help="rows"),
     "draft": Option(default=[0, 15], least=0, metavar="K", help="drafted tokens; 0 is plain"),
     "context": Option(default=512, help="tokens a row holds"),
     "rounds": Option(default=16, help="steps timed without the profiler"),
     "profiled": Option(default=4, help="steps under the profiler"),
-    "dtype": Option(default="auto", help="auto, float32, bfloat16 or float16"),
-    "device": "auto",
     "traces": Option(default=None, kind=Path, metavar="DIR", help="for a trace of each batch and draft"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    run = Run("profile", __doc__, argv, OPTIONS, has_model=True, unsaid=("dtype", "device", "traces"))
+    run = Run("profile", __doc__, argv, OPTIONS, has_model=True, has_shapes=True, unsaid=("traces",))
     args = run.args
-    name, model, text = open_model(args, speaks=True)
-    facts = model_facts(name, model)
-    return run.end(
-        **facts,
-        **profiles(
-            model, text, args.batch, args.draft, args.context, args.rounds, args.profiled, args.traces, say=run.say
-        ),
-    )
-
-
-def profiles(
-    model: PreTrainedModel,
-    texts: Sequence[int] | None,
-    batches: Sequence[int],
-    drafts: Sequence[int],
-    context: int,
-    rounds: int,
-    profiled: int,
-    traces: Path | None,
-    *,
-    say: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    """How passes are run, and a row for each batch and draft. texts : tokens of prompts; None for random ones."""
-    width = max(drafts) + 1
+    codec, model = run.load(speaks=True)
+    text, width = texts_of(codec), max(args.draft) + 1
     target = open_target(
         model,
-        num_slots=max(batches),
-        max_length=context + (rounds + profiled + 8) * width + 8,
-        max_draft_tokens=max(1, *drafts),
+        num_slots=max(args.batch),
+        max_length=args.context + (args.rounds + args.profiled + 8) * width + 8,
+        max_draft_tokens=max(1, *args.draft),
         keeps_top=True,
     )
-    if traces is not None:
-        traces.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for batch in batches:
-        for draft in drafts:
-            shape = Shape(batch, context, draft)
-            trace = None if traces is None else traces / f"trace-b{batch}-t{shape.width}.json.gz"
-            prompts = prompts_of(texts, target.vocab_size, batch, max(8, context - shape.width * rounds // 2))
-            rows.append(profile_steps(target, prompts, shape, rounds, profiled, trace))
-            say(table(rows[-1]))
-    return {"passes": passes_of(target), "rows": rows}
+    if args.traces is not None:
+        args.traces.mkdir(parents=True, exist_ok=True)
+    for batch, draft in product(args.batch, args.draft):
+        shape = Shape(batch, args.context, draft)
+        trace = None if args.traces is None else args.traces / f"trace-b{batch}-t{shape.width}.json.gz"
+        prompts = prompts_of(text, batch, max(8, args.context - shape.width * args.rounds // 2))
+        run.say(shown(run.row(profile_steps(target, prompts, shape, args.rounds, args.profiled, trace))))
+    return run.end(passes=passes_of(target), rows=run.rows)
 
 
-def table(row: dict[str, Any]) -> str:
+def shown(row: dict[str, Any]) -> str:
     """A row, for people."""
     lines = [
         f"batch {row['batch']}, {row['T']} positions a row: step {row['unprofiled_step_ms_p50']:.3f} ms, "

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.environment import model_facts, model_name
+from benchmarks.models import model_name
 from benchmarks.run import SPREAD, Option, Run, in_turn, spread, spread_text
 from benchmarks.streams import made_stream
 from benchmarks.ways import Comparison, Tally, ask, requests_of
@@ -46,8 +46,6 @@ OPTIONS: dict[str, Any] = {
     "top_p": Option(default=0.9, help="of the sampled runs"),
     "num_speculative_tokens": DraftConfig().num_speculative_tokens,
     "seed": 0,
-    "dtype": "auto",
-    "device": "auto",
 }
 COLUMNS = tuple(
     (name, SPREAD.replace("%s", key) if key not in ("sampling", "source") else f"{{{key}}}")
@@ -78,7 +76,7 @@ class Way:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differs."""
-    run = Run("sources", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("dtype", "device", "head"))
+    run = Run("sources", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("head",))
     args = run.args
     codec = TextCodec.load(str(args.model))
     stream = made_stream(NO_REPEATS, codec, args.requests, args.seed, args.prompt_tokens)
@@ -107,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "all_over_best": found,
             }
         )
-    facts = model_facts(model_name(args.model), next(iter(engines.values())).target)
-    return run.end(**facts, runs=runs, is_wrong=any(each["mismatches"] for each in runs))
+    run.ran_on(next(iter(engines.values())).target)
+    return run.end(runs=runs, is_wrong=any(each["mismatches"] for each in runs))
 
 
 def ways(head: Path | None, draft_model: str | None) -> list[Way]:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.environment import model_name
-from benchmarks.models import MARKER, VARIABLE, add_model, default_directory, find_model
+from benchmarks.models import MARKER, VARIABLE, add_model, default_directory, find_model, model_name
 from benchmarks.real_model.check import check
 from benchmarks.real_model.terms import TERMS, accepted
 from ssd.bundled import MODEL_PATH

@@ -6,20 +6,18 @@ each was made to do, and ends stdout with one JSON line; exits with an error whe
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.clients.checks import KEY, MODEL
-from benchmarks.environment import describe
 from benchmarks.processes import ROOT, Server
+from benchmarks.run import Option, Run
 from ssd.bundled import MODEL_PATH
 
 CLIENTS = ("openai", "langchain", "litellm", "agents", "lm_eval", "guidellm")
@@ -45,25 +43,25 @@ def use(name: str, url: str) -> dict[str, Any]:
     return json.loads(lines[-1])  # type: ignore[no-any-return]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.clients", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[[], *CLIENTS], metavar="NAME", help=f"of {', '.join(CLIENTS)}")
-    names = parser.parse_args(arguments).names or CLIENTS
+OPTIONS = {"names": Option(default=list(CLIENTS), choices=CLIENTS, metavar="NAME")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status: 1 where a claim does not hold."""
+    run = Run("clients", __doc__, argv, OPTIONS, unsaid=("names",))
     with tempfile.TemporaryDirectory() as directory:
         server = Server(Path(directory, "log"), "--served-model-name", MODEL, "--api-key", KEY)
         server.start()
         try:
-            found = {name: use(name, f"http://127.0.0.1:{server.port}/v1") for name in names}
+            found = {name: use(name, f"http://127.0.0.1:{server.port}/v1") for name in run.args.names}
         finally:
             server.terminate()
     for name, result in found.items():
         versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
-        print(f"{name} ({versions}): {len(result['passed'])} claims hold, {len(result['failed'])} do not")
+        run.say(f"{name} ({versions}): {len(result['passed'])} claims hold, {len(result['failed'])} do not")
         for claim, got in result["failed"].items():
-            print(f"  {claim}: {got}")
-    print(json.dumps({"date": date.today().isoformat(), "environment": describe(), "clients": found}))
-    return 1 if any(result["failed"] for result in found.values()) else 0
+            run.say(f"  {claim}: {got}")
+    return run.end(clients=found, is_wrong=any(result["failed"] for result in found.values()))
 
 
 if __name__ == "__main__":

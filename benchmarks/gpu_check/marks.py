@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu_check.scene import Found
+Found = dict[str, Any]
+"""What a part found: whether it "passed", and the "results" of its programs."""
 
 PARTS_THAT_PASS: Final = ("tests", "exactness", "growth", "soak", "growth-real")
 """What they find is right or wrong."""
@@ -50,17 +53,33 @@ def marks(results: Mapping[str, Found]) -> list[Mark]:
     return [*_right(results), *_steps(results), *_drafting(results)]
 
 
+def read_results(directory: Path) -> Found:
+    """What the parts of all calls found whose results lie in ``directory``; of two of a part, the later file's by name.
+
+    Empty where none lies there.
+    """
+    found: Found = {}
+    for path in sorted(directory.glob("gpu_check*.json")):
+        found |= json.loads(path.read_text())
+    return found
+
+
+def rows_of(results: Mapping[str, Found], part: str, program: str) -> list[dict[str, Any]]:
+    """All rows that one program gave in one part."""
+    found = (results.get(part) or {}).get("results", [])
+    return [row for result in found if result["benchmark"] == program for row in result.get("rows", [])]
+
+
 def _right(results: Mapping[str, Found]) -> Iterator[Mark]:
     for part in PARTS_THAT_PASS:
         found = results.get(part)
-        value = None if found is None or "skipped" in found or "cut" in found else float(found.get("passed", False))
+        value = None if found is None or "skipped" in found or "cut" in found else float(found["passed"])
         yield Mark(f"{part} is right", value, 1.0)
 
 
 def _steps(results: Mapping[str, Found]) -> Iterator[Mark]:
     for part, shape in (("speed-large", "large"), ("speed-small", "small")):
-        rows = (results.get(part) or {}).get("steps", {}).get("rows", [])
-        at = {(row["batch"], row["T"]): row for row in rows}
+        at = {(row["batch"], row["T"]): row for row in rows_of(results, part, "decode")}
         plain = at.get((1, 1))
         yield Mark(f"{shape} shape, plain decoding at batch 1, share of the copy rate", _of(plain, "of_copy"), 0.85)
         for width, bound in ((16, 1.10), (64, 1.35)):
@@ -72,12 +91,13 @@ def _steps(results: Mapping[str, Found]) -> Iterator[Mark]:
 
 
 def _drafting(results: Mapping[str, Found]) -> Iterator[Mark]:
-    large = results.get("speed-large") or {}
-    shares = [large["propose"][traffic]["share"] for traffic in ("new", "again") if traffic in large.get("propose", {})]
+    shares = [row["share"] for row in rows_of(results, "speed-large", "drafting")]
     yield Mark("drafting for all rows, share of a step", max(shares, default=None), 0.03, at_most=True)
-    yield Mark("repeats at batch 1 over speculation off", _of(large.get("repeats"), "speedup_second"), 10.0)
+    large = (results.get("speed-large") or {}).get("results", [])
+    repeats = next((each.get("repeated_requests") for each in large if each["benchmark"] == "growth"), None)
+    yield Mark("repeats at batch 1 over speculation off", _of(repeats, "speedup_second"), 10.0)
     for part, shape in (("overhead-large", "large"), ("overhead-small", "small")):
-        rows = (results.get(part) or {}).get("rows", [])
+        rows = rows_of(results, part, "overhead")
         for traffic in ("cold", "adversarial"):
             ratios = [row["tokens_ratio_p50"] for row in rows if row["traffic"] == traffic]
             yield Mark(f"{shape} shape, {traffic}, slowest batch over speculation off", min(ratios, default=None), 0.98)

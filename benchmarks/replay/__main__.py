@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.child import ChildError
-from benchmarks.environment import head
 from benchmarks.replay.comparison import PLACES, compare_results
 from benchmarks.replay.job import Plan, Result, run_all
 from benchmarks.replay.plots import plot_curves
 from benchmarks.replay.settings import CONTENDER_NAMES, MEASURED_PATH, OURS
-from benchmarks.run import Columns, cells_of
+from benchmarks.run import Columns, cells_of, head
 from benchmarks.traces import all_traces, find_tokenizer, find_trace, trace_name
 from cache_builder.evaluation.costs import CostCurve, flat, read_step_costs
 from ssd.config import DraftConfig, IndexConfig

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.environment import describe
 from benchmarks.exactness import is_near_tie
-from benchmarks.run import Option, Run, in_turn
+from benchmarks.run import Option, Run, describe, in_turn
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.vllm.engines import METHODS
 from benchmarks.workloads import MIXED, checksum, shares, snippets, stream

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.environment import describe
-from benchmarks.run import Option, Run
+from benchmarks.run import Option, Run, describe
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.ways import ask, requests_of
 from benchmarks.workloads import snippets
