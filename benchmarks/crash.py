@@ -441,7 +441,7 @@ OPTIONS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Kill, check, print; returns the exit status."""
-    run = Run("crash", __doc__, argv, OPTIONS)
+    run = Run("crash", __doc__, argv, OPTIONS, under=("ssd/retrieval",))
     args = run.args
     index = IndexConfig(
         capacity_tokens=args.capacity,

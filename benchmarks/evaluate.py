@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.run import Option, Run
+from benchmarks.run import ENGINE, Option, Run
 from benchmarks.streams import Stream, made_stream, recorded_stream
 from benchmarks.workloads import MIXED, NO_REPEATS, Mix
 from ssd.text.codec import TextCodec
@@ -41,6 +41,7 @@ OPTIONS: dict[str, Any] = {
     "rounds": 3,
     "seed": 0,
 }
+UNDER = (*ENGINE, "cache_builder/evaluation")
 COLUMNS = (
     ("workload", "{workload}: {shares}"),
     (">measured", "{measured:.2f}x"),
@@ -52,7 +53,16 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differed."""
-    run = Run("evaluate", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("workloads",))
+    run = Run(
+        "evaluate",
+        __doc__,
+        argv,
+        OPTIONS,
+        COLUMNS,
+        has_model=True,
+        unsaid=("workloads",),
+        under=UNDER,
+    )
     args = run.args
     codec, _ = run.load()
     for name in args.workloads:

@@ -304,7 +304,7 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    run = Run("http", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("kind",))
+    run = Run("http", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("kind",), under=("ssd", "server"))
     args = run.args
     run.parameters |= {"clients": CLIENTS, "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
     options = [str(args.model), "--max-num-seqs", str(CLIENTS), "--max-model-len", "512"]

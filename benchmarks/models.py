@@ -65,7 +65,7 @@ def add_model(parser: argparse.ArgumentParser, others: Collection[str] = ()) -> 
         ("device", {"default": "auto", "help": "auto, cpu or cuda (default: auto)"}),
     ):
         if name not in others:
-            parser.add_argument(f"--{name}", **more)  # type: ignore[arg-type]
+            parser.add_argument(f"--{name}", **more)
 
 
 def load(args: argparse.Namespace, *, speaks: bool = False) -> tuple[TextCodec, PreTrainedModel]:

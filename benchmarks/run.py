@@ -42,6 +42,8 @@ T = TypeVar("T")
 Columns = Sequence[tuple[str, str]]
 """Of each column its heading, behind `>` where it has numbers, and how a row is written there by `str.format_map`."""
 
+ENGINE: Final = ("ssd/compiled", "ssd/drafting", "ssd/engine", "ssd/model", "ssd/pricing", "ssd/retrieval")
+"""What lies under most figures: they may be others once it has changed."""
 SPREAD: Final = "{%s[0]:.2f} ({%s[1]:.2f} ... {%s[2]:.2f})"
 _RESAMPLES: Final = 2000
 
@@ -78,15 +80,18 @@ class Run:
         has_shapes: bool = False,
         unsaid: Sequence[str] = (),
         program: str | None = None,
+        under: Sequence[str] = ENGINE,
     ) -> None:
         """``options`` : defaults by name, or an `Option`. ``unsaid`` : those that are no parameters of the result.
         ``program`` : its module below `benchmarks`, where that is not ``name``. ``has_model`` : it takes a model, its
         type of numbers and a device, all but those that ``options`` have; ``has_shapes`` : or random weights.
 
+        ``under`` : paths of the checkout whose changes make the figures old; `benchmarks.report` looks them up.
+
         A number that is below its least ends the program, as argparse does. Numbers are from 1 where nothing is said,
         ``seed`` from 0.
         """
-        self.name = name
+        self.name, self._under = name, under
         self.rows: list[dict[str, Any]] = []
         self._columns = columns
         self.parser = parser = argparse.ArgumentParser(
@@ -159,7 +164,7 @@ class Run:
         return int(is_wrong)
 
     def _head(self) -> dict[str, Any]:
-        return {**head(self.name), "parameters": self.parameters, **self._facts}
+        return {**head(self.name), "under": list(self._under), "parameters": self.parameters, **self._facts}
 
     def _write(self, text: str) -> None:
         if (out := self.args.out) is not None:
@@ -267,7 +272,7 @@ def _commit() -> str:
 def git(*arguments: str) -> str | None:
     """What it says of this checkout, without its last newline; None where there is none, or it refuses."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parents[1], capture_output=True, text=True)
     except FileNotFoundError:
         return None
     return None if done.returncode else done.stdout.rstrip("\n")

@@ -197,7 +197,7 @@ def test_arctic_and_sglang_draft_every_known_continuation_as_a_tree() -> None:
     ):
         with Peer(name, **options) as peer:  # type: ignore[arg-type]
             for number, text in enumerate(told):
-                peer.replay(f"told {number}", text, 1, [(8, setting)])  # type: ignore[list-item]
+                peer.replay(f"told {number}", text, 1, [(8, setting)])
             (steps,) = peer.replay("asked", asked, 4, [(8, setting)])  # type: ignore[list-item]
             assert steps.drafted[0] >= 2 and steps.accepted[0] == 1, name
 

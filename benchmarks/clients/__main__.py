@@ -48,7 +48,7 @@ OPTIONS = {"names": Option(default=list(CLIENTS), choices=CLIENTS, metavar="NAME
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where a claim does not hold."""
-    run = Run("clients", __doc__, argv, OPTIONS, unsaid=("names",))
+    run = Run("clients", __doc__, argv, OPTIONS, unsaid=("names",), under=("ssd", "server"))
     with tempfile.TemporaryDirectory() as directory:
         server = Server(Path(directory, "log"), "--served-model-name", MODEL, "--api-key", KEY)
         server.start()

@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and sys.argv[1:2] == ["reopen"]:
         print(reopen(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])))
         return 0
-    run = Run("index", __doc__, argv, OPTIONS)
+    run = Run("index", __doc__, argv, OPTIONS, under=("ssd/compiled", "ssd/drafting", "ssd/retrieval"))
     args = run.args
     args.peer_tokens = args.peer_tokens or min(args.tokens, 4_000_000)
     run.parameters["peer_tokens"] = args.peer_tokens

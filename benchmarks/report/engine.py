@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu_check.marks import marks
+from benchmarks.gpu_check.marks import marks, rows_of
 from benchmarks.run import Columns, table
 
 Result = Mapping[str, Any]
@@ -105,39 +105,8 @@ def _overhead(result: Result) -> str:
     return f"{head}\n\n{section(columns, rows.values(), note)}"
 
 
-def profile_section(result: Result) -> str:
-    """A row for each batch and number of positions."""
-    on_device = "device_busy_ms" in result["rows"][0]
-    parts = {"in operators": "operators_ms", "outside": "outside_operators_ms"}
-    if on_device:
-        parts = {"device busy": "device_busy_ms", "between launches": "launch_gaps_ms"}
-        parts |= {"waits for the host": "waits_for_host_ms"}
-    rows = []
-    for row in result["rows"]:
-        groups = list(row["groups_ms"].items())[:3]
-        shares = {name: row[key] / row["step_ms"] for name, key in parts.items()}
-        most = ", ".join(f"{name} {ms / row['step_ms']:.0%}" for name, ms in groups)
-        host = ", ".join(f"{name} {ms:.2f}" for name, ms in row["phases_ms"].items() if ms >= 0.005)
-        rows.append({**row, **shares, "most": most, "host": host})
-    columns = (
-        (">batch", "{batch}"),
-        (">positions a row", "{T}"),
-        (">step, ms", "{unprofiled_step_ms_p50:.2f}"),
-        *((f">{name}", f"{{{name}:.0%}}") for name in parts),
-        ("most of it", "{most}"),
-        ("the host's parts of a step", "{host}"),
-    )
-    note = (
-        "`python -m benchmarks.profile`: {model}, {type}, {where}, {date}, context {parameters[context]}; medians of "
-        "{parameters[rounds]} steps without the profiler, shares and parts (ms) of {parameters[profiled]} under it. "
-        "Drafts are looked up as always, and then the model's own are verified."
-    )
-    where = result["device"] if on_device else result["environment"]["cpu"]
-    return section(columns, rows, said(note, result, where=where))
-
-
 def gpu_section(result: dict[str, Any]) -> str:
-    """The marks, and the steps of the large shape, of the results of all calls, one over the other."""
+    """The marks, the steps of the large shape and where they go, of the results of all calls, one over the other."""
     words = {None: "not measured", True: "met", False: "**not met**"}
     rows = [
         {
@@ -150,25 +119,25 @@ def gpu_section(result: dict[str, Any]) -> str:
     ]
     columns: Columns = (("mark", "{mark}"), (">measured", "{measured}"), (">bound", "{bound}"), ("", "{word}"))
     parts = [section(columns, rows, said("{device}, {date}, torch {environment[versions][torch]}.", result))]
-    large = result.get("speed-large", {})
-    if steps := large.get("steps", {}).get("rows"):
-        floor = large["steps"]["floor_ms"]
-        parts.append(f"Steps of the {large['shape'].upper()} shape; copying its weights takes {floor:.2f} ms.")
+    shape = ((">batch", "{batch}"), (">positions a row", "{T}"))
+    if steps := rows_of(result, "speed-large", "decode"):
         columns = (
-            (">batch", "{batch}"),
-            (">positions a row", "{T}"),
+            *shape,
             (">step, ms", "{step_ms_p50:.2f}"),
             (">pass alone, ms", "{pass_ms:.2f}"),
             (">outside the pass", "{outside_pass_share:.1%}"),
+            (">of the copy rate", "{of_copy:.2f}"),
         )
-        parts.append("\n".join(table(columns, steps)))
-    if profiled := result.get("profile", {}).get("rows"):
-        facts = {
-            "model": f"{large.get('shape', '8b').upper()} shape",
-            "dtype": "bfloat16",
-            "parameters": {"context": profiled[0]["context"], "rounds": result["parameters"]["rounds"], "profiled": 4},
-        }
-        parts.append(profile_section({**result, **facts, "rows": profiled}))
+        parts.append("Steps of the large shape.\n\n" + "\n".join(table(columns, steps)))
+    if profiled := [row for row in rows_of(result, "profile", "profile") if "device_busy_ms" in row]:
+        columns = (
+            *shape,
+            (">step under the profiler, ms", "{step_ms:.2f}"),
+            (">device busy", "{device_busy_ms:.2f}"),
+            (">between launches", "{launch_gaps_ms:.2f}"),
+            (">waits for the host", "{waits_for_host_ms:.2f}"),
+        )
+        parts.append("\n".join(table(columns, profiled)))
     return "\n\n".join(parts)
 
 

@@ -20,7 +20,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.exactness import is_near_tie
-from benchmarks.run import Option, Run, describe, in_turn
+from benchmarks.run import ENGINE, Option, Run, describe, in_turn
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.vllm.engines import METHODS
 from benchmarks.workloads import MIXED, checksum, shares, snippets, stream
@@ -98,6 +98,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 1024,
     "seed": 0,
 }
+UNDER = (*ENGINE, "ssd/integrations")
 COLUMNS = (
     ("runner", "{runner}"), (">batch", "{batch}"), ("method", "{method}"), (">accepted", "{accepted}"),
     (">drafted", "{drafted}"), (">tok/s", "{tokens_per_s:.0f}"), (">x none", "{against_none:.2f}"),
@@ -109,7 +110,7 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, compare, print. Returns the exit status: 1 where speculation changed a token."""
-    this = Run("vllm", __doc__, argv, OPTIONS, COLUMNS)
+    this = Run("vllm", __doc__, argv, OPTIONS, COLUMNS, under=UNDER)
     args, codec = this.args, TextCodec.load(str(MODEL_PATH))
     args.method = list(dict.fromkeys(["none", *args.method]))
     methods = {runner: {name: METHODS[runner].get(name) for name in args.method} for runner in args.runner}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.run import Option, Run
+from benchmarks.run import ENGINE, Option, Run
 from benchmarks.vllm.states import HandMadeRunner, LateEvent, Scripted, vllm_config
 from ssd.bundled import MODEL_PATH
 from ssd.integrations.vllm_v2 import Speculator
@@ -34,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "steps": 300,
     "seed": 0,
 }
+UNDER = (*ENGINE, "ssd/integrations")
 COLUMNS = (
     (">rows", "{rows}"), (">late", "{late}"), (">host us", "{host_us_p50:.0f}"), (">p95", "{host_us_p95:.0f}"),
     (">us a row", "{host_us_per_row:.2f}"), (">device part us", "{device_part_us_p50:.0f}"),
@@ -43,7 +44,7 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    run = Run("vllm_host", __doc__, argv, OPTIONS, COLUMNS, program="vllm.host")
+    run = Run("vllm_host", __doc__, argv, OPTIONS, COLUMNS, under=UNDER, program="vllm.host")
     torch.set_num_threads(1)
     for count in run.args.rows:
         for late in run.args.late:
