@@ -89,33 +89,27 @@ format: $(READY)
 # Reproduces the README's figures: about an hour on two cores, 2 GB of disk for the largest index. The replay needs
 # recorded traces and tokenizers; other people's drafters are asked where `make bench-peers` installed them.
 bench: $(READY)
-	$(BIN)/python -m benchmarks.growth --out benchmarks/results --json
+	$(BIN)/python -m benchmarks.growth --out benchmarks/results/growth.json
 	$(BIN)/python -m benchmarks.replay.measure_cost --json
-	$(BIN)/python -m benchmarks.decode --json --out benchmarks/results/decode.json
+	$(BIN)/python -m benchmarks.decode --out benchmarks/results/decode.json
 	$(BIN)/python -m benchmarks.exact --out benchmarks/results/exact.json
-	$(BIN)/python -m benchmarks.overhead --json --out benchmarks/results/overhead.json
+	$(BIN)/python -m benchmarks.overhead --out benchmarks/results/overhead.json
 	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
 	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
 		if [ -e $(PEERS_READY) ]; then \
-			$(BIN)/python -m benchmarks.replay $(CURVES) --json --plot benchmarks/results/replay-curve.png \
-				| tail -n 1 >benchmarks/results/replay-curve.json; \
-			$(BIN)/python -m benchmarks.replay $(CURVES) --tree --json --plot benchmarks/results/replay-tree.png \
-				| tail -n 1 >benchmarks/results/replay-tree.json; \
-			$(BIN)/python -m benchmarks.replay $(OTHERS) $(CHAINS) --json \
-				| tail -n 1 >benchmarks/results/replay-others.json; \
-			$(BIN)/python -m benchmarks.replay $(OTHERS) $(TREES) --json \
-				| tail -n 1 >benchmarks/results/replay-others-tree.json; \
+			$(BIN)/python -m benchmarks.replay $(CURVES) --out benchmarks/results/replay-curve.json; \
+			$(BIN)/python -m benchmarks.replay $(CURVES) --tree --out benchmarks/results/replay-tree.json; \
+			$(BIN)/python -m benchmarks.replay $(OTHERS) $(CHAINS) --out benchmarks/results/replay-others.json; \
+			$(BIN)/python -m benchmarks.replay $(OTHERS) $(TREES) --out benchmarks/results/replay-others-tree.json; \
 		fi; \
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
-	$(BIN)/python -m benchmarks.index --tokens 1000000 --json | tail -n 1 >benchmarks/results/index-1m.json
-	$(BIN)/python -m benchmarks.index --tokens 16000000 --peers --json \
-		| tail -n 1 >benchmarks/results/index-16m.json
-	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --json \
-		| tail -n 1 >benchmarks/results/index-256m.json
+	$(BIN)/python -m benchmarks.index --tokens 1000000 --out benchmarks/results/index-1m.json
+	$(BIN)/python -m benchmarks.index --tokens 16000000 --peers --out benchmarks/results/index-16m.json
+	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --out benchmarks/results/index-256m.json
 	$(BIN)/python -m benchmarks.evaluate --out benchmarks/results/evaluate.json
-	$(BIN)/python -m benchmarks.http --json | tail -n 1 >benchmarks/results/http.json
-	$(BIN)/python -m benchmarks.soak --json --out benchmarks/results/soak.json
+	$(BIN)/python -m benchmarks.http --out benchmarks/results/http.json
+	$(BIN)/python -m benchmarks.soak --out benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results/faults.json
 	$(BIN)/python -m benchmarks.faults --servers 3 --out benchmarks/results/fleet-faults.json
 	$(BIN)/python -m benchmarks.report
@@ -147,10 +141,10 @@ $(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/build.py $(PEERS_P
 # Our drafter inside vLLM, in an environment of its own: about three minutes and 4 GB, then half an hour to run. Our
 # package comes last and without its dependencies, so that the versions are vLLM's.
 bench-vllm: $(READY) $(VLLM_READY)
-	$(BIN)/python -m benchmarks.vllm $(ARGS) | tee /dev/stderr | tail -n 1 >benchmarks/results/vllm.json
+	$(BIN)/python -m benchmarks.vllm $(ARGS) --out benchmarks/results/vllm.json
 	$(BIN)/python -m benchmarks.vllm.changes --out benchmarks/results/vllm-changes.json
 	$(BIN)/python -m benchmarks.vllm --runner v1 v2 --batch 4 --requests 20 --max-tokens 24 --window 10 \
-		| tee /dev/stderr | tail -n 1 >benchmarks/results/vllm-runners.json
+		--out benchmarks/results/vllm-runners.json
 	$(BIN)/python -m benchmarks.vllm.host --out benchmarks/results/vllm-host.json
 	$(BIN)/python -m pytest --slow tests/test_vllm_cases.py
 
@@ -169,7 +163,7 @@ $(VLLM_READY): $(VLLM_PINS)/requirements.txt $(VLLM_PINS)/requirements-no-deps.t
 
 # Other people's clients against our server, in an environment of their own: some minutes and 3 GB, then one to run.
 bench-clients: $(READY) $(CLIENTS_READY)
-	$(BIN)/python -m benchmarks.clients $(ARGS) | tee /dev/stderr | tail -n 1 >benchmarks/results/clients.json
+	$(BIN)/python -m benchmarks.clients $(ARGS) --out benchmarks/results/clients.json
 
 $(CLIENTS_READY): $(CLIENTS_PINS)/requirements.txt $(CLIENTS_PINS)/constraints.txt
 	@echo "bench-clients: installing into $(CLIENTS)"
@@ -196,7 +190,7 @@ bench-real: $(READY) real-model
 	$(BIN)/python -m benchmarks.evaluate $(REAL_MODEL) --requests 8 --max-tokens 32 --prompt-tokens 128 --rounds 1 \
 		--workloads mixed often --out benchmarks/results/evaluate-gemma.json
 	$(BIN)/python -m benchmarks.growth --model $(REAL_MODEL) --streams new $(if $(SSD_TRACES),sql agent_tools) \
-		--requests 16 --window 4 --repeated 8 --out benchmarks/results --name growth-gemma
+		--requests 16 --window 4 --repeated 8 --out benchmarks/results/growth-gemma.json
 	$(BIN)/python -m benchmarks.decode --model $(REAL_MODEL) --batch 1 4 --rounds 16 --baseline-rounds 3 \
 		--out benchmarks/results/decode-gemma.json
 	$(BIN)/python -m benchmarks.overhead --model $(REAL_MODEL) --batch 1 4 --pairs 12 \

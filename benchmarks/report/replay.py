@@ -26,14 +26,14 @@ _NAMES = {
 def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
     """Against other drafters that may draft as much: accepted tokens a step, and what passes cost and give."""
     drafter, kinds = _STRONGEST, {"path": path, **({} if tree is None else {"tree": tree})}
-    places = " / ".join(f"{place:.0%}" for place in path["comparison"][drafter]["places"])
+    places = "/".join(f"{place:.0%}" for place in path["comparison"][drafter]["places"])
     traces = list(dict.fromkeys(row["trace"] for row in path["results"]))
     rows = []
     for trace in [*traces, None]:
         row: dict[str, Any] = {"trace": trace or "**all**"}
         for kind, result in kinds.items():
             row[kind] = _ratios(result["comparison"][drafter], trace)
-            row[f"{kind}_up"] = "{:.2f}x / {:.2f}x".format(*speed_ups(result["results"], drafter, MEASURED, trace))
+            row[f"{kind}_up"] = "{:.2f}x/{:.2f}x".format(*speed_ups(result["results"], drafter, MEASURED, trace))
         rows.append(row)
     columns = [("trace", "{trace}"), *((f">{kind}, ratio", f"{{{kind}}}") for kind in kinds)]
     columns += [(f">{kind}, speed-up", f"{{{kind}_up}}") for kind in kinds]
@@ -66,7 +66,6 @@ def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
 
 def others_section(path: dict[str, Any], tree: dict[str, Any]) -> str:
     """All drafters beside each other, at their best; then each as its makers set it."""
-    costs = list(dict.fromkeys(cost for row in path["results"] for cost in row["speed_up"]))
     contenders = [
         (kind, result["results"], drafter)
         for kind, result in (("path", path), ("tree", tree))
@@ -95,33 +94,35 @@ def others_section(path: dict[str, Any], tree: dict[str, Any]) -> str:
                 {
                     "drafter": f"{_NAMES.get(drafter, drafter)}, {kind}s",
                     "setting": setting,
-                    "ups": {cost: _mean(row["speed_up"][cost] for row in some) for cost in costs},
+                    "up": _mean(row["speed_up"][MEASURED] for row in some),
                     "tokens": _mean(row["mean_acceptance_length"] for row in some),
                     "drafted": np.mean([row["drafted_per_step"] for row in some]),
                     "us": np.median([row["propose_us_p50"] for row in some]),
                 }
             )
     columns = [("drafter", "{drafter}"), ("setting", "{setting}")]
-    columns += [(f">{cost}", f"{{ups[{cost}]:.2f}}x") for cost in costs]
-    columns += [(">tokens a step", "{tokens:.2f}"), (">drafted a step", "{drafted:.1f}"), (">us", "{us:.1f}")]
+    columns += [
+        (">speed-up", "{up:.2f}x"),
+        (">tokens a step", "{tokens:.2f}"),
+        (">drafted a step", "{drafted:.1f}"),
+        (">us", "{us:.1f}"),
+    ]
     parameters = path["parameters"]
     return "\n".join(
         [
-            "Speed-up over plain decoding at the measured cost of a pass, of every other drafter the best of its "
-            f"settings in hindsight for each trace, geometric means: {'; '.join(shown)}.",
+            "Speed-up over plain decoding at the measured cost of a pass, each but ours at the best of its settings "
+            f"in hindsight for each trace, geometric means: {'; '.join(shown)}.",
             "",
             f"Ahead of ours: {'; '.join(ahead) or 'none'}.",
             "",
-            "Each as its makers set it, ours as it prices drafts when it serves; geometric means over traces and "
-            "tokenizers. Microseconds of a proposal, the median of the middle trace: the drafter's own call, from "
-            "Python but for llama.cpp's.",
+            "Each as its makers set it; microseconds of a proposal are the drafter's own call, the median of the "
+            "middle trace.",
             "",
             *table(columns, rows),
             "",
             f"`make bench` where `make bench-peers` installed them: {', '.join(parameters['tokenizers'])}, the first "
-            f"{parameters['max_output_tokens']:,} output tokens of each trace, so that less was said before than "
-            f"above; draft limit {parameters['draft']['num_speculative_tokens']}. flat 32: free up to 32 tokens, "
-            "linear beyond; measured: as above.",
+            f"{parameters['max_output_tokens']:,} output tokens of each trace, so less was said before than above; "
+            f"draft limit {parameters['draft']['num_speculative_tokens']}.",
         ]
     )
 
@@ -130,7 +131,7 @@ def _is_default(drafter: str, setting: str) -> bool:
     if drafter == "arctic":
         return setting == ARCTIC_DEFAULT
     if drafter == OURS:
-        return setting.startswith(PRICED_BY)
+        return setting == f"{PRICED_BY}{MEASURED}"
     return setting.startswith(DEFAULT)
 
 
@@ -152,7 +153,7 @@ def _mean(values: Iterable[float]) -> float:
 
 def _ratios(comparison: dict[str, Any], trace: str | None) -> str:
     rows = [row["ratios"] for row in comparison["rows"] if row["ratios"] and trace in (None, row["trace"])]
-    return " / ".join(f"{_mean(at):.2f}" for at in zip(*rows, strict=True)) if rows else "no overlap"
+    return "/".join(f"{_mean(at):.2f}" for at in zip(*rows, strict=True)) if rows else "no overlap"
 
 
 def speed_ups(rows: list[dict[str, Any]], drafter: str, cost: str, trace: str | None) -> tuple[float, float]:
