@@ -23,11 +23,11 @@ REAL := .venv-real
 REAL_READY := $(REAL)/.ready
 REAL_PINS := benchmarks/real_model
 REAL_MODEL := $(or $(SSD_REAL_MODEL),.real-model)
-CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter arctic --curve --price-by measured \
-	--price-by flat --max-draft 64 --max-output-tokens 60000 --jobs 2
-OTHERS := $(subst --tokenizer llama2-32k,,$(subst 60000,5000,$(CURVES)))
-CHAINS := --drafter llama-cpp --drafter vllm-ngram --drafter prompt-lookup-hf
-TREES := --drafter sglang --tree
+REPLAY := --curve --price-by measured flat --max-draft 64 --jobs 2
+CURVES := $(REPLAY) --tokenizer llama2-32k llama3-128k --drafter ssd arctic --max-output-tokens 60000
+OTHERS := $(REPLAY) --tokenizer llama3-128k --max-output-tokens 5000 --drafter ssd arctic
+CHAINS := llama-cpp vllm-ngram prompt-lookup-hf
+TREES := sglang --tree
 
 .PHONY: serve wheel quick test kernels fuzz bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
 

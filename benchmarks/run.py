@@ -53,7 +53,7 @@ class Option:
     """One argument beside those that all programs have. Its name and its type are its key's and its default's.
 
     A list takes several values, False is a switch. ``least`` : of numbers; ``kind`` : where the default is None, which
-    with ``several`` takes any number of values.
+    with ``several`` takes any number of values. ``positional`` : a list of words behind all options.
     """
 
     default: Any
@@ -62,6 +62,7 @@ class Option:
     least: float | None = None
     kind: Callable[[str], Any] = str
     several: bool = False
+    positional: bool = False
     metavar: str | None = None
 
 
@@ -178,6 +179,9 @@ def _add(parser: argparse.ArgumentParser, key: str, option: Option) -> None:
     flag, default, text = f"--{key.replace('_', '-')}", option.default, option.help
     if default is False:
         parser.add_argument(flag, action="store_true", help=text)
+        return
+    if option.positional:
+        parser.add_argument(key, nargs="*", metavar=key.upper().removesuffix("S"), help=text)
         return
     several = isinstance(default, (list, tuple))
     sample = default[0] if several and default else default

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.replay import digest
 from benchmarks.replay.__main__ import main
-from benchmarks.replay.contenders import PeerDrafter
+from benchmarks.replay.job import PeerDrafter
 from benchmarks.replay.settings import settings_of
 from benchmarks.report.replay import others_section
 from benchmarks.walk import Counts
@@ -113,8 +113,8 @@ def trace(tmp_path: Path) -> Path:
 
 
 def run_whole(trace: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
-    drafters = [argument for name in DRAFTER_NAMES for argument in ("--drafter", name)]
-    assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--max-draft", "4", *drafters, *more]) == 0
+    asked = [str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--max-draft", "4", "--drafter", *DRAFTER_NAMES]
+    assert main([*asked, *more]) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
     return result
 
@@ -162,15 +162,13 @@ def test_digests_are_the_same_until_a_draft_is_another(trace: Path, monkeypatch:
     assert not set(digest.digests(*asked)) & set(lines)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [("--max-draft", "0"), ("--jobs", "0"), ("--plot", "no/such/place.png")],
-)
-def test_a_wrong_option_is_a_clear_error(
-    trace: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+def test_a_drafter_of_trees_alone_and_a_run_without_a_tokenizer_are_refused(
+    trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), *more]) == 2
-    assert more[1].split("/")[0] in capsys.readouterr().err
+    asked = [str(trace / "tiny.jsonl.gz"), "--drafter", "sglang"]
+    assert main([*asked, "--tokenizer", str(trace)]) == 2 and main([*asked, "--tree"]) == 2
+    said = capsys.readouterr().err
+    assert "add --tree" in said and "name a tokenizer" in said
 
 
 def test_the_page_lays_every_drafter_beside_ours_at_its_best_and_as_it_comes() -> None:

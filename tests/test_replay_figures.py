@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.drafters import CurvePrice, FixedPrice
 from benchmarks.replay import measure_cost
-from benchmarks.replay.comparison import compare, compare_results, envelope, geometric_means
-from benchmarks.replay.contenders import calibrate
+from benchmarks.replay.curves import calibrate, compare, compare_results, envelope, geometric_means
 from benchmarks.replay.settings import CONTENDER_NAMES, settings_of
 from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.costs import CostCurve, StepCosts, flat, read_step_costs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing import get_context
@@ -13,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.drafters import OurDrafters, Setting, replay_stream
-from benchmarks.replay.contenders import Contender, PeerDrafter, calibrate
+from benchmarks.peers import Peer
+from benchmarks.replay.curves import calibrate
 from benchmarks.replay.settings import PEERS, PeerSetting, settings_of
 from benchmarks.traces import TraceTokenizer, limited, read_records, read_sessions, trace_name
-from benchmarks.walk import Counts
+from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.costs import CostCurve, StepCosts
 from cache_builder.evaluation.log import Row
 from cache_builder.evaluation.oracle import oracle_steps
@@ -43,6 +45,30 @@ class Plan:
     max_output_tokens: int | None = None
 
 
+class PeerDrafter(AbstractContextManager["PeerDrafter"]):
+    """Somebody else's drafter under several settings, in its own process and environment."""
+
+    def __init__(self, settings: Sequence[Setting], **options: int | str) -> None:
+        """``options`` : the peer's own, see `Peer`. Raises PeerUnavailable where it is not installed."""
+        self.settings = settings
+        self._peer = Peer(PEERS[settings[0].drafter], **options)
+        self._options = options
+        knobs = [setting.knobs if isinstance(setting, PeerSetting) else {} for setting in settings]
+        self._asked = [(setting.limit, each) for setting, each in zip(settings, knobs, strict=True)]
+
+    def __exit__(self, *_: object) -> None:
+        self._peer.close()
+
+    def replay(self, request_id: str, row: Row) -> list[Steps]:
+        return self._peer.replay(request_id, row.text(), len(row.context), self._asked)
+
+    def num_cached_tokens(self) -> int:
+        return 0
+
+    def describe(self) -> dict[str, Any]:
+        return {"versions": self._peer.versions, **self._options}
+
+
 def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
     """All drafters under all settings on one trace, which is tokenized once."""
     rows = limited(read_sessions(read_records(trace), TraceTokenizer(tokenizer)), plan.max_output_tokens)
@@ -61,7 +87,7 @@ def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
                         "max_draft": plan.draft.num_speculative_tokens,
                         **(found := summary(counts, plan.costs)),
                         "oracle_tokens_per_step": oracle,
-                        "of_oracle": None if oracle is None else found["mean_acceptance_length"] / oracle,
+                        "of_oracle": None if oracle is None else round(found["mean_acceptance_length"] / oracle, 4),
                         "configuration": {
                             "draft": asdict(plan.draft),
                             "index": asdict(plan.index),
@@ -95,7 +121,7 @@ def oracle_of(rows: Sequence[Row], limit: int) -> float | None:
     return None if steps is None else sum(len(row.output) for row in rows) / max(1, int(steps.sum()))
 
 
-def _contenders(plan: Plan, rows: Sequence[Row]) -> Iterator[Contender]:
+def _contenders(plan: Plan, rows: Sequence[Row]) -> Iterator[OurDrafters | PeerDrafter]:
     """One after another, so that no two hold their memories at once."""
     limit = plan.draft.num_speculative_tokens
 
@@ -118,7 +144,7 @@ def _contenders(plan: Plan, rows: Sequence[Row]) -> Iterator[Contender]:
             yield PeerDrafter(settings(drafter), **options[drafter]())
 
 
-def _sglang(settings: Sequence[Setting], rows: Sequence[Row]) -> Iterator[Contender]:
+def _sglang(settings: Sequence[Setting], rows: Sequence[Row]) -> Iterator[OurDrafters | PeerDrafter]:
     """A few settings at a time: each has a trie of its own, which is large.
 
     A trie that nothing is evicted from is as good as one of the default size, and gets no more nodes than that takes.
