@@ -145,7 +145,6 @@ bench-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m benchmarks.vllm.changes --out benchmarks/results/vllm-changes.json
 	$(BIN)/python -m benchmarks.vllm --runner v1 v2 --batch 4 --requests 20 --max-tokens 24 --window 10 \
 		--out benchmarks/results/vllm-runners.json
-	$(BIN)/python -m benchmarks.vllm.host --out benchmarks/results/vllm-host.json
 	$(BIN)/python -m pytest --slow tests/test_vllm_cases.py
 
 $(VLLM_READY): $(VLLM_PINS)/requirements.txt $(VLLM_PINS)/requirements-no-deps.txt $(VLLM_PINS)/constraints.txt

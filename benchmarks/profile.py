@@ -3,28 +3,25 @@
 ``python -m benchmarks.profile [MODEL] [--shape tiny|1b|8b] [--batch B...] [--draft K...] [--context L] [--traces DIR]``
 
 Steps of the engine under torch's profiler, plain ones (a draft of 0) and such as verify K tokens a row: the device's
-time by groups of kernels, its gaps between launches, its waits for the host; the host's time by parts of a step, and
-its waits for the device. On a CPU, where model and engine are one after another, operators by groups and what is
+time by groups of kernels and its waits for the host; the host's time by parts of a step, and its waits for the
+device. On a CPU, where model and engine are one after another, operators by groups and what is
 outside of them. The profiler slows the host down: the step's time without it stands beside. Prints a table; the last
 line of stdout is one JSON object. With --traces also, of each batch and draft, a trace for a browser.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
+from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.run import Option, Run
@@ -49,9 +46,6 @@ from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 
-Interval = tuple[float, float]
-"""Begin and end, microseconds."""
-
 STEP: Final = "step"
 
 _GROUPS: Final = (
@@ -61,107 +55,56 @@ _GROUPS: Final = (
     ("copies", re.compile(r"memcpy|memset|::copy_|::_to_copy|catarray|::cat", re.I)),
     ("norms, rotations, sums", re.compile(r"elementwise|vectorized|reduce|norm|index|scatter|gather|rope|silu", re.I)),
 )
-_ON_DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _WAITS: Final = re.compile(r"Synchronize|^cudaMemcpy$|cudaStreamWait|cudaMemcpyAsync")
-_MOST_LAUNCH_GAP_US: Final = 12.0
-"""Longer ones are waits for the host: between kernels of one recorded step there are a few microseconds at most."""
 _NAMED: Final = 12
 _UNTIMED_STEPS: Final = 6
 """The first ones record shapes and fill caches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """``kind`` : the category of the trace."""
+def summary(averages: Iterable[Any], number: int) -> dict[str, Any]:
+    """Milliseconds a step: the device's work by groups, the host's parts, its operators and its waits.
 
-    kind: str
-    name: str
-    begin: float
-    end: float
-
-
-def read_events(trace: dict[str, Any]) -> list[Event]:
-    """The events with a duration of a trace in Chrome's format, by their begin."""
-    found = [
-        Event(str(each.get("cat", "")), str(each["name"]), float(each["ts"]), float(each["ts"]) + float(each["dur"]))
-        for each in trace.get("traceEvents", ())
-        if each.get("ph") == "X" and "dur" in each
-    ]
-    return sorted(found, key=lambda event: (event.begin, -event.end))
-
-
-def summary(events: Sequence[Event], operators: Mapping[str, float]) -> dict[str, Any]:
-    """Milliseconds a step: the device's work by groups and its gaps, the host's phases, its operators and its waits.
-
-    ``operators`` : microseconds of the host's in all steps, each without those that it calls. Without a device the
-    groups are of these, and what is left of a step is Python and compiled loops that are no operators.
+    averages : what the profiler says of each name over ``number`` steps. Without a device the groups are of operators,
+    and what is left of a step is Python and compiled loops that are no operators.
     """
-    steps = [event for event in events if event.kind == "user_annotation" and event.name == STEP]
-    if not steps:
-        raise ValueError(f"the trace has no {STEP!r}")
-    begin, end, number = steps[0].begin, max(step.end for step in steps), len(steps)
+    annotated: dict[str, float] = dict.fromkeys((STEP, *PARTS), 0.0)
+    operators: dict[str, float] = {}
+    kernels: dict[str, float] = {}
+    num_kernels = 0
+    for each in averages:
+        if each.key in annotated:
+            if each.device_type == DeviceType.CPU:
+                annotated[each.key] = each.cpu_time_total
+        elif each.device_type == DeviceType.CPU:
+            operators[each.key] = each.self_cpu_time_total
+        else:
+            kernels[each.key] = each.self_device_time_total
+            num_kernels += each.count
 
     def per_step(microseconds: float) -> float:
         return round(microseconds / 1e3 / number, 4)
 
-    host = [event for event in events if begin <= event.begin <= end]
-    on_device = [event for event in events if event.kind in _ON_DEVICE and event.end > begin and event.begin < end]
-    found: dict[str, Any] = {"steps": number, "step_ms": per_step(end - begin)}
-    found["phases_ms"] = {
-        phase: per_step(sum(e.end - e.begin for e in host if e.kind == "user_annotation" and e.name == phase))
-        for phase in PARTS
-    }
-    if not on_device:
-        in_operators = sum(operators.values())
-        found["operators_ms"] = per_step(in_operators)
-        found["outside_operators_ms"] = per_step(end - begin - in_operators)
-        times = dict(operators)
+    whole = annotated.pop(STEP)
+    found: dict[str, Any] = {"steps": number, "step_ms": per_step(whole)}
+    found["phases_ms"] = {part: per_step(us) for part, us in annotated.items()}
+    if kernels:
+        found["device_busy_ms"] = per_step(sum(kernels.values()))  # one stream, so no two at once
+        found["waits_for_host_ms"] = per_step(max(0.0, whole - sum(kernels.values())))
+        found["kernels"] = round(num_kernels / number, 1)
+        found["host_waits_ms"] = per_step(sum(us for name, us in operators.items() if _WAITS.search(name)))
     else:
-        busy = union((max(begin, e.begin), min(end, e.end)) for e in on_device)
-        gaps = [after[0] - before[1] for before, after in pairwise(busy)]
-        ends = (busy[0][0] - begin) + (end - busy[-1][1])
-        waits = union((e.begin, e.end) for e in host if e.kind.startswith("cuda") and _WAITS.search(e.name))
-        found |= {
-            "device_busy_ms": per_step(length(busy)),
-            "launch_gaps_ms": per_step(sum(gap for gap in gaps if gap <= _MOST_LAUNCH_GAP_US)),
-            "waits_for_host_ms": per_step(ends + sum(gap for gap in gaps if gap > _MOST_LAUNCH_GAP_US)),
-            "kernels": round(len(on_device) / number, 1),
-            "host_waits_ms": per_step(length(waits)),
-        }
-        times = defaultdict(float)
-        for event in on_device:
-            times[event.name] += event.end - event.begin
+        found["operators_ms"] = per_step(sum(operators.values()))
+        found["outside_operators_ms"] = per_step(whole - sum(operators.values()))
+    times = kernels or operators
     groups: dict[str, float] = defaultdict(float)
-    for name, microseconds in times.items():
-        groups[group_of(name)] += microseconds
-    return {
-        **found,
-        "groups_ms": {name: per_step(us) for name, us in sorted(groups.items(), key=lambda item: -item[1])},
-        "longest_ms": {
-            name[:100]: per_step(us) for name, us in sorted(times.items(), key=lambda item: -item[1])[:_NAMED]
-        },
-    }
+    for name, us in times.items():
+        groups[next((group for group, pattern in _GROUPS if pattern.search(name)), "others")] += us
+    found["groups_ms"] = {name: per_step(us) for name, us in _longest(groups)}
+    return {**found, "longest_ms": {name[:100]: per_step(us) for name, us in _longest(times)[:_NAMED]}}
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points of time as intervals that do not touch, in their order."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Of intervals that do not touch."""
-    return sum(end - begin for begin, end in intervals)
-
-
-def group_of(name: str) -> str:
-    """What a kernel or an operator does."""
-    return next((group for group, pattern in _GROUPS if pattern.search(name)), "others")
+def _longest(times: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(times.items(), key=lambda item: -item[1])
 
 
 class KnownDrafter(SuffixDrafter):
@@ -186,7 +129,7 @@ def profile_steps(
     """Of steps with that many rows and positions: milliseconds without the profiler, and what it saw of others.
 
     prompts : a row each. rounds : steps that are timed; profiled : steps after them, under the profiler. trace : where
-    its trace goes, compressed with gzip.
+    its trace goes, compressed where the name ends so.
     """
     num_tokens = (_UNTIMED_STEPS + rounds + profiled + 2) * shape.width
     known = _said(target, prompts, num_tokens) if shape.draft else [[] for _ in prompts]
@@ -220,15 +163,9 @@ def profile_steps(
             for request in range(len(prompts)):
                 engine.cancel(str(request))
             engine.step()
-    named = {STEP, *PARTS}
-    operators = {each.key: each.self_cpu_time_total for each in profiler.key_averages() if each.key not in named}
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        text = path.read_bytes()
     if trace is not None:
-        trace.write_bytes(gzip.compress(text))
-    said = summary(read_events(json.loads(text)), operators)
+        profiler.export_chrome_trace(str(trace))
+    said = summary(profiler.key_averages(), profiled)
     if target.device.type == "cuda" and "device_busy_ms" not in said:
         said["unseen"] = "the profiler was told of no kernel: what follows is the host's alone"
     return {
@@ -287,9 +224,8 @@ def shown(row: dict[str, Any]) -> str:
     ]
     if "device_busy_ms" in row:
         lines.append(
-            f"  device: busy {row['device_busy_ms']:.3f} in {row['kernels']:.0f} kernels, between launches "
-            f"{row['launch_gaps_ms']:.3f}, waits for the host {row['waits_for_host_ms']:.3f}; "
-            f"host waits for the device {row['host_waits_ms']:.3f}"
+            f"  device: busy {row['device_busy_ms']:.3f} in {row['kernels']:.0f} kernels, waits for the host "
+            f"{row['waits_for_host_ms']:.3f}; host waits for the device {row['host_waits_ms']:.3f}"
         )
     else:
         lines.append(f"  operators {row['operators_ms']:.3f}, outside of them {row['outside_operators_ms']:.3f}")

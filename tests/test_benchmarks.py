@@ -6,13 +6,15 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.autograd import DeviceType
 
 from benchmarks.coupled import NEW, REPEATS, VARIANTS, marks_of
-from benchmarks.profile import Event, summary
+from benchmarks.profile import summary
 from benchmarks.run import Option, Run, bootstrap, in_turn, table
 from benchmarks.sources import ALL, OFF, RECYCLING, RETRIEVAL, all_over_best
 from benchmarks.ways import Tally
@@ -132,20 +134,18 @@ def test_all_together_is_compared_with_the_best_source_alone() -> None:
     assert all_over_best([{OFF: tally(1.0)}]) is None
 
 
-def test_a_profiled_step_of_two_kernels_is_busy_has_a_gap_and_waits_for_the_host() -> None:
-    found = summary(
-        [
-            Event("user_annotation", "step", 0, 1000),
-            Event("user_annotation", "launch", 0, 150),
-            Event("kernel", "_attend_split", 100, 300),
-            Event("kernel", "nvjet_gemm", 305, 800),
-            Event("cuda_runtime", "cudaEventSynchronize", 150, 800),
-        ],
-        {"aten::mm": 30.0},
-    )
+def test_a_profiled_step_of_two_kernels_is_busy_and_waits_for_the_host() -> None:
+    def named(key: str, us: float, *, on: DeviceType = DeviceType.CPU, count: int = 2) -> Any:
+        return SimpleNamespace(
+            key=key, device_type=on, count=count, cpu_time_total=us, self_cpu_time_total=us, self_device_time_total=us
+        )
+
+    host = [named("step", 2000), named("launch", 300), named("aten::mm", 60), named("cudaEventSynchronize", 1300)]
+    kernels = [named("_attend_split", 400, on=DeviceType.CUDA), named("nvjet_gemm", 990, on=DeviceType.CUDA)]
+    found = summary([*host, *kernels, named("step", 1900, on=DeviceType.CUDA)], 2)
     assert found["step_ms"] == 1.0 and found["phases_ms"]["launch"] == 0.15
-    assert found["device_busy_ms"] == 0.695 and found["launch_gaps_ms"] == 0.005
-    assert found["waits_for_host_ms"] == 0.3 and found["host_waits_ms"] == 0.65
+    assert found["device_busy_ms"] == 0.695 and found["waits_for_host_ms"] == 0.305
+    assert found["host_waits_ms"] == 0.65 and found["kernels"] == 2.0
     assert found["groups_ms"] == {"matrix products": 0.495, "attention": 0.2}
-    with pytest.raises(ValueError, match="no 'step'"):
-        summary([], {})
+    alone = summary(host, 2)
+    assert alone["operators_ms"] == 0.68 and alone["outside_operators_ms"] == 0.32

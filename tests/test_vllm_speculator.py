@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from benchmarks.child import ROOT
 from benchmarks.vllm.client import interpreter
-from benchmarks.vllm.states import HandMadeRunner, LateEvent, Scripted, vllm_config
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ConfigError
 from ssd.integrations import vllm_plugin
@@ -30,6 +29,7 @@ from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
 from tests.reference.speculator import Said, SlowSpeculator
 from tests.vllm_batch import vllm_config as v1_config
+from tests.vllm_states import HandMadeRunner, LateEvent, Scripted, vllm_config
 from tests.waiting import wait_until
 
 __all__ = ["redis_server"]

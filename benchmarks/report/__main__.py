@@ -49,7 +49,6 @@ _SECTIONS: Final[Mapping[str, Mapping[str, tuple[Callable[..., str], str]]]] = {
     "docs/engines.md": {
         "vllm": (engine.vllm_section, "vllm"),
         "vllm-runners": (engine.vllm_runners_section, "vllm-runners"),
-        "vllm-host": (engine.vllm_host_section, "vllm-host"),
     },
     "docs/exact.md": {
         "exact": (engine.exact_section, "*exact"),

@@ -131,7 +131,6 @@ def gpu_section(result: dict[str, Any]) -> str:
             *shape,
             (">step under the profiler, ms", "{step_ms:.2f}"),
             (">device busy", "{device_busy_ms:.2f}"),
-            (">between launches", "{launch_gaps_ms:.2f}"),
             (">waits for the host", "{waits_for_host_ms:.2f}"),
         )
         parts.append("\n".join(table(columns, profiled)))
@@ -316,21 +315,3 @@ def vllm_runners_section(result: Result) -> str:
         "verified in every step."
     )
     return section(columns, rows, said(note, result))
-
-
-def vllm_host_section(result: Result) -> str:
-    """What our speculator for vLLM's V2 runner costs a step."""
-    columns = (
-        (">rows", "{rows}"),
-        (">steps the device is ahead", "{late}"),
-        (">host, us a step (p50)", "{host_us_p50:.0f}"),
-        (">p95", "{host_us_p95:.0f}"),
-        (">steps that one who waits would wait in", "{not_arrived:.0%}"),
-        (">tokens per step", "{tokens_per_step:.2f}"),
-    )
-    note = (
-        "`python -m benchmarks.vllm.host` on {date}: hand-made states, drafts of {parameters[width]} tokens, "
-        "{environment[cpu]}, one core, no device. Three of four requests say again what was said before, with every "
-        "25th token changed."
-    )
-    return section(columns, result["results"], said(note, result))
