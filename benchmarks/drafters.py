@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,22 +20,6 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest, Prices
 from ssd.pricing.rate import Rate
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.snapshot import Snapshot
-
-
-class Pricing(Protocol):
-    """Gives the prices of each step and hears what came of it."""
-
-    def prices(self) -> Prices | None:
-        """`DraftRequest.prices` of the next draft."""
-        ...
-
-    def paying(self, draft: Draft) -> Draft:
-        """What of the draft is verified."""
-        ...
-
-    def learn(self, num_drafted: int, num_output: int) -> None:
-        """A step verified ``num_drafted`` tokens and emitted ``num_output``."""
-        ...
 
 
 class FixedPrice:
@@ -143,7 +127,7 @@ class OurDrafters:
         return {}
 
 
-def _pricing(setting: Setting) -> Pricing:
+def _pricing(setting: Setting) -> FixedPrice | CurvePrice:
     if setting.curve is not None:
         return CurvePrice(setting.curve, setting.limit)
     return FixedPrice(setting.price)
@@ -156,7 +140,7 @@ class _OurAsker:
         self,
         drafter: Drafter,
         setting: Setting,
-        pricing: Pricing,
+        pricing: FixedPrice | CurvePrice,
         tree: bool,
         request_id: str,
         text: TokenIds,
@@ -195,25 +179,8 @@ class _OurAsker:
         self._pricing.learn(len(self._draft.token_ids), min(num_accepted + 1, self._num_left))
 
 
-class Replayer(Protocol):
-    """What decodes requests with drafts, under several settings over one memory of them."""
-
-    @property
-    def settings(self) -> Sized:
-        """As many as ``replay`` returns."""
-        ...
-
-    def replay(self, request_id: str, row: Row) -> list[Steps]:
-        """Decode a row under each setting, then learn it."""
-        ...
-
-    def num_cached_tokens(self) -> int:
-        """Tokens held for later requests; 0 where it does not tell."""
-        ...
-
-
-def replay_stream(rows: Sequence[Row], replayer: Replayer) -> list[Counts]:
-    """What each setting comes to on rows in their order."""
+def replay_stream(rows: Sequence[Row], replayer: Any) -> list[Counts]:
+    """What each setting comes to on rows in their order. ``replayer`` : `OurDrafters`, or what is asked alike."""
     num_output_tokens = sum(len(row.output) for row in rows)
     counts = [Counts(int(UNSCORED_SHARE * num_output_tokens)) for _ in range(len(replayer.settings))]
     for number, row in enumerate(rows):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from torch.autograd import DeviceType
 
-from benchmarks.coupled import NEW, REPEATS, VARIANTS, marks_of
+from benchmarks.coupled import REPEATS
 from benchmarks.profile import summary
 from benchmarks.run import Option, Run, bootstrap, in_turn, table
 from benchmarks.sources import ALL, OFF, RECYCLING, RETRIEVAL, all_over_best
@@ -108,18 +108,6 @@ def test_tables_turns_and_intervals() -> None:
         assert low < np.median(values) < high
         widths.append(high - low)
     assert widths[1] < widths[0]
-
-
-def test_marks_say_what_is_met() -> None:
-    def row(workload: str, over: float, against: list[float]) -> Found:
-        return {
-            "workload": workload, "temperature": 0.7, "streams": 4, "coupled": {"over_off": [over, over, over]},
-            "coupled_over_uncoupled": [0.97, 0.9, 1.1], "coupled_over_uncoupled_95": against,
-        }  # fmt: skip
-
-    rows = [row(REPEATS, 6.1, []), row(REPEATS, 5.9, []), row(VARIANTS, 1.4, [])]
-    rows += [row(NEW, 0.9, [0.95, 1.01]), row(NEW, 0.9, [0.9, 0.99])]
-    assert [mark["met"] for mark in marks_of(rows)] == [True, False, True, True, False]
 
 
 def test_all_together_is_compared_with_the_best_source_alone() -> None:

@@ -30,7 +30,7 @@ def use(name: str, url: str) -> dict[str, Any]:
     python = Path(os.environ.get("SSD_CLIENTS") or ROOT / ".venv-clients").absolute() / "bin" / "python"
     offline = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
     done = subprocess.run(
-        [python, "-m", f"benchmarks.clients.use_{name}", url, MODEL_PATH],
+        [python, "-m", "benchmarks.clients.others", name, url, MODEL_PATH],
         cwd=ROOT,
         env={**os.environ, **offline, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

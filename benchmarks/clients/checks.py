@@ -36,9 +36,3 @@ class Checks:
         versions = {package: version(package) for package in self._packages}
         print(json.dumps({"versions": versions, "passed": self.passed, "failed": self.failed}))
         return 1 if self.failed else 0
-
-
-def arguments() -> tuple[str, str]:
-    """The server's URL and the model's directory, from the command line."""
-    _, url, model = sys.argv
-    return url, model

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from typing import Any, Literal
 
 import openai
 from pydantic import BaseModel
 
-from benchmarks.clients.checks import KEY, MODEL, Checks, arguments
+from benchmarks.clients.checks import MODEL, Checks
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Write a function that adds two numbers."}]
 SCHEMA = {
@@ -122,9 +121,3 @@ async def _at_once(url: str, key: str, checks: Checks) -> None:
             if event.type == "response.output_text.delta"
         ]
         checks.see("the events of a response with the async client", len(pieces) > 0, pieces)
-
-
-if __name__ == "__main__":
-    seen = Checks("openai")
-    check_openai(arguments()[0], KEY, seen)
-    sys.exit(seen.finish())

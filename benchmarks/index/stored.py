@@ -170,93 +170,51 @@ def _settle(cache: SuffixCache) -> None:
             generation, since = stats.generation, time.monotonic()
 
 
-class _Asker(threading.Thread):
-    """Proposes every millisecond or so, what was given to ``watch_for`` until it is drafted, else ``contexts``."""
-
-    def __init__(self, cache: SuffixCache, contexts: Sequence[Context]) -> None:
-        super().__init__(name="asker", daemon=True)
-        self.resting_us, self.merging_us = list[float](), list[float]()
-        """Of contexts; the second while the rebuild process worked."""
-        self.is_stopping = False
-        self._cache, self._contexts, self._prober = cache, contexts, Prober()
-        self._wanted: tuple[Tokens, int] | None = None
-        self._seen, self._seen_at = threading.Event(), 0.0
-
-    def watch_for(self, asked: Tokens, wanted: int) -> None:
-        self._seen.clear()
-        self._wanted = asked, wanted
-
-    def seen_at(self) -> float:
-        """When it was drafted; waits for it. Raises AssertionError when it never is."""
-        if not self._seen.wait(_PATIENCE_S):
-            raise AssertionError("new text was not drafted by another thread")
-        return self._seen_at
-
-    def run(self) -> None:
-        process, looked_at, turns = None, -_LOOK_FOR_PROCESS_S, 0
-        while not self.is_stopping:
-            if (wanted := self._wanted) is not None:
-                if drafts(self._prober, self._cache, *wanted):
-                    self._seen_at, self._wanted = time.perf_counter(), None
-                    self._seen.set()
-                continue
-            if time.monotonic() - looked_at > _LOOK_FOR_PROCESS_S:
-                process, looked_at = rebuild_process(), time.monotonic()
-            turns += 1
-            was_working = _is_working(process)
-            took = self._prober.one(self._contexts[turns % len(self._contexts)].tokens, self._cache.snapshot())[0]
-            (self.merging_us if was_working and _is_working(process) else self.resting_us).append(took)
-            time.sleep(0.001)
-
-
-def drafts(prober: Prober, cache: SuffixCache, asked: Tokens, wanted: int) -> bool:
-    """Whether a token is drafted first behind a context."""
-    draft = prober.one(asked, cache.snapshot())[1]
-    return len(draft) > 0 and int(draft[0]) == wanted
-
-
 def watch_traffic(
     cache: SuffixCache, stream: Iterator[Tokens], contexts: Sequence[Context], seconds: float, vocabulary: int
 ) -> dict[str, Any]:
     """`TOKENS_PER_S` for ``seconds``: until when new text is drafted, what upkeep takes of a core, whom it delays.
 
     Every completion holds three ids beyond ``vocabulary`` that no other has: what follows them can come from nowhere
-    else. Raises AssertionError when it is not drafted.
+    else. Between two completions ``contexts`` are asked for, one a millisecond or so. Raises AssertionError where new
+    text is not drafted.
     """
-    asker, prober = _Asker(cache, contexts), Prober()
-    asker.start()
-    fresh_ms: dict[str, list[float]] = {"same": [], "other": []}
-    append_s, arrived, marked = 0.0, 0, 0
+    prober = Prober()
+    fresh_ms, resting_us, merging_us = list[float](), list[float](), list[float]()
+    append_s, arrived, marked, turns = 0.0, 0, 0, 0
     before, stats = _upkeep_s(), cache.stats()
-    began = time.perf_counter()
+    process, looked_at, began = rebuild_process(), time.monotonic(), time.perf_counter()
     while time.perf_counter() - began < seconds:
         tokens = next(stream).copy()
         place, run = len(tokens) // 2, np.arange(_MARK_TOKENS, dtype=np.int32) + vocabulary + _MARK_TOKENS * marked
         tokens[place : place + _MARK_TOKENS] = run
         marked += 1
         asked, wanted = np.concatenate([tokens[:2], run]), int(tokens[place + _MARK_TOKENS])
-        asker.watch_for(asked, wanted)
         at, used = time.perf_counter(), time.thread_time()
         cache.append(tokens)
         append_s += time.thread_time() - used
-        while not drafts(prober, cache, asked, wanted):
+        while prober.one(asked, cache.snapshot())[1][:1].tolist() != [wanted]:
             if time.perf_counter() - at > _PATIENCE_S:
-                raise AssertionError("new text was not drafted by the thread that appended it")
-        fresh_ms["same"].append((time.perf_counter() - at) * 1e3)
-        fresh_ms["other"].append((asker.seen_at() - at) * 1e3)
+                raise AssertionError("new text was not drafted")
+        fresh_ms.append((time.perf_counter() - at) * 1e3)
         arrived += len(tokens)
-        time.sleep(max(0.0, began + arrived / TOKENS_PER_S - time.perf_counter()))
+        while time.perf_counter() < began + arrived / TOKENS_PER_S:
+            if time.monotonic() - looked_at > _LOOK_FOR_PROCESS_S:
+                process, looked_at = rebuild_process(), time.monotonic()
+            turns += 1
+            was_working = _is_working(process)
+            took = prober.one(contexts[turns % len(contexts)].tokens, cache.snapshot())[0]
+            (merging_us if was_working and _is_working(process) else resting_us).append(took)
+            time.sleep(0.001)
     elapsed = time.perf_counter() - began
     shares = [(now - then) / elapsed for now, then in zip(_upkeep_s(), before, strict=True)] + [append_s / elapsed]
-    asker.is_stopping = True
-    asker.join()
     return {
         "tokens_per_s": round(arrived / elapsed),
-        "freshness_ms_p99": round(max(float(np.percentile(values, 99)) for values in fresh_ms.values()), 3),
+        "freshness_ms_p99": round(float(np.percentile(fresh_ms, 99)), 3),
         "maintenance_core_share": round(sum(shares), 4),
         "rebuild_process_share": round(shares[0], 4),
         "num_completions": marked,
         "num_merged": cache.stats().num_merged - stats.num_merged,
-        "propose_us_p99_resting": percentile(asker.resting_us, 99),
-        "propose_us_p99_merging": percentile(asker.merging_us, 99),
+        "propose_us_p99_resting": percentile(resting_us, 99),
+        "propose_us_p99_merging": percentile(merging_us, 99),
     }

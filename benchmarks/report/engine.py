@@ -175,19 +175,14 @@ def coupled_section(results: Sequence[Result]) -> str:
         (">seeds: over off", "{uncoupled[over_off][0]:.2f}x"),
         (">tokens a pass", "{uncoupled[tokens_per_pass]:.2f}"),
     )
-    missed = "{workload} at temperature {temperature} with {streams} streams ({asked}, was {measured:.2f}x)"
     parts = []
     for result in results:
-        short = [said(missed, mark) for mark in result["marks"] if not mark["met"]]
-        found = f"all but {len(short)} met: {'; '.join(short)}" if short else "all met"
         note = (
             ON + ", {parameters[requests]} prompts, answers of at most {parameters[max_tokens]} tokens, noise of the "
-            "last {parameters[window]}. Of {number} marks {found}. {compared_tokens:,} tokens compared with "
-            "speculation off: no difference."
+            "last {parameters[window]}. {compared_tokens:,} tokens compared with speculation off: no difference."
         )
-        text = said(note, result, number=len(result["marks"]), found=found)
         shown = [row for row in result["rows"] if row["streams"] == _SHOWN_STREAMS]
-        parts.append(section(columns, shown, text))
+        parts.append(section(columns, shown, said(note, result)))
     note = (
         "Rows with {parameters[growth_streams]} streams; the result has the others too. `python -m "
         "benchmarks.coupled`: one request at a time to each engine in turn, top-p {parameters[top_p]}. "
