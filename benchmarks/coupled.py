@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.run import SPREAD, Option, Run, bootstrap, in_turn, spread
-from benchmarks.streams import made_stream
 from benchmarks.ways import Comparison, Tally, ask, open_engine
-from benchmarks.workloads import MIXED, NO_REPEATS, snippets
+from benchmarks.workloads import MIXED, NO_REPEATS, made_stream, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Request
 from ssd.engine.sequence import Coupling

@@ -21,8 +21,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.run import ENGINE, Option, Run
-from benchmarks.streams import Stream, made_stream, recorded_stream
-from benchmarks.workloads import MIXED, NO_REPEATS, Mix
+from benchmarks.workloads import MIXED, NO_REPEATS, Mix, Stream, made_stream, recorded_stream
 from ssd.text.codec import TextCodec
 
 MADE = {

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.run import Option, Run, in_turn
-from benchmarks.streams import Stream, cut, made_stream, recorded_stream
-from benchmarks.ways import Comparison, Tally, ask, open_engine, requests_of
-from benchmarks.workloads import MIXED, NO_REPEATS, snippets
+from benchmarks.run import Option, Run
+from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, requests_of
+from benchmarks.workloads import MIXED, NO_REPEATS, Stream, cut, made_stream, recorded_stream, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
 from ssd.retrieval.cache import CacheSet
@@ -126,18 +125,14 @@ def repeat(
         first = ask(on, requests)
         steps_first = on.metrics.num_verify_steps
         caches.flush()
-        second, plain, ratios = [], [], []
-        for request in requests:  # in turn, so that a machine that slows down slows both
-            tallies = Tally(), Tally()
-            second += ask(on, [request], tallies[0])
-            plain += ask(off, [request], tallies[1])
-            ratios.append(tallies[1].seconds / tallies[0].seconds)
+        comparison, ratios, num_tokens = Comparison(), [], 0
+        for number, request in enumerate(requests):
+            tallies = contest({"on": on, "off": off}, [request], number, comparison)
+            ratios.append(tallies["off"].seconds / tallies["on"].seconds)
+            num_tokens += tallies["off"].tokens
         steps_second = on.metrics.num_verify_steps - steps_first
-    comparison = Comparison()
-    for prompt, once, twice, alone in zip(prompts, first, second, plain, strict=True):
-        for got in (once, twice):
-            comparison.add(off.target, prompt, params, got, alone)
-    num_tokens = sum(map(len, plain))
+        for request, once in zip(requests, first, strict=True):
+            comparison.add(off.target, request.prompt_token_ids, params, once, ask(off, [request])[0])
     return {
         "requests": num_requests,
         "output_tokens": num_tokens,
@@ -169,15 +164,9 @@ def run_stream(
     with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
         on, off = _pair(model, codec, caches, batch, length, limit)
         for number, first in enumerate(range(0, len(requests), window)):
-            span = slice(first, first + window)
             cached = caches.get("default").snapshot().num_tokens
-            tallies = {id(engine): Tally() for engine in (on, off)}
-            said = {id(each): ask(each, requests[span], tallies[id(each)]) for each in in_turn((on, off), number)}
-            windows.append(Window(cached, tallies[id(on)], tallies[id(off)]))
-            for prompt, each, got, want in zip(
-                stream.prompts[span], params[span], said[id(on)], said[id(off)], strict=True
-            ):
-                comparison.add(off.target, prompt, each, got, want)
+            tallies = contest({"on": on, "off": off}, requests[first : first + window], number, comparison)
+            windows.append(Window(cached, tallies["on"], tallies["off"]))
     return windows, comparison
 
 

@@ -18,9 +18,8 @@ from typing import Any, Final
 
 from benchmarks.run import SPREAD, Option, Run, spread
 from benchmarks.sources import OFF, Round, run_rounds
-from benchmarks.streams import made_stream
 from benchmarks.ways import open_engine
-from benchmarks.workloads import MIXED, NO_REPEATS
+from benchmarks.workloads import MIXED, NO_REPEATS, made_stream
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.engine import Engine

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.run import Option, Run, bootstrap, in_turn
-from benchmarks.ways import Comparison, Tally, ask, open_engine, requests_of
+from benchmarks.run import Option, Run, bootstrap
+from benchmarks.ways import Comparison, ask, contest, open_engine, requests_of
 from benchmarks.workloads import snippets
 from ssd.config import CacheConfig, SamplingParams
 from ssd.drafting.drafter import SuffixDrafter
@@ -87,23 +87,18 @@ def _row(
     for pair in range(num_pairs + 1):
         first = pair * batch
         prompts = [texts[(first + row) % len(texts)] for row in range(batch)]
-        params = [_sampling(max_tokens, first + row) for row in range(batch)]
+        requests = requests_of(prompts, [_sampling(max_tokens, first + row) for row in range(batch)])
         with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
             on.caches = caches
             drafter.model_of(caches.get("default").learned)  # made once a namespace, not once a request
             if traffic == "adversarial":
                 ask(on, requests_of(prompts, [_sampling(max_tokens, 10_000 + first + row) for row in range(batch)]))
                 caches.maintain()
-            tallies = {id(engine): Tally() for engine in (on, off)}
-            requests = requests_of(prompts, params)
-            said = {id(engine): ask(engine, requests, tallies[id(engine)]) for engine in in_turn((off, on), pair)}
+            tallies = contest({"on": on, "off": off}, requests, pair, comparison)
             on.caches = None
-        for prompt, each, got, want in zip(prompts, params, said[id(on)], said[id(off)], strict=True):
-            comparison.add(off.target, prompt, each, got, want)
         if pair:  # the first one warms up
-            ours, theirs = tallies[id(on)], tallies[id(off)]
-            tokens.append(ours.tokens_per_s / theirs.tokens_per_s)
-            firsts.append(fmean(ours.firsts_s) / fmean(theirs.firsts_s))
+            tokens.append(tallies["on"].tokens_per_s / tallies["off"].tokens_per_s)
+            firsts.append(fmean(tallies["on"].firsts_s) / fmean(tallies["off"].firsts_s))
     steps = max(1, on.metrics.num_verify_steps)
     return {
         "traffic": traffic,

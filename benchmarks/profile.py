@@ -14,14 +14,17 @@ from __future__ import annotations
 import re
 import sys
 import time
+from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from torch.autograd import DeviceType
+import numpy as np
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.run import Option, Run
@@ -110,12 +113,21 @@ def _longest(times: dict[str, float]) -> list[tuple[str, float]]:
 class KnownDrafter(SuffixDrafter):
     """Looks up and judges as the default drafter does, then drafts what each request is known to say.
 
-    So a step costs the host what it costs, and every pass has the width that is asked for.
+    So a step costs the host what it costs, and every pass has the width that is asked for. ``seconds`` : of its calls.
     """
+
+    seconds = 0.0
 
     def __init__(self, known: Sequence[Sequence[int]], draft: int) -> None:
         super().__init__()
         self._text = KnownText(known, draft)
+        watch(self, {name: name for name in ("propose", "observe_scores", "learn_scores")}, self._timed)
+
+    @contextmanager
+    def _timed(self, _: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """``draft`` tokens for each request."""
@@ -124,19 +136,27 @@ class KnownDrafter(SuffixDrafter):
 
 
 def profile_steps(
-    target: Target, prompts: Sequence[Tokens], shape: Shape, rounds: int, profiled: int, trace: Path | None
+    target: Target, prompts: Sequence[Tokens], shape: Shape, args: Namespace, trace: Path | None
 ) -> dict[str, Any]:
     """Of steps with that many rows and positions: milliseconds without the profiler, and what it saw of others.
 
-    prompts : a row each. rounds : steps that are timed; profiled : steps after them, under the profiler. trace : where
+    prompts : a row each; what is said of them is in the index where it is drafted. trace : where
     its trace goes, compressed where the name ends so.
     """
-    num_tokens = (_UNTIMED_STEPS + rounds + profiled + 2) * shape.width
+    num_tokens = (_UNTIMED_STEPS + args.rounds + args.profiled + 2) * shape.width
+    random = np.random.default_rng(1)
     known = _said(target, prompts, num_tokens) if shape.draft else [[] for _ in prompts]
     with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+        for _ in range(-(-args.index_tokens // 2048)):
+            text = random.integers(3, target.vocab_size, 2048).astype(np.int32)
+            caches.get("default").append(text, prompt_length=0)
+        for prompt, said in zip(prompts, known, strict=True):
+            caches.get("default").append(np.append(prompt, np.array(said, np.int32)), prompt_length=len(prompt))
+        caches.flush()
+        drafter = KnownDrafter(known, shape.draft)
         engine = Engine(
             target,
-            drafter=KnownDrafter(known, shape.draft),
+            drafter=drafter,
             caches=caches,
             config=at_once(target, prompts),
             # A step that only decodes asks its drafter too, and gets nothing.
@@ -147,15 +167,16 @@ def profile_steps(
         rows.read_prompts()
         for _ in range(_UNTIMED_STEPS):
             rows.step()
-        seconds = []
-        for _ in range(rounds):
+        seconds, drafter.seconds = list[float](), 0.0
+        for _ in range(args.rounds):
             began = time.perf_counter()
             rows.step()
             seconds.append(time.perf_counter() - began)
+        drafting = drafter.seconds
         synchronize(target.device)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (target.device.type == "cuda")
         with profile(activities=activities) as profiler:
-            for _ in range(profiled):
+            for _ in range(args.profiled):
                 with record_function(STEP):
                     rows.step()
             synchronize(target.device)
@@ -165,15 +186,17 @@ def profile_steps(
             engine.step()
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
-    said = summary(profiler.key_averages(), profiled)
-    if target.device.type == "cuda" and "device_busy_ms" not in said:
-        said["unseen"] = "the profiler was told of no kernel: what follows is the host's alone"
+    found = summary(profiler.key_averages(), args.profiled)
+    if target.device.type == "cuda" and "device_busy_ms" not in found:
+        found["unseen"] = "the profiler was told of no kernel: what follows is the host's alone"
     return {
         "batch": shape.batch,
         "context": shape.context,
         "T": shape.width,
         "unprofiled_step_ms_p50": round(1e3 * median(seconds), 4),
-        **said,
+        "drafting_ms_mean": round(1e3 * drafting / len(seconds), 4),
+        "drafting_share": round(drafting / sum(seconds), 4),
+        **found,
     }
 
 
@@ -189,6 +212,7 @@ OPTIONS: dict[str, Any] = {
     "context": Option(default=512, help="tokens a row holds"),
     "rounds": Option(default=16, help="steps timed without the profiler"),
     "profiled": Option(default=4, help="steps under the profiler"),
+    "index_tokens": Option(default=0, least=0, help="of other text that the index holds"),
     "traces": Option(default=None, kind=Path, metavar="DIR", help="for a trace of each batch and draft"),
 }
 
@@ -212,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape = Shape(batch, args.context, draft)
         trace = None if args.traces is None else args.traces / f"trace-b{batch}-t{shape.width}.json.gz"
         prompts = prompts_of(text, batch, max(8, args.context - shape.width * args.rounds // 2))
-        run.say(shown(run.row(profile_steps(target, prompts, shape, args.rounds, args.profiled, trace))))
+        run.say(shown(run.row(profile_steps(target, prompts, shape, args, trace))))
     return run.end(passes=passes_of(target), rows=run.rows)
 
 
@@ -220,7 +244,7 @@ def shown(row: dict[str, Any]) -> str:
     """A row, for people."""
     lines = [
         f"batch {row['batch']}, {row['T']} positions a row: step {row['unprofiled_step_ms_p50']:.3f} ms, "
-        f"{row['step_ms']:.3f} under the profiler"
+        f"{row['step_ms']:.3f} under the profiler; drafting takes {row['drafting_share']:.1%} of it"
     ]
     if "device_busy_ms" in row:
         lines.append(

@@ -22,10 +22,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.models import model_name
-from benchmarks.run import SPREAD, Option, Run, in_turn, spread, spread_text
-from benchmarks.streams import made_stream
-from benchmarks.ways import Comparison, Tally, ask, requests_of
-from benchmarks.workloads import NO_REPEATS
+from benchmarks.run import SPREAD, Option, Run, spread, spread_text
+from benchmarks.ways import Comparison, Tally, contest, requests_of
+from benchmarks.workloads import NO_REPEATS, made_stream
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
@@ -164,17 +163,14 @@ def run_rounds(
     rounds differ in their seeds.
     """
     rounds: list[Round] = []
-    comparison, names = Comparison(), list(engines)
+    comparison, off_last = Comparison(), {name: engines[name] for name in [*list(engines)[1:], OFF]}
     for number in range(num_rounds):
-        tallies = {name: Tally() for name in names}
+        tallies = {name: Tally() for name in engines}
         with ExitStack() as stack:
             for engine in engines.values():
                 engine.caches = stack.enter_context(CacheSet(CacheConfig(), fingerprint=codec.fingerprint))
             for asked, prompt in enumerate(prompts, number * len(prompts)):
-                requests = requests_of([prompt], [params(asked)], asked)
-                said = {name: ask(engines[name], requests, tallies[name])[0] for name in in_turn(names, asked)}
-                for name in names[1:]:
-                    comparison.add(engines[OFF].target, prompt, params(asked), said[name], said[OFF])
+                contest(off_last, requests_of([prompt], [params(asked)], asked), asked, comparison, tallies)
             for engine in engines.values():
                 engine.caches = None
         rounds.append(tallies)

@@ -11,13 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 from benchmarks.coupled import REPEATS
+from benchmarks.index.asked import CONTEXT_TOKENS, sample_contexts
+from benchmarks.made_text import completions, sequences_within
 from benchmarks.profile import summary
 from benchmarks.run import Option, Run, bootstrap, in_turn, table
 from benchmarks.sources import ALL, OFF, RECYCLING, RETRIEVAL, all_over_best
 from benchmarks.ways import Tally
+from ssd.retrieval.search import longest_match
+from tests.reference.drafting import make_snapshot
 
 Found = dict[str, Any]
 
@@ -137,3 +141,16 @@ def test_a_profiled_step_of_two_kernels_is_busy_and_waits_for_the_host() -> None
     assert found["groups_ms"] == {"matrix products": 0.495, "attention": 0.2}
     alone = summary(host, 2)
     assert alone["operators_ms"] == 0.68 and alone["outside_operators_ms"] == 0.32
+
+
+def test_contexts_that_an_index_is_asked_for_occur_as_far_as_they_say() -> None:
+    parts = [
+        [token for text in sequences_within(completions(2000, seed), 20_000) for token in (*text.tolist(), -1)]
+        for seed in (1, 2)
+    ]
+    snapshot = make_snapshot(parts)
+    contexts = sample_contexts(snapshot, 40, np.random.default_rng(0))
+    assert [context.is_present for context in contexts] == [True, False] * 20
+    for context in contexts:
+        known = longest_match(snapshot, context.tokens, CONTEXT_TOKENS).length
+        assert known == context.known and (context.is_present or 1 <= known <= 10)

@@ -56,12 +56,6 @@ class Echo:
         self.running.remove(request_id)
 
 
-def test_the_process_says_what_it_opened() -> None:
-    assert Server(Echo()).about() == (
-        {"numpy": np.__version__, "no-such-package": "absent"}, True, {"knob": 1.0},
-    )  # fmt: skip
-
-
 def test_every_proposed_context_is_a_request_that_ends() -> None:
     echo = Echo()
     times, drafts = Server(echo).propose([ids(1, 2, 3), ids(), ids(4)], 2, {"knob": 0.5})
@@ -187,18 +181,22 @@ def test_arctic_drafts_what_followed_in_a_finished_request() -> None:
         assert [draft.tolist() for draft in proposals.drafts] == [text[500:504].tolist() for text in stored]
 
 
+NONE: Setting = {}
+TREES: Setting = {"max_spec_factor": 2.0, "use_tree_spec": True}
+
+
 @needs_peers
 def test_arctic_and_sglang_draft_every_known_continuation_as_a_tree() -> None:
     told = [ids(50, 1, 2, 3, 4, 5, 0), ids(60, 1, 2, 3, 7, 8, 0)]
     asked = ids(70, 1, 2, 3, 4, 9)
     for name, options, setting in (
-        ("arctic", {"prompt_length": 0}, {"max_spec_factor": 2.0, "use_tree_spec": True}),
-        ("sglang-ngram", {"capacity": 10_000}, {}),
+        ("arctic", {"prompt_length": 0}, TREES),
+        ("sglang-ngram", {"capacity": 10_000}, NONE),
     ):
         with Peer(name, **options) as peer:  # type: ignore[arg-type]
             for number, text in enumerate(told):
                 peer.replay(f"told {number}", text, 1, [(8, setting)])
-            (steps,) = peer.replay("asked", asked, 4, [(8, setting)])  # type: ignore[list-item]
+            (steps,) = peer.replay("asked", asked, 4, [(8, setting)])
             assert steps.drafted[0] >= 2 and steps.accepted[0] == 1, name
 
 

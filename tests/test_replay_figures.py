@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.drafters import CurvePrice, FixedPrice
 from benchmarks.replay import measure_cost
-from benchmarks.replay.curves import calibrate, compare, compare_results, envelope, geometric_means
+from benchmarks.replay.curves import calibrate, compare, compare_results, geometric_means
 from benchmarks.replay.settings import CONTENDER_NAMES, settings_of
 from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.costs import CostCurve, StepCosts, flat, read_step_costs
@@ -115,21 +115,6 @@ def test_curves_are_compared_on_their_overlap_alone() -> None:
     assert found is not None
     assert found.drafted == pytest.approx([2.0, 8**0.5, 4.0])
     assert found.ratios == pytest.approx([1.5 / 1.0, 1.75 / 1.5, 2.0 / 2.0])
-
-
-@given(
-    st.lists(st.tuples(st.floats(0.1, 20), st.floats(0.1, 5)), min_size=2, max_size=8),
-    st.lists(st.tuples(st.floats(0.1, 20), st.floats(0.1, 5)), min_size=2, max_size=8),
-)
-def test_comparison_is_between_its_ends_and_inverts(
-    ours: list[tuple[float, float]], theirs: list[tuple[float, float]]
-) -> None:
-    one, other = compare(ours, theirs), compare(theirs, ours)
-    assert (one is None) == (other is None)
-    if one is not None and other is not None:
-        assert np.array(one.ratios) * np.array(other.ratios) == pytest.approx(1.0)
-        low, high = max(envelope(ours)[0, 0], envelope(theirs)[0, 0]), envelope(ours)[-1, 0]
-        assert all(low * 0.999 <= drafted <= high * 1.001 for drafted in one.drafted)
 
 
 def test_results_are_compared_by_trace_and_averaged() -> None:

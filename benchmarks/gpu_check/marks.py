@@ -91,7 +91,7 @@ def _steps(results: Mapping[str, Found]) -> Iterator[Mark]:
 
 
 def _drafting(results: Mapping[str, Found]) -> Iterator[Mark]:
-    shares = [row["share"] for row in rows_of(results, "speed-large", "drafting")]
+    shares = [row["drafting_share"] for row in rows_of(results, "speed-large", "profile")]
     yield Mark("drafting for all rows, share of a step", max(shares, default=None), 0.03, at_most=True)
     large = (results.get("speed-large") or {}).get("results", [])
     repeats = next((each.get("repeated_requests") for each in large if each["benchmark"] == "growth"), None)
