@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from benchmarks.walk import UNSCORED_SHARE, Counts, Proposal, Steps, walk
+from benchmarks.walk import Counts, Proposal, Steps, walk
 from cache_builder.evaluation.costs import CostCurve
 from cache_builder.evaluation.decoding import rising
 from cache_builder.evaluation.log import Row, TokenIds
@@ -20,22 +20,6 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest, Prices
 from ssd.pricing.rate import Rate
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.snapshot import Snapshot
-
-
-class FixedPrice:
-    """The same price for every token; None leaves it to the drafter."""
-
-    def __init__(self, price: float | None) -> None:
-        self._prices = None if price is None else np.array([price])
-
-    def prices(self) -> Prices | None:
-        return self._prices
-
-    def paying(self, draft: Draft) -> Draft:
-        return draft
-
-    def learn(self, num_drafted: int, num_output: int) -> None:
-        """It stays what it is."""
 
 
 class CurvePrice:
@@ -70,8 +54,6 @@ class Setting:
     name: str
     limit: int
     """Most tokens of a draft."""
-    price: float | None = None
-    """Of a drafted token, in accepted ones; ours only."""
     curve: CostCurve | None = None
     """The cost curve that sets the prices; ours only."""
 
@@ -95,7 +77,7 @@ class OurDrafters:
         self._drafters = drafters or [make_drafter(setting.drafter, draft) for setting in settings]
         for drafter in self._drafters:
             getattr(drafter, "warm_up", lambda: None)()
-        self._pricings = [_pricing(setting) for setting in settings]
+        self._pricings = [setting.curve and CurvePrice(setting.curve, setting.limit) for setting in settings]
         self._tree = tree
 
     def __enter__(self) -> Self:
@@ -127,12 +109,6 @@ class OurDrafters:
         return {}
 
 
-def _pricing(setting: Setting) -> FixedPrice | CurvePrice:
-    if setting.curve is not None:
-        return CurvePrice(setting.curve, setting.limit)
-    return FixedPrice(setting.price)
-
-
 class _OurAsker:
     """One of our drafters on one request."""
 
@@ -140,7 +116,7 @@ class _OurAsker:
         self,
         drafter: Drafter,
         setting: Setting,
-        pricing: FixedPrice | CurvePrice,
+        pricing: CurvePrice | None,
         tree: bool,
         request_id: str,
         text: TokenIds,
@@ -159,7 +135,7 @@ class _OurAsker:
             self._prompt_length,
             self._snapshot,
             self._setting.limit,
-            prices=self._pricing.prices(),
+            prices=None if self._pricing is None else self._pricing.prices(),
             tree=self._tree,
         )
         began = time.perf_counter_ns()
@@ -167,22 +143,22 @@ class _OurAsker:
         took = time.perf_counter_ns() - began
         if len(draft.token_ids) > self._setting.limit:
             raise AssertionError(f"{self._setting.name} drafted {len(draft.token_ids)} tokens")
-        draft = self._pricing.paying(draft)
+        if self._pricing is not None:
+            draft = self._pricing.paying(draft)
         self._draft, self._num_left = draft, len(self._text) - position
         parents = None if draft.parents is None else draft.parents.tolist()
-        estimates = None if draft.probabilities is None else draft.probabilities.tolist()
-        return Proposal(took, draft.token_ids.tolist(), parents, estimates)
+        return Proposal(took, draft.token_ids.tolist(), parents)
 
     def tell(self, num_accepted: int) -> None:
         assert self._draft is not None
         self._drafter.observe(self._request_id, self._draft, num_accepted)
-        self._pricing.learn(len(self._draft.token_ids), min(num_accepted + 1, self._num_left))
+        if self._pricing is not None:
+            self._pricing.learn(len(self._draft.token_ids), min(num_accepted + 1, self._num_left))
 
 
 def replay_stream(rows: Sequence[Row], replayer: Any) -> list[Counts]:
     """What each setting comes to on rows in their order. ``replayer`` : `OurDrafters`, or what is asked alike."""
-    num_output_tokens = sum(len(row.output) for row in rows)
-    counts = [Counts(int(UNSCORED_SHARE * num_output_tokens)) for _ in range(len(replayer.settings))]
+    counts = [Counts() for _ in replayer.settings]
     for number, row in enumerate(rows):
         for one, steps in zip(counts, replayer.replay(str(number), row), strict=True):
             one.add(steps, len(row.output))

@@ -53,7 +53,7 @@ def test_prompt_lookup_replay_equals_the_slow_one() -> None:
 
 
 def figures(counts: Counts) -> tuple[Any, ...]:
-    return counts.steps_by_drafted.tolist(), counts.num_accepted_tokens, counts.estimates.tolist(), counts.hits.tolist()
+    return counts.steps_by_drafted.tolist(), counts.num_accepted_tokens
 
 
 def test_settings_side_by_side_count_what_each_counts_alone() -> None:
@@ -75,7 +75,7 @@ def test_settings_of_a_peer_side_by_side_count_what_each_counts_alone(drafter: s
     with PeerDrafter(settings) as contender:
         together = [figures(counts) for counts in replay_stream(rows, contender)]
     with PeerDrafter(settings[-1:]) as alone:
-        assert figures(replay_stream(rows, alone)[0])[:2] == together[-1][:2]
+        assert figures(replay_stream(rows, alone)[0]) == together[-1]
 
 
 @pytest.fixture
@@ -122,15 +122,13 @@ def test_two_runs_give_the_same_counts(trace: Path, capsys: pytest.CaptureFixtur
     assert {result["output_tokens"] for result in run(trace, capsys, "--max-output-tokens", "12")} == {11}
 
 
-def test_a_curve_has_a_result_for_each_setting_and_is_compared(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_curve_has_a_result_for_each_setting(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_whole(trace, capsys, "--curve", "--price-by", "measured")
     named = [(each["drafter"], each["setting"]) for each in result["results"]]
     assert len(set(named)) == len(named)
-    assert ("ssd", "price 0.05") in named
     assert ("ssd", "priced by measured") in named
     assert ("prompt-lookup", "draft 2") in named
     assert [name for name, _ in named] == sorted((name for name, _ in named), key=DRAFTER_NAMES.index)
-    assert set(result["comparison"]) == {"prompt-lookup"}
     for each in result["results"]:
         assert each["accepted_per_step"] == pytest.approx(each["mean_acceptance_length"] - 1)
         assert set(each["speed_up"]) == {"flat 32", "measured"}

@@ -62,7 +62,7 @@ class Arctic:
         began = perf_counter_ns()
         draft = self._cache.speculate(request_id, pattern, max_spec_tokens=max_tokens, **options)
         took = perf_counter_ns() - began
-        return Speculation(ns=took, token_ids=draft.token_ids, parents=draft.parents, probs=draft.probs)
+        return Speculation(ns=took, token_ids=draft.token_ids, parents=draft.parents)
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
         self._cache.add_active_response(request_id, token_ids)

@@ -24,8 +24,6 @@ class Speculation:
     token_ids: list[int]
     parents: list[int]
     """Index of each token's parent in ``token_ids``; -1 follows the context. A chain is -1, 0, 1, ..."""
-    probs: list[float] | None = None
-    """The peer's estimate that a token and all before it in its branch are accepted, where it gives one."""
 
 
 class LocalPeer(Protocol):

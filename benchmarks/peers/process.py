@@ -59,16 +59,10 @@ class _Asker:
         request = self._request
         request.advance(position)
         draft = request.peer.speculate(request.request_id, request.text[:position], self._max_tokens, self._setting)
-        estimates = None if draft.probs is None else conditional(draft.probs, draft.parents)
-        return Proposal(draft.ns, draft.token_ids, draft.parents, estimates)
+        return Proposal(draft.ns, draft.token_ids, draft.parents)
 
     def tell(self, num_accepted: int) -> None:
         """The text says it all."""
-
-
-def conditional(probs: Sequence[float], parents: Sequence[int]) -> list[float]:
-    """Chance of each token once those before it in its branch were accepted, from the chance of all of them."""
-    return [prob if parent < 0 else prob / probs[parent] for prob, parent in zip(probs, parents, strict=True)]
 
 
 @contextmanager

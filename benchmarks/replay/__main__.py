@@ -5,19 +5,17 @@
 The recorded output is what the target says. Drafting starts at the end of the prompt; a step emits the accepted part
 of the draft and one token more. After a row its tokens enter the index, which does its upkeep at once, so nothing is
 seen ahead and the counts are the same every time. Other people's drafters run in the environment that ``make
-bench-peers`` makes. Prints a table; the last line of stdout is one JSON object. With --curve and --out a picture of the
-curves lies beside the result.
+bench-peers`` makes. Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from benchmarks.child import ChildError
-from benchmarks.replay.curves import PLACES, compare_results, plot_curves
 from benchmarks.replay.job import Plan, run_all
 from benchmarks.replay.settings import CONTENDER_NAMES, MEASURED_PATH, OURS
 from benchmarks.run import Option, Run
@@ -34,7 +32,7 @@ OPTIONS: dict[str, Any] = {
     "drafter": Option(default=[OURS], choices=CONTENDER_NAMES),
     "max_draft": Option(default=16, metavar="K", help="draft limit in tokens; with --tree, in nodes"),
     "tree": Option(default=False, help="let drafters give trees"),
-    "curve": Option(default=False, help="each drafter from its frugal settings to its generous ones"),
+    "curve": Option(default=False, help="other people's drafters from their frugal settings to their generous ones"),
     "price_by": Option(default=[], choices=("flat", "measured"), help="also run ours with prices of this cost curve"),
     "arctic_depth": Option(default=64, metavar="D", help="depth of arctic's trees; vLLM has 24"),
     "max_output_tokens": Option(default=None, kind=int, metavar="N", help="of each trace; stop before the row that "
@@ -97,25 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ChildError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    comparison = compare_results(run.rows, OURS) if plan.curve else None
-    for line in _comparison_lines(comparison or {}):
-        run.say(line)
-    if plan.curve and args.out is not None:
-        plot_curves(run.rows, args.out.with_suffix(".png"))
-    return run.end(results=run.rows, comparison=comparison)
-
-
-def _comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
-    """Ours against each other drafter: ratios of accepted tokens a step, and where."""
-    for drafter, found in comparison.items():
-        places = ", ".join(f"{place:.0%}" for place in PLACES)
-        yield f"\naccepted per step, ours / {drafter} @ drafted per step, at {places} of the overlap of both curves"
-        for row in found["rows"]:
-            pairs = zip(row["ratios"] or (), row["drafted"] or (), strict=True)
-            cells = [f"{ratio:.3f} @ {drafted:.2f}" for ratio, drafted in pairs] or ["no overlap"]
-            yield " | ".join([row["trace"], row["tokenizer"], *cells])
-        if means := found["geometric_means"]:
-            yield " | ".join(["geometric mean", *(f"{mean:.3f}" for mean in means)])
+    return run.end(results=run.rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import numpy as np
 
 from benchmarks.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.peers import Peer
-from benchmarks.replay.curves import calibrate
 from benchmarks.replay.settings import PEERS, PeerSetting, settings_of
 from benchmarks.traces import TraceTokenizer, limited, read_records, read_sessions, trace_name
 from benchmarks.walk import Counts, Steps
@@ -174,7 +173,6 @@ def summary(counts: Counts, costs: Sequence[CostCurve]) -> Result:
     """The figures of one setting, as they stand in the JSON; steps counts as 1 where there is none."""
     steps = max(1, counts.num_verify_steps)
     times_us = counts.propose_us if counts.num_verify_steps else np.zeros(1)
-    calibration = calibrate(counts.estimates, counts.hits)
     return {
         "output_tokens": counts.num_output_tokens,
         "verify_steps": counts.num_verify_steps,
@@ -190,12 +188,4 @@ def summary(counts: Counts, costs: Sequence[CostCurve]) -> Result:
         "propose_us_p50": round(float(np.percentile(times_us, 50)), 1),
         "propose_us_p99": round(float(np.percentile(times_us, 99)), 1),
         "cached_tokens": counts.num_cached_tokens,
-        "calibration": None
-        if calibration is None
-        else {
-            "error": calibration.error,
-            "estimated": calibration.estimated.tolist(),
-            "accepted": calibration.accepted.tolist(),
-            "num_tokens": calibration.num_tokens.tolist(),
-        },
     }

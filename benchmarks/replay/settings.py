@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.drafters import Setting
 from cache_builder.evaluation.costs import CostCurve
@@ -27,7 +26,6 @@ CONTENDER_NAMES = (*DRAFTER_NAMES, *PEERS)
 
 PRICED_BY = "priced by "
 
-_PRICES = (0.85, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01)
 _LENGTHS = (2, 4, 8, 16)
 _FACTORS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 _LEAST_PROBABILITIES = (0.1, 0.01)
@@ -72,12 +70,8 @@ def settings_of(
 ) -> list[Setting]:
     """The settings to run a drafter with: all of its curve, or its default. ``priced_by`` adds to ours."""
     if drafter == OURS:
-        plain: list[Setting] = (
-            [Setting(drafter, f"price {price:g}", max_draft, price=price) for price in _PRICES]
-            if curve
-            else [Setting(drafter, "default", max_draft)]
-        )
-        return plain + [Setting(drafter, PRICED_BY + each.name, max_draft, curve=each) for each in priced_by]
+        priced = [Setting(drafter, PRICED_BY + each.name, max_draft, curve=each) for each in priced_by]
+        return [Setting(drafter, "default", max_draft), *priced]
     if drafter == "arctic":
         pairs = [(factor, least) for least in _LEAST_PROBABILITIES for factor in _FACTORS] if curve else [(1.0, 0.1)]
         return [
@@ -137,8 +131,3 @@ def _llama_cpp(max_draft: int, *, curve: bool) -> list[Setting]:
         knobs: dict[str, float | str] = {"type": name, "first": first, "second": second, "third": third}
         found.append(PeerSetting("llama-cpp", f"{name} {first}/{second}/{third}", max_draft, knobs=knobs))
     return found
-
-
-def is_priced_by_curve(result: dict[str, Any]) -> bool:
-    """Whether a cost curve set the prices: such a result is no point of a drafter's own curve."""
-    return str(result["setting"]).startswith(PRICED_BY)
