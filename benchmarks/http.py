@@ -6,8 +6,9 @@ Two processes with the same model and the same options: this one has an engine o
 other is ``ssd-serve``, asked over keep-alive connections from here. Rounds alternate, each begins with the other side.
 
 1. one: one client, one token an answer; milliseconds a request, the medians of the rounds;
-2. plain, plain-stream: 32 clients, speculation off, whole answers and streams; tokens/s;
-3. repeats, repeats-stream: 32 clients, speculation on, prompts asked before: many tokens a pass.
+2. plain, plain-stream: 32 clients, whole answers and streams; tokens/s.
+
+Speculation is off: with drafts each side prices passes by what it measured itself, and so drafts differently.
 
 Every answer's text is compared with the engine's. Then a client asks short completions one after the other: alone,
 beside ``--connections`` idle ones of which every second has had an answer, and beside as many that sent half a head.
@@ -92,27 +93,22 @@ class Connection:
 CLIENTS = 32
 OUTPUT_TOKENS = 64
 PROMPT_TOKENS = 96
-POOL = 32
-"""Prompts that come again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of traffic. ``drafts`` : speculation is on, and every prompt was asked before."""
+    """One kind of traffic."""
 
     name: str
     num_clients: int
     output_tokens: int
-    drafts: bool
     streams: bool
 
 
 KINDS = (
-    Kind("one", 1, 1, drafts=False, streams=False),
-    Kind("plain", CLIENTS, OUTPUT_TOKENS, drafts=False, streams=False),
-    Kind("plain-stream", CLIENTS, OUTPUT_TOKENS, drafts=False, streams=True),
-    Kind("repeats", CLIENTS, OUTPUT_TOKENS, drafts=True, streams=False),
-    Kind("repeats-stream", CLIENTS, OUTPUT_TOKENS, drafts=True, streams=True),
+    Kind("one", 1, 1, streams=False),
+    Kind("plain", CLIENTS, OUTPUT_TOKENS, streams=False),
+    Kind("plain-stream", CLIENTS, OUTPUT_TOKENS, streams=True),
 )
 
 
@@ -149,7 +145,7 @@ class Direct:
                         request_id=request_id,
                         prompt_token_ids=prompt,
                         sampling=sampling,
-                        num_speculative_tokens=None if kind.drafts else 0,
+                        num_speculative_tokens=0,
                     )
                 )
             for output in engine.step():
@@ -167,7 +163,7 @@ async def over_http(port: int, prompts: Sequence[tuple[int, ...]], kind: Kind) -
         json.dumps(
             {
                 "prompt": list(prompt), "max_tokens": kind.output_tokens, "temperature": 0, "ignore_eos": True,
-                "stream": kind.streams, **({} if kind.drafts else {"num_speculative_tokens": 0}),
+                "stream": kind.streams, "num_speculative_tokens": 0,
             }
         ).encode()
         for prompt in prompts
@@ -201,10 +197,6 @@ def measure(direct: Direct, port: int, kind: Kind, pool: list[list[tuple[int, ..
     def http_side(prompts: Sequence[tuple[int, ...]]) -> Round:
         return asyncio.run(over_http(port, prompts, kind))
 
-    if kind.drafts:  # learned by both sides before anything is measured
-        pool = [pool[0]] * len(pool)
-        for side in 2 * (engine_side, http_side):
-            side(pool[0])
     rounds = []
     for number, prompts in enumerate(pool):
         if number % 2:

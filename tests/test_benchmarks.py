@@ -67,7 +67,7 @@ PROGRAMS: tuple[tuple[str, Sequence[str], Callable[[Found], object]], ...] = (
     ("index.__main__", ("--tokens", "60000", "--static", "40000", "--seconds", "1"), drafts_are_what_is_stored),
     (
         "http",
-        ("--rounds", "1", "--requests", "4", "--kind", "one", "repeats-stream", "--connections", "9"),
+        ("--rounds", "1", "--requests", "4", "--kind", "one", "plain-stream", "--connections", "9"),
         lambda f: len(f["rows"]) == 2,
     ),
 )

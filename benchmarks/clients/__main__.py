@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients.checks import KEY, MODEL
+from benchmarks.clients.use_openai import KEY, MODEL
 from benchmarks.processes import ROOT, Server
 from benchmarks.run import Option, Run
 from ssd.bundled import MODEL_PATH

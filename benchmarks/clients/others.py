@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.clients.checks import KEY, MODEL, Checks
-from benchmarks.clients.use_openai import MESSAGES, TOOLS, check_openai
+from benchmarks.clients.use_openai import KEY, MESSAGES, MODEL, TOOLS, Checks, check_openai
 
 QUESTION = "What is the weather in Paris?"
 

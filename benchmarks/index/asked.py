@@ -188,7 +188,7 @@ WAYS: dict[str, dict[str, dict[str, int | str]]] = {
 def compare(
     names: Sequence[str],
     snapshot: Snapshot,
-    bytes_per_token: float,
+    our_bytes: float,
     sequences: Sequence[Tokens],
     random: np.random.Generator,
 ) -> dict[str, dict[str, Any]]:
@@ -200,39 +200,29 @@ def compare(
     figures: dict[str, dict[str, Any]] = {}
     for name in names:
         for suffix, options in WAYS.get(name, {"": {}}).items():
-            label = f"{name}{suffix}"
             try:
-                figures[label] = _one(name, options, snapshot, bytes_per_token, sequences, random)
+                with Peer(name, **options) as peer:
+                    figures[f"{name}{suffix}"] = _beside(peer, snapshot, our_bytes, sequences, random)
             except ChildError as error:
-                figures[label] = {"unavailable": str(error).splitlines()[0]}
+                figures[f"{name}{suffix}"] = {"unavailable": str(error).splitlines()[0]}
     return figures
 
 
-def _one(
-    name: str,
-    options: dict[str, int | str],
-    snapshot: Snapshot,
-    our_bytes: float,
-    sequences: Sequence[Tokens],
-    random: np.random.Generator,
+def _beside(
+    peer: Peer, snapshot: Snapshot, our_bytes: float, sequences: Sequence[Tokens], random: np.random.Generator
 ) -> dict[str, Any]:
-    prober = Prober()
-    rounds: list[dict[str, float]] = []
-    lengths: list[int] = []
-    with Peer(name, **options) as peer:
-        insertion = peer.insert(sequences)
-        warm_up = sample_contexts(snapshot, _WARM_UP, random)
-        peer.propose([context.tokens for context in warm_up], DRAFT_TOKENS)
-        for context in warm_up:
-            prober.one(context.tokens, snapshot)
-        for _ in range(_ROUNDS):
-            contexts = sample_contexts(snapshot, _CONTEXTS, random)
-            our_us = np.array([prober.one(context.tokens, snapshot)[0] for context in contexts])
-            theirs = peer.propose([context.tokens for context in contexts], DRAFT_TOKENS)
-            lengths += [len(draft) for draft in theirs.drafts]
-            rounds.append(_round(contexts, our_us, theirs.us))
-        versions = peer.versions
-    figures: dict[str, Any] = {"versions": versions, "tokens": insertion.num_tokens}
+    prober, rounds = Prober(), list[dict[str, float]]()
+    insertion = peer.insert(sequences)
+    for count in (_WARM_UP, *[_CONTEXTS] * _ROUNDS):
+        contexts = sample_contexts(snapshot, count, random)
+        our_us = np.array([prober.one(context.tokens, snapshot)[0] for context in contexts])
+        their_us = peer.propose([context.tokens for context in contexts], DRAFT_TOKENS).us
+        present = np.array([context.is_present for context in contexts])
+        rounds.append({})
+        for kind, chosen in (("present", present), ("broken", ~present)):
+            ours, theirs = float(np.median(our_us[chosen])), float(np.median(their_us[chosen]))
+            rounds[-1] |= {f"propose_us_{kind}_p50": theirs, f"propose_{kind}_times_ours": theirs / ours}
+    figures: dict[str, Any] = {"versions": peer.versions, "tokens": insertion.num_tokens}
     if insertion.num_tokens:
         bytes_per_token = insertion.resident_growth_bytes / insertion.num_tokens
         figures |= {
@@ -240,18 +230,4 @@ def _one(
             "bytes_per_token_times_ours": round(bytes_per_token / our_bytes, 1),
             "insert_tokens_per_s": round(insertion.num_tokens / insertion.seconds),
         }
-    figures["draft_tokens_mean"] = round(float(np.mean(lengths)), 2)
-    return figures | {key: round(float(np.median([each[key] for each in rounds])), 2) for key in rounds[0]}
-
-
-def _round(
-    contexts: Sequence[Context], our_us: npt.NDArray[np.float64], their_us: npt.NDArray[np.float64]
-) -> dict[str, float]:
-    present = np.array([context.is_present for context in contexts])
-    figures: dict[str, float] = {}
-    for kind, chosen in (("present", present), ("broken", ~present)):
-        for q in (50, 99):
-            figures[f"propose_us_{kind}_p{q}"] = percentile(their_us[chosen], q)
-            figures[f"ours_propose_us_{kind}_p{q}"] = percentile(our_us[chosen], q)
-        figures[f"propose_{kind}_times_ours"] = float(np.median(their_us[chosen]) / np.median(our_us[chosen]))
-    return figures
+    return figures | {key: round(float(np.median([each[key] for each in rounds[1:]])), 2) for key in rounds[0]}

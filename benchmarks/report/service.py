@@ -16,11 +16,9 @@ def http_section(result: Result) -> str:
         "one": "one client, one token an answer, ms a request",
         "plain": "{clients} clients, no drafts, whole answers, tokens/s",
         "plain-stream": "the same, streams",
-        "repeats": "{clients} clients, asked before, drafts, whole answers, tokens/s",
-        "repeats-stream": "the same, streams",
     }
     rows = []
-    for row in result["rows"]:
+    for row in (row for row in result["rows"] if row["kind"] in traffic):
         form = "{:+.1f} ms" if row["unit"] == "ms" else "{:+.0%}"
         shown = {name: form.format(row[name]) for name in ("difference", "least", "most")}
         rows.append({**row, **shown, "what": traffic[row["kind"]].format(**row)})
