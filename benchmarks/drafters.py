@@ -77,7 +77,8 @@ class OurDrafters:
         self._drafters = drafters or [make_drafter(setting.drafter, draft) for setting in settings]
         for drafter in self._drafters:
             getattr(drafter, "warm_up", lambda: None)()
-        self._pricings = [setting.curve and CurvePrice(setting.curve, setting.limit) for setting in settings]
+        curves = [(setting.curve, setting.limit) for setting in settings]
+        self._pricings = [None if curve is None else CurvePrice(curve, limit) for curve, limit in curves]
         self._tree = tree
 
     def __enter__(self) -> Self:

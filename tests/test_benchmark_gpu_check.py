@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check.__main__ import PARTS, Part, main
-from benchmarks.gpu_check.marks import marks, read_results
+from benchmarks.gpu_check.__main__ import PARTS, Part, main, marks, read_results
 
 
 def check(*options: str, out: Path) -> int:

@@ -14,7 +14,7 @@ import pytest
 from torch._C._autograd import DeviceType
 
 from benchmarks.coupled import REPEATS
-from benchmarks.index.asked import CONTEXT_TOKENS, sample_contexts
+from benchmarks.index.measures import CONTEXT_TOKENS, sample_contexts
 from benchmarks.made_text import completions, sequences_within
 from benchmarks.profile import summary
 from benchmarks.run import Option, Run, bootstrap, in_turn, table

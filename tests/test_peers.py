@@ -191,7 +191,7 @@ def test_arctic_and_sglang_draft_every_known_continuation_as_a_tree() -> None:
         ("arctic", {"prompt_length": 0}, TREES),
         ("sglang-ngram", {"capacity": 10_000}, NONE),
     ):
-        with Peer(name, **options) as peer:  # type: ignore[arg-type]
+        with Peer(name, **options) as peer:
             for number, text in enumerate(told):
                 peer.replay(f"told {number}", text, 1, [(8, setting)])
             (steps,) = peer.replay("asked", asked, 4, [(8, setting)])

@@ -14,8 +14,7 @@ import pytest
 from benchmarks.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.replay import digest
 from benchmarks.replay.__main__ import main
-from benchmarks.replay.job import PeerDrafter
-from benchmarks.replay.settings import settings_of
+from benchmarks.replay.job import PeerDrafter, settings_of
 from benchmarks.report.replay import others_section
 from benchmarks.walk import Counts
 from cache_builder.evaluation.log import Row

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.drafters import CurvePrice
 from benchmarks.replay import measure_cost
-from benchmarks.replay.settings import CONTENDER_NAMES, settings_of
+from benchmarks.replay.job import CONTENDER_NAMES, settings_of
 from cache_builder.evaluation.costs import CostCurve, StepCosts, flat, read_step_costs
 from ssd.drafting.protocol import Draft
 from ssd.errors import ConfigError

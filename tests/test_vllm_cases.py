@@ -29,8 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.child import ROOT
 from benchmarks.processes import free_port
 from benchmarks.vllm.client import VllmEngine, interpreter
-from benchmarks.vllm.engines import ENVIRONMENT, METHODS
-from benchmarks.vllm.interpreter import in_every_process
+from benchmarks.vllm.engines import ENVIRONMENT, METHODS, in_every_process
 from ssd.bundled import MODEL_PATH
 from ssd.text.codec import TextCodec
 

@@ -23,8 +23,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.index.asked import compare, measure, sample_contexts
-from benchmarks.index.stored import FINGERPRINT, LAST_COMPLETIONS, TOKENS_PER_S, fill, warm_up, watch_traffic
+from benchmarks.index.measures import (
+    FINGERPRINT,
+    LAST_COMPLETIONS,
+    TOKENS_PER_S,
+    compare,
+    fill,
+    measure,
+    sample_contexts,
+    warm_up,
+    watch_traffic,
+)
 from benchmarks.made_text import LONGEST, completions, sequences_within
 from benchmarks.peers.local import PEER_NAMES
 from benchmarks.run import Option, Run

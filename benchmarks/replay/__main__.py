@@ -16,8 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.child import ChildError
-from benchmarks.replay.job import Plan, run_all
-from benchmarks.replay.settings import CONTENDER_NAMES, MEASURED_PATH, OURS
+from benchmarks.replay.job import CONTENDER_NAMES, MEASURED_PATH, OURS, Plan, run_all
 from benchmarks.run import Option, Run
 from benchmarks.traces import all_traces, find_tokenizer, find_trace, trace_name
 from cache_builder.evaluation.costs import CostCurve, flat, read_step_costs

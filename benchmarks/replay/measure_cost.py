@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.exactness import TIE_MARGIN
-from benchmarks.replay.settings import MEASURED_PATH
+from benchmarks.replay.job import MEASURED_PATH
 from benchmarks.run import Option, Run
 from benchmarks.steps import texts_of
 from ssd.engine.measured import decode, time_rounds

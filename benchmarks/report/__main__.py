@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu_check.marks import read_results
+from benchmarks.gpu_check.__main__ import read_results
 from benchmarks.report import engine, replay, service
 from benchmarks.report.code import api_section, constants_section, flags_section
 from benchmarks.report.figures import old_figures

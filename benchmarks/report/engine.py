@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu_check.marks import marks, rows_of
+from benchmarks.gpu_check.__main__ import marks, rows_of
 from benchmarks.run import Columns, table
 
 Result = Mapping[str, Any]

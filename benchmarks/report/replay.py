@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.replay.settings import ARCTIC_DEFAULT, DEFAULT, OURS, PRICED_BY
+from benchmarks.replay.job import ARCTIC_DEFAULT, DEFAULT, OURS, PRICED_BY
 from benchmarks.report.figures import origins
 from benchmarks.run import table
 
