@@ -239,8 +239,6 @@ def _beside(
     return figures | {key: round(float(np.median([each[key] for each in rounds[1:]])), 2) for key in rounds[0]}
 
 
-Tokens = npt.NDArray[np.int32]
-
 FINGERPRINT: Final = "0" * 32
 """Of the tokenizer that nobody has: ids are made."""
 LAST_COMPLETIONS: Final = 2

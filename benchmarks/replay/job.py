@@ -97,7 +97,7 @@ def settings_of(
             for factor, least in pairs
         ]
     if drafter == "sglang":
-        return _sglang(max_draft, curve=curve)
+        return _sglang_settings(max_draft, curve=curve)
     if drafter == "llama-cpp":
         return _llama_cpp(max_draft, curve=curve)
     if drafter == "none":
@@ -106,7 +106,7 @@ def settings_of(
     return [Setting(drafter, f"draft {length}", length) for length in lengths]
 
 
-def _sglang(max_draft: int, *, curve: bool) -> list[Setting]:
+def _sglang_settings(max_draft: int, *, curve: bool) -> list[Setting]:
     """As its server drafts by default; for a curve also more and fewer nodes, without those that only fill up, by
     frequency in place of recency, as paths, and with prompts in the trie: what did best of 21 tried on agent_tools."""
     default = PeerSetting("sglang", DEFAULT, min(_SGLANG_NODES, max_draft), knobs={"padded": 1})
