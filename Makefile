@@ -23,11 +23,11 @@ REAL := .venv-real
 REAL_READY := $(REAL)/.ready
 REAL_PINS := benchmarks/real_model
 REAL_MODEL := $(or $(SSD_REAL_MODEL),.real-model)
-CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter arctic --curve --price-by measured \
-	--price-by flat --max-draft 64 --max-output-tokens 60000 --jobs 2
-OTHERS := $(subst --tokenizer llama2-32k,,$(subst 60000,5000,$(CURVES)))
-CHAINS := --drafter llama-cpp --drafter vllm-ngram --drafter prompt-lookup-hf
-TREES := --drafter sglang --tree
+REPLAY := --curve --price-by measured flat --max-draft 64 --jobs 2
+CURVES := $(REPLAY) --tokenizer llama2-32k llama3-128k --drafter ssd arctic --max-output-tokens 60000
+OTHERS := $(REPLAY) --tokenizer llama3-128k --max-output-tokens 5000 --drafter ssd arctic
+CHAINS := llama-cpp vllm-ngram prompt-lookup-hf
+TREES := sglang --tree
 
 .PHONY: serve wheel quick test kernels fuzz bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
 
@@ -89,33 +89,27 @@ format: $(READY)
 # Reproduces the README's figures: about an hour on two cores, 2 GB of disk for the largest index. The replay needs
 # recorded traces and tokenizers; other people's drafters are asked where `make bench-peers` installed them.
 bench: $(READY)
-	$(BIN)/python -m benchmarks.growth --out benchmarks/results --json
+	$(BIN)/python -m benchmarks.growth --out benchmarks/results/growth.json
 	$(BIN)/python -m benchmarks.replay.measure_cost --json
-	$(BIN)/python -m benchmarks.decode --json --out benchmarks/results/decode.json
+	$(BIN)/python -m benchmarks.decode --out benchmarks/results/decode.json
 	$(BIN)/python -m benchmarks.exact --out benchmarks/results/exact.json
-	$(BIN)/python -m benchmarks.overhead --json --out benchmarks/results/overhead.json
+	$(BIN)/python -m benchmarks.overhead --out benchmarks/results/overhead.json
 	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
 	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
 		if [ -e $(PEERS_READY) ]; then \
-			$(BIN)/python -m benchmarks.replay $(CURVES) --json --plot benchmarks/results/replay-curve.png \
-				| tail -n 1 >benchmarks/results/replay-curve.json; \
-			$(BIN)/python -m benchmarks.replay $(CURVES) --tree --json --plot benchmarks/results/replay-tree.png \
-				| tail -n 1 >benchmarks/results/replay-tree.json; \
-			$(BIN)/python -m benchmarks.replay $(OTHERS) $(CHAINS) --json \
-				| tail -n 1 >benchmarks/results/replay-others.json; \
-			$(BIN)/python -m benchmarks.replay $(OTHERS) $(TREES) --json \
-				| tail -n 1 >benchmarks/results/replay-others-tree.json; \
+			$(BIN)/python -m benchmarks.replay $(CURVES) --out benchmarks/results/replay-curve.json; \
+			$(BIN)/python -m benchmarks.replay $(CURVES) --tree --out benchmarks/results/replay-tree.json; \
+			$(BIN)/python -m benchmarks.replay $(OTHERS) $(CHAINS) --out benchmarks/results/replay-others.json; \
+			$(BIN)/python -m benchmarks.replay $(OTHERS) $(TREES) --out benchmarks/results/replay-others-tree.json; \
 		fi; \
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
-	$(BIN)/python -m benchmarks.index --tokens 1000000 --json | tail -n 1 >benchmarks/results/index-1m.json
-	$(BIN)/python -m benchmarks.index --tokens 16000000 --peers --json \
-		| tail -n 1 >benchmarks/results/index-16m.json
-	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --json \
-		| tail -n 1 >benchmarks/results/index-256m.json
+	$(BIN)/python -m benchmarks.index --tokens 1000000 --out benchmarks/results/index-1m.json
+	$(BIN)/python -m benchmarks.index --tokens 16000000 --peers --out benchmarks/results/index-16m.json
+	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --out benchmarks/results/index-256m.json
 	$(BIN)/python -m benchmarks.evaluate --out benchmarks/results/evaluate.json
-	$(BIN)/python -m benchmarks.http --json | tail -n 1 >benchmarks/results/http.json
-	$(BIN)/python -m benchmarks.soak --json --out benchmarks/results/soak.json
+	$(BIN)/python -m benchmarks.http --out benchmarks/results/http.json
+	$(BIN)/python -m benchmarks.soak --out benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results/faults.json
 	$(BIN)/python -m benchmarks.faults --servers 3 --out benchmarks/results/fleet-faults.json
 	$(BIN)/python -m benchmarks.report
@@ -139,7 +133,7 @@ $(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/build.py $(PEERS_P
 		&& rm -r $(PEERS)/sources \
 		|| { echo "bench-peers: the installation failed, see above; needs Python >= 3.11 and a C++ compiler" >&2; exit 1; }
 	@for name in arctic vllm-ngram prompt-lookup sglang-ngram llama-cpp; do \
-		$(PEERS)/bin/python -m benchmarks.peers.check $$name \
+		$(PEERS)/bin/python -m benchmarks.peers.process check $$name \
 		|| { echo "bench-peers: $$name was installed but does not draft, see above" >&2; exit 1; }; \
 	done
 	touch $@
@@ -147,13 +141,11 @@ $(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/build.py $(PEERS_P
 # Our drafter inside vLLM, in an environment of its own: about three minutes and 4 GB, then half an hour to run. Our
 # package comes last and without its dependencies, so that the versions are vLLM's.
 bench-vllm: $(READY) $(VLLM_READY)
-	$(BIN)/python -m benchmarks.vllm $(ARGS) | tee /dev/stderr | tail -n 1 >benchmarks/results/vllm.json
+	$(BIN)/python -m benchmarks.vllm $(ARGS) --out benchmarks/results/vllm.json
 	$(BIN)/python -m benchmarks.vllm.changes --out benchmarks/results/vllm-changes.json
-	$(BIN)/python -m benchmarks.vllm --runner v1 v2 --batch 4 --requests 20 --max-tokens 24 --window 10 --handover 0 \
-		| tee /dev/stderr | tail -n 1 >benchmarks/results/vllm-runners.json
-	$(BIN)/python -m benchmarks.vllm.cases --out benchmarks/results/vllm-cases.json
-	$(BIN)/python -m benchmarks.vllm.host --out benchmarks/results/vllm-host.json
-	$(VLLM)/bin/python -m benchmarks.vllm.law
+	$(BIN)/python -m benchmarks.vllm --runner v1 v2 --batch 4 --requests 20 --max-tokens 24 --window 10 \
+		--out benchmarks/results/vllm-runners.json
+	$(BIN)/python -m pytest --slow tests/test_vllm_cases.py
 
 $(VLLM_READY): $(VLLM_PINS)/requirements.txt $(VLLM_PINS)/requirements-no-deps.txt $(VLLM_PINS)/constraints.txt
 	@echo "bench-vllm: installing into $(VLLM)"
@@ -164,13 +156,13 @@ $(VLLM_READY): $(VLLM_PINS)/requirements.txt $(VLLM_PINS)/requirements-no-deps.t
 		&& pip install --quiet --no-deps --no-build-isolation --requirement $(VLLM_PINS)/requirements-no-deps.txt \
 		&& pip install --quiet --no-deps --no-build-isolation --editable . \
 		|| { echo "bench-vllm: the installation failed, see above; needs Python >= 3.11 and a C++ compiler" >&2; exit 1; }
-	@$(VLLM)/bin/python -m benchmarks.vllm.check v1 && $(VLLM)/bin/python -m benchmarks.vllm.check v2 \
+	@$(VLLM)/bin/python -m benchmarks.vllm.engines check v1 && $(VLLM)/bin/python -m benchmarks.vllm.engines check v2 \
 		|| { echo "bench-vllm: vLLM was installed but does not draft with ours, see above" >&2; exit 1; }
 	touch $@
 
 # Other people's clients against our server, in an environment of their own: some minutes and 3 GB, then one to run.
 bench-clients: $(READY) $(CLIENTS_READY)
-	$(BIN)/python -m benchmarks.clients $(ARGS) | tee /dev/stderr | tail -n 1 >benchmarks/results/clients.json
+	$(BIN)/python -m benchmarks.clients $(ARGS) --out benchmarks/results/clients.json
 
 $(CLIENTS_READY): $(CLIENTS_PINS)/requirements.txt $(CLIENTS_PINS)/constraints.txt
 	@echo "bench-clients: installing into $(CLIENTS)"
@@ -197,7 +189,7 @@ bench-real: $(READY) real-model
 	$(BIN)/python -m benchmarks.evaluate $(REAL_MODEL) --requests 8 --max-tokens 32 --prompt-tokens 128 --rounds 1 \
 		--workloads mixed often --out benchmarks/results/evaluate-gemma.json
 	$(BIN)/python -m benchmarks.growth --model $(REAL_MODEL) --streams new $(if $(SSD_TRACES),sql agent_tools) \
-		--requests 16 --window 4 --repeated 8 --out benchmarks/results --name growth-gemma
+		--requests 16 --window 4 --repeated 8 --out benchmarks/results/growth-gemma.json
 	$(BIN)/python -m benchmarks.decode --model $(REAL_MODEL) --batch 1 4 --rounds 16 --baseline-rounds 3 \
 		--out benchmarks/results/decode-gemma.json
 	$(BIN)/python -m benchmarks.overhead --model $(REAL_MODEL) --batch 1 4 --pairs 12 \

@@ -27,23 +27,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.environment import model_facts, model_name
 from benchmarks.run import SPREAD, Option, Run, bootstrap, in_turn, spread
-from benchmarks.streams import made_stream
 from benchmarks.ways import Comparison, Tally, ask, open_engine
-from benchmarks.workloads import MIXED, NO_REPEATS, snippets
+from benchmarks.workloads import MIXED, NO_REPEATS, made_stream, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Request
 from ssd.engine.sequence import Coupling
-from ssd.model.loading.load_target import load_model
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 
 OFF, COUPLED, UNCOUPLED = NAMES = ("off", "coupled", "uncoupled")
 REPEATS, VARIANTS, NEW = "asked again", "near-variants", "nothing twice"
 FIRST_FIFTH, LAST_FIFTH = "growth, first fifth", "growth, last fifth"
-LEAST_OVER_OFF = {REPEATS: 6.0, VARIANTS: 1.4, LAST_FIFTH: 1.5}
-"""Marks: tokens/s over speculation off, the median over groups of requests."""
 
 OPTIONS: dict[str, Any] = {
     "streams": Option(default=[1, 4, 16], metavar="S", help="of noise"),
@@ -58,8 +53,6 @@ OPTIONS: dict[str, Any] = {
     "window": Option(default=EngineConfig().coupled_window, metavar="K"),
     "num_speculative_tokens": DraftConfig().num_speculative_tokens,
     "seed": 0,
-    "dtype": "auto",
-    "device": "auto",
 }
 COLUMNS = (
     ("workload", "{workload}"),
@@ -93,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if 0 < args.growth_requests < 3:
         run.parser.error("--growth-requests takes 0, or numbers from 3")
     comparison = Comparison()
-    model, codec = load_model(args.model, dtype=args.dtype, device=args.device), TextCodec.load(str(args.model))
+    codec, model = run.load()
     workloads = Workloads(Contenders(model, codec, args, comparison), args)
     # New text first: what a pass costs is then measured alike by all, who later run passes of other widths.
     for temperature in args.temperatures:
@@ -105,16 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.growth_requests:
             for row in workloads.growth(temperature):
                 run.row(row)
-    marks = marks_of(run.rows)
-    for mark in marks:
-        run.say(f"{mark['workload']}, temperature {mark['temperature']}, {mark['streams']} streams, {mark['asked']}: "
-                f"{mark['measured']:.2f}, {'met' if mark['met'] else 'not met'}")  # fmt: skip
     return run.end(
-        **model_facts(model_name(args.model), model),
         compared_tokens=comparison.num_tokens,
         mismatches=comparison.num_mismatches,
         rows=run.rows,
-        marks=marks,
         is_wrong=comparison.num_mismatches > 0,
     )
 
@@ -295,23 +282,6 @@ def _row(workload: str, temperature: float, streams: int, groups: Sequence[dict[
         "coupled_over_uncoupled": spread(against),
         "coupled_over_uncoupled_95": bootstrap(against),
     }
-
-
-def marks_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every row that has a mark: what is asked, what was measured, and whether it is met."""
-    found = []
-    for row in rows:
-        workload = row["workload"]
-        where = {"workload": workload, "temperature": row["temperature"], "streams": row["streams"]}
-        if workload in LEAST_OVER_OFF:
-            measured, least = row["coupled"]["over_off"][0], LEAST_OVER_OFF[workload]
-            found.append({**where, "asked": f"at least {least}x off", "measured": measured, "met": measured >= least})
-        elif workload == NEW:
-            measured, interval = row["coupled_over_uncoupled"][0], row["coupled_over_uncoupled_95"]
-            # Both say other things, and so differ by chance: below is what the interval of 95 % does not explain.
-            met = interval[1] >= 1.0
-            found.append({**where, "asked": "not below uncoupled", "measured": measured, "met": met})
-    return found
 
 
 _WORD = re.compile(r"\b[A-Za-z_][A-Za-z_0-9]{3,}\b")

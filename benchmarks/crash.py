@@ -120,8 +120,6 @@ class Tally:
     """Results over all kills."""
 
     problems: Counter[str] = field(default_factory=Counter)
-    seen: Counter[str] = field(default_factory=Counter)
-    """Where kills struck and what they left behind."""
     num_checked_sequences: int = 0
     num_checked_counts: int = 0
     num_lock_waits: int = 0
@@ -272,9 +270,8 @@ def check(setting: Setting, store: Store, child: Child, was_killed: bool, tally:
     store.durable = max(store.durable, child.durable)
     store.announced = max(store.announced, child.announced)
     tally.problems["writer_failures"] += child.num_failures + (not was_killed)
-    tally.seen[f"while_{child.phase}"] += 1
     try:
-        _look_at_leftovers(store.directory / DEFAULT_NAMESPACE, tally, chance)
+        _tear_leftovers(store.directory / DEFAULT_NAMESPACE, chance)
         caches = _open(setting, store.directory, tally)
     except Exception:
         traceback.print_exc()
@@ -306,20 +303,14 @@ def _open(setting: Setting, directory: Path, tally: Tally) -> CacheSet:
             time.sleep(0.01)
 
 
-def _look_at_leftovers(directory: Path, tally: Tally, chance: random.Random) -> None:
-    """Count what the kill left behind; sometimes tear it, as a power failure would, and add more of it."""
-    manifest = read_manifest(directory, fingerprint=FINGERPRINT) if directory.exists() else None
-    named = {f"{segment_id}.seg" for segment_id in manifest.segment_ids} if manifest else set()
-    kinds = {"temporary_segment": "*.seg.*.tmp", "temporary_manifest": f"{MANIFEST_NAME}.*.tmp", "segment": "*.seg"}
-    left = {
-        kind: [p for p in directory.glob(pattern) if p.name not in named] for kind, pattern in sorted(kinds.items())
-    }
-    for kind, paths in left.items():
-        tally.seen[f"left_unnamed_{kind}"] += bool(paths)
+def _tear_leftovers(directory: Path, chance: random.Random) -> None:
+    """Sometimes tear what the kill left behind and no manifest names, as a power failure would, and add more of it."""
     if not directory.exists() or chance.random() < 0.6:
         return
-    tally.seen["torn"] += 1
-    for path in [path for paths in left.values() for path in paths]:
+    manifest = read_manifest(directory, fingerprint=FINGERPRINT)
+    named = {f"{segment_id}.seg" for segment_id in manifest.segment_ids} if manifest else set()
+    patterns = ("*.seg.*.tmp", f"{MANIFEST_NAME}.*.tmp", "*.seg")
+    for path in [path for pattern in patterns for path in directory.glob(pattern) if path.name not in named]:
         with contextlib.suppress(FileNotFoundError):  # the rebuild process may still be at it
             size = path.stat().st_size
             os.truncate(path, chance.randint(0, size))
@@ -346,7 +337,6 @@ def _check_text(setting: Setting, store: Store, snapshot: Snapshot, tally: Tally
     missing = set(range(store.first, store.durable + 1)).difference(numbers)
     if numbers and numbers[0] > store.first:
         capacity = setting.index.capacity_tokens
-        tally.seen["evicted"] += 1
         # One segment, at most an eighth of the capacity, is evicted when the next sequence does not fit; what was in
         # the tail then may have been lost.
         if len(text) >= capacity - capacity // 8 - setting.most_unsealed - setting.longest:
@@ -420,12 +410,10 @@ def kill_at_random(setting: Setting, num_kills: int, home: Path, tally: Tally) -
         if victim == "worker":
             child.listen(chance.uniform(time.monotonic(), kill_at))
             for process_id in children_of(child.process_id):
-                tally.seen["rebuild_process_killed_alone"] += 1
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
         child.listen(kill_at)
         others = children_of(child.process_id) if victim == "both" else []
-        tally.seen["rebuild_process_killed_too"] += bool(others)
         check(setting, store, child, child.kill(*others), tally, chance)
         if (number + 1) % 20 == 0:
             wrong = {name: count for name, count in tally.problems.items() if count} or "nothing wrong"
@@ -441,7 +429,7 @@ OPTIONS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Kill, check, print; returns the exit status."""
-    run = Run("crash", __doc__, argv, OPTIONS)
+    run = Run("crash", __doc__, argv, OPTIONS, under=("ssd/retrieval",))
     args = run.args
     index = IndexConfig(
         capacity_tokens=args.capacity,
@@ -454,7 +442,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="crash-", ignore_cleanup_errors=True) as home:
         num_operations = kill_at_every_operation(args.seed, Path(home), tally)
         run.say(f"killed before each of {num_operations} file operations")
-        tally.seen.clear()  # what follows is about the random moments
         kill_at_random(Setting(args.seed, index), args.kills, Path(home), tally)
     return run.end(
         kills=args.kills,
@@ -463,7 +450,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         checked_sequences=tally.num_checked_sequences,
         checked_counts=tally.num_checked_counts,
         lock_waits=tally.num_lock_waits,
-        seen=dict(sorted(tally.seen.items())),
         is_wrong=any(tally.problems.values()),
     )
 

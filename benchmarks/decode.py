@@ -3,10 +3,10 @@
 ``python -m benchmarks.decode [MODEL] [--batch B...] [--context L...] [--draft K...] [--shape tiny|1b|8b] [--json]``
 
 For every (batch, context, T = 1 + K): engine steps whose drafts are what the model will say, so that every token is
-accepted; by turns with them bare forwards of the same shape, as transformers runs it. K = 0 is plain decoding. Outputs
-of every K must be those of K = 0. Beside them ``model.generate`` on one of the prompts, and a copy of memory, which
-tells what the device can move. ``--shape`` takes random weights of that shape: for the time of steps only. Prints a
-table; the last line of stdout is one JSON object.
+accepted; by turns with them bare forwards of the same shape, as transformers runs it; then passes alone, launched one
+behind the other. K = 0 is plain decoding. Outputs of every K must be those of K = 0. Beside them ``model.generate`` on
+one of the prompts, and a copy of memory, which tells what the device can move. Prints a table; the last line of stdout
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import numpy as np
 import torch
 from transformers import CompileConfig, PreTrainedModel
 
-from benchmarks.environment import model_facts
 from benchmarks.run import Option, Run
 from benchmarks.steps import (
-    SHAPES,
     OwnAttention,
     Shape,
+    Timing,
     Tokens,
     cache_bytes,
     copy_bytes_per_second,
-    open_model,
+    pass_seconds,
     passes_of,
     prompts_of,
     synchronize,
+    texts_of,
     time_steps,
     tokens_said,
     weight_bytes,
@@ -123,41 +123,39 @@ def _generate(model: PreTrainedModel, prompt: Tokens, num_tokens: int, options: 
 
 
 OPTIONS: dict[str, Any] = {
-    "shape": Option(default=None, choices=tuple(SHAPES), help="random weights of a Llama of this shape, no model"),
     "batch": Option(default=[1, 8], metavar="B", help="rows"),
     "context": Option(default=[256], metavar="L", help="tokens a row holds"),
     "draft": Option(default=[0, 1, 3, 7, 15], least=0, metavar="K", help="drafted tokens; 0 is plain"),
     "rounds": Option(default=24, help="timed steps of each shape"),
-    "dtype": Option(default="auto", help="auto, float32, bfloat16 or float16"),
-    "device": "auto",
     "copy_mb": Option(default=256, help="size of the copy that tells the memory's speed"),
     "baseline_tokens": 128,
     "baseline_rounds": 7,
     "enforce_eager": Option(default=False, help="record no CUDA graphs"),
     "fuse_linears": Option(default=False, help="on a GPU too, one product for layers that read the same input"),
-    "no_baselines": Option(default=False, help="leave model.generate out"),
+    "no_baselines": Option(default=False, help="leave bare forwards and model.generate out"),
 }
 COLUMNS = (
     (">batch", "{batch}"),
     (">context", "{context}"),
     (">T", "{T}"),
     (">step ms", "{step_ms_p50:.3f}"),
-    (">target ms", "{target_ms_p50:.3f}"),
-    (">forward ms", "{forward_ms_p50:.3f}"),
-    (">step over forward", "{step_over_forward_p50:.3f}"),
+    (">pass ms", "{pass_ms:.3f}"),
+    (">forward ms", "{forward_ms_p50}"),
+    (">of copy rate", "{of_copy:.3f}"),
     (">tokens/s", "{tokens_per_s:.1f}"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where a verify step changed a token in float32."""
-    unsaid = set(OPTIONS) - {"batch", "context", "draft", "rounds", "shape"}
-    run = Run("decode", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=tuple(unsaid))
+    unsaid = set(OPTIONS) - {"batch", "context", "draft", "rounds"}
+    run = Run("decode", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True, unsaid=tuple(unsaid))
     args = run.args
     gc.collect()  # the model of an earlier run may refer to itself
-    name, model, text = open_model(args)
+    codec, model = run.load(speaks=True)
+    text, num_bytes = texts_of(codec), weight_bytes(model)
     # A target replaces layers of its model; what it is compared with stays as the library loads it.
-    library = deepcopy(model)
+    library = None if args.no_baselines else deepcopy(model)
     target = open_target(
         model,
         num_slots=max(args.batch),
@@ -166,30 +164,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         enforce_eager=args.enforce_eager,
         fuse_linears=args.fuse_linears,
     )
+    run.ran_on(target)
     copied = copy_bytes_per_second(target.device, args.copy_mb << 20)
     num_changed = 0
     for batch, context in product(args.batch, args.context):
         for draft in sorted({0, *args.draft}):
             shape, known = Shape(batch, context, draft), list[list[int]]()
             num_tokens = tokens_said(args.rounds, shape.width)
-            prompts = prompts_of(text, target.vocab_size, batch, max(8, context - num_tokens // 2))
+            prompts = prompts_of(text, batch, max(8, context - num_tokens // 2))
             if draft:  # the text the drafts are taken from begins where this prompt ends
-                known = time_steps(target, prompts, Shape(batch, context, 0), num_tokens, [], library).outputs
+                known = time_steps(target, prompts, Shape(batch, context, 0), num_tokens, [], None).outputs
             timing = time_steps(target, prompts, shape, args.rounds, known or [[] for _ in prompts], library)
             pairs = zip(timing.outputs, known, strict=True) if draft else ()
             num_changed += sum(said[: len(text)] != text[: len(said)] for said, text in pairs)
             if draft in args.draft:
-                run.row(_row(shape, timing, weight_bytes(library) + cache_bytes(target, shape), copied))
+                run.row(_row(target, shape, timing, num_bytes, copied))
     baselines: dict[str, dict[str, Any]] = {}
-    if not args.no_baselines:
-        (prompt,) = prompts_of(text, target.vocab_size, 1, args.context[0])
+    if library is not None:
+        (prompt,) = prompts_of(text, 1, args.context[0])
         baselines = time_generate(library, target, prompt, args.baseline_tokens, args.baseline_rounds)
     for way, found in baselines.items():
         run.say(f"{way}: {found.get('error') or '{tokens_per_s} tokens/s, engine {engine_over_it}x'.format(**found)}")
     return run.end(
-        **model_facts(name, target),
         way=target.way,
         passes=passes_of(target),
+        weight_bytes=num_bytes,
+        copy_bytes_per_s=round(copied),
         changed_outputs=num_changed,
         rows=run.rows,
         baselines=baselines,
@@ -197,22 +197,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _row(shape: Shape, timing: Any, num_bytes: int, copied: float) -> dict[str, Any]:
-    step = median(timing.steps)
-    per_step = timing.num_tokens / len(timing.steps)
+def _row(target: Target, shape: Shape, timing: Timing, num_bytes: int, copied: float) -> dict[str, Any]:
+    step, alone = median(timing.steps), pass_seconds(target, shape, min(8, len(timing.steps)))
+    over = [a / b for a, b in zip(timing.steps, timing.forwards, strict=False)]
     return {
         "batch": shape.batch,
         "context": shape.context,
         "T": shape.width,
         "step_ms_p50": round(step * 1e3, 4),
         "step_ms_p10_p90": [round(float(x) * 1e3, 4) for x in np.percentile(timing.steps, [10, 90])],
-        "target_ms_p50": round(median(timing.targets) * 1e3, 4),
-        "forward_ms_p50": round(median(timing.forwards) * 1e3, 4),
-        "step_over_forward_p50": round(median(a / b for a, b in zip(timing.steps, timing.forwards, strict=True)), 4),
-        "outside_target_ms_p50": round(median(timing.outside) * 1e3, 4),
-        "tokens_per_s": round(per_step / step, 2),
-        "bytes_per_s": round(num_bytes / step),
-        "copy_bytes_per_s": round(copied),
+        "pass_ms": round(alone * 1e3, 4),
+        "outside_pass_share": round(1 - alone / step, 4),
+        "forward_ms_p50": round(median(timing.forwards) * 1e3, 4) if over else None,
+        "step_over_forward_p50": round(median(over), 4) if over else None,
+        "tokens_per_s": round(timing.num_tokens / len(timing.steps) / step, 2),
+        "of_copy": round(num_bytes / copied / step, 4),
+        "of_copy_with_cache": round((num_bytes + cache_bytes(target, shape)) / copied / step, 4),
     }
 
 

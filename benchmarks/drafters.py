@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
-from benchmarks.walk import UNSCORED_SHARE, Counts, Proposal, Steps, walk
+from benchmarks.walk import Counts, Proposal, Steps, walk
 from cache_builder.evaluation.costs import CostCurve
 from cache_builder.evaluation.decoding import rising
 from cache_builder.evaluation.log import Row, TokenIds
@@ -20,38 +20,6 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest, Prices
 from ssd.pricing.rate import Rate
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.snapshot import Snapshot
-
-
-class Pricing(Protocol):
-    """Gives the prices of each step and hears what came of it."""
-
-    def prices(self) -> Prices | None:
-        """`DraftRequest.prices` of the next draft."""
-        ...
-
-    def paying(self, draft: Draft) -> Draft:
-        """What of the draft is verified."""
-        ...
-
-    def learn(self, num_drafted: int, num_output: int) -> None:
-        """A step verified ``num_drafted`` tokens and emitted ``num_output``."""
-        ...
-
-
-class FixedPrice:
-    """The same price for every token; None leaves it to the drafter."""
-
-    def __init__(self, price: float | None) -> None:
-        self._prices = None if price is None else np.array([price])
-
-    def prices(self) -> Prices | None:
-        return self._prices
-
-    def paying(self, draft: Draft) -> Draft:
-        return draft
-
-    def learn(self, num_drafted: int, num_output: int) -> None:
-        """It stays what it is."""
 
 
 class CurvePrice:
@@ -86,8 +54,6 @@ class Setting:
     name: str
     limit: int
     """Most tokens of a draft."""
-    price: float | None = None
-    """Of a drafted token, in accepted ones; ours only."""
     curve: CostCurve | None = None
     """The cost curve that sets the prices; ours only."""
 
@@ -111,7 +77,8 @@ class OurDrafters:
         self._drafters = drafters or [make_drafter(setting.drafter, draft) for setting in settings]
         for drafter in self._drafters:
             getattr(drafter, "warm_up", lambda: None)()
-        self._pricings = [_pricing(setting) for setting in settings]
+        curves = [(setting.curve, setting.limit) for setting in settings]
+        self._pricings = [None if curve is None else CurvePrice(curve, limit) for curve, limit in curves]
         self._tree = tree
 
     def __enter__(self) -> Self:
@@ -143,12 +110,6 @@ class OurDrafters:
         return {}
 
 
-def _pricing(setting: Setting) -> Pricing:
-    if setting.curve is not None:
-        return CurvePrice(setting.curve, setting.limit)
-    return FixedPrice(setting.price)
-
-
 class _OurAsker:
     """One of our drafters on one request."""
 
@@ -156,7 +117,7 @@ class _OurAsker:
         self,
         drafter: Drafter,
         setting: Setting,
-        pricing: Pricing,
+        pricing: CurvePrice | None,
         tree: bool,
         request_id: str,
         text: TokenIds,
@@ -175,7 +136,7 @@ class _OurAsker:
             self._prompt_length,
             self._snapshot,
             self._setting.limit,
-            prices=self._pricing.prices(),
+            prices=None if self._pricing is None else self._pricing.prices(),
             tree=self._tree,
         )
         began = time.perf_counter_ns()
@@ -183,39 +144,22 @@ class _OurAsker:
         took = time.perf_counter_ns() - began
         if len(draft.token_ids) > self._setting.limit:
             raise AssertionError(f"{self._setting.name} drafted {len(draft.token_ids)} tokens")
-        draft = self._pricing.paying(draft)
+        if self._pricing is not None:
+            draft = self._pricing.paying(draft)
         self._draft, self._num_left = draft, len(self._text) - position
         parents = None if draft.parents is None else draft.parents.tolist()
-        estimates = None if draft.probabilities is None else draft.probabilities.tolist()
-        return Proposal(took, draft.token_ids.tolist(), parents, estimates)
+        return Proposal(took, draft.token_ids.tolist(), parents)
 
     def tell(self, num_accepted: int) -> None:
         assert self._draft is not None
         self._drafter.observe(self._request_id, self._draft, num_accepted)
-        self._pricing.learn(len(self._draft.token_ids), min(num_accepted + 1, self._num_left))
+        if self._pricing is not None:
+            self._pricing.learn(len(self._draft.token_ids), min(num_accepted + 1, self._num_left))
 
 
-class Replayer(Protocol):
-    """What decodes requests with drafts, under several settings over one memory of them."""
-
-    @property
-    def settings(self) -> Sized:
-        """As many as ``replay`` returns."""
-        ...
-
-    def replay(self, request_id: str, row: Row) -> list[Steps]:
-        """Decode a row under each setting, then learn it."""
-        ...
-
-    def num_cached_tokens(self) -> int:
-        """Tokens held for later requests; 0 where it does not tell."""
-        ...
-
-
-def replay_stream(rows: Sequence[Row], replayer: Replayer) -> list[Counts]:
-    """What each setting comes to on rows in their order."""
-    num_output_tokens = sum(len(row.output) for row in rows)
-    counts = [Counts(int(UNSCORED_SHARE * num_output_tokens)) for _ in range(len(replayer.settings))]
+def replay_stream(rows: Sequence[Row], replayer: Any) -> list[Counts]:
+    """What each setting comes to on rows in their order. ``replayer`` : `OurDrafters`, or what is asked alike."""
+    counts = [Counts() for _ in replayer.settings]
     for number, row in enumerate(rows):
         for one, steps in zip(counts, replayer.replay(str(number), row), strict=True):
             one.add(steps, len(row.output))

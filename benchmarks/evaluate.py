@@ -20,11 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.environment import model_facts, model_name
-from benchmarks.run import Option, Run
-from benchmarks.streams import Stream, made_stream, recorded_stream
-from benchmarks.workloads import MIXED, NO_REPEATS, Mix
-from ssd.model.loading.load_target import load_model
+from benchmarks.run import ENGINE, Option, Run
+from benchmarks.workloads import MIXED, NO_REPEATS, Mix, Stream, made_stream, recorded_stream
 from ssd.text.codec import TextCodec
 
 MADE = {
@@ -42,9 +39,8 @@ OPTIONS: dict[str, Any] = {
     "prompt_tokens": Option(default=320, help="of a prompt, its end"),
     "rounds": 3,
     "seed": 0,
-    "dtype": "auto",
-    "device": "auto",
 }
+UNDER = (*ENGINE, "cache_builder/evaluation")
 COLUMNS = (
     ("workload", "{workload}: {shares}"),
     (">measured", "{measured:.2f}x"),
@@ -56,9 +52,18 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differed."""
-    run = Run("evaluate", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("workloads", "dtype", "device"))
+    run = Run(
+        "evaluate",
+        __doc__,
+        argv,
+        OPTIONS,
+        COLUMNS,
+        has_model=True,
+        unsaid=("workloads",),
+        under=UNDER,
+    )
     args = run.args
-    codec = TextCodec.load(str(args.model))
+    codec, _ = run.load()
     for name in args.workloads:
         stream = open_workload(name, codec, args.requests, args.seed, args.prompt_tokens)
         with tempfile.TemporaryDirectory() as directory:
@@ -88,9 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     error = median(abs(row["error"]) for row in run.rows)
     run.say(f"median error {error:.1%}")
-    facts = model_facts(model_name(args.model), load_model(args.model, dtype=args.dtype, device=args.device))
     failed = any(row["mismatches"] for row in run.rows)
-    return run.end(**facts, workloads=run.rows, median_error=round(error, 4), is_wrong=failed)
+    return run.end(workloads=run.rows, median_error=round(error, 4), is_wrong=failed)
 
 
 def open_workload(name: str, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:

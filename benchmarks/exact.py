@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.environment import model_name
+from benchmarks.models import model_name
 from benchmarks.run import Option, Run, spread_text
 from benchmarks.workloads import snippets
 from ssd.model.exact.settle import settle_exactness
@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Every dtype in turn. Returns the exit status."""
-    run = Run("exact", __doc__, argv, OPTIONS, has_model=True)
+    run = Run("exact", __doc__, argv, OPTIONS, has_model=True, under=("ssd/model",))
     args, codec = run.args, TextCodec.load(str(run.args.model))
     prompts = [codec.encode_prompt(text)[-192:] for text in snippets(args.seed)[: args.prompts]]
     for dtype in args.dtype:

@@ -1,13 +1,13 @@
 """Does the service get faster with use? A stream of requests on a fresh engine, speculation on and off in turn.
 
-``python -m benchmarks.growth [MODEL] [--streams NAME...] [--requests N] [--max-tokens N] [--out DIR] [--json]``
+``python -m benchmarks.growth [MODEL] [--streams NAME...] [--requests N] [--max-tokens N] [--out FILE] [--json]``
 
 First the same 50 greedy requests twice: verify steps of both runs, and the second's tokens/s against speculation off.
 Then two runs of every stream, greedy and sampled (temperature 0.7, top-p 0.9, a seed per request). Streams: "mixed", in
 which some requests recur, some are near-variants and some are new; "new", with no repeats; and the prompts of recorded
 requests by the name of their trace, cut to 320 tokens. Requests go in windows; every window runs once with speculation
 and once without, the order alternating, so that a machine that slows down slows both. Every output is compared token by
-token. Prints a table, writes ``growth.png`` beside ``growth.json`` and ends stdout with one JSON line.
+token. Prints a table and ends stdout with one JSON line; with ``--out`` a picture lies beside the result.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
-from benchmarks.environment import model_facts, model_name
-from benchmarks.run import Option, Run, in_turn
-from benchmarks.streams import Stream, cut, made_stream, recorded_stream
-from benchmarks.ways import Comparison, Tally, ask, open_engine, requests_of
-from benchmarks.workloads import MIXED, NO_REPEATS, snippets
+from benchmarks.run import Option, Run
+from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, requests_of
+from benchmarks.workloads import MIXED, NO_REPEATS, Stream, cut, made_stream, recorded_stream, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
-from ssd.model.loading.load_target import load_model
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 
@@ -36,7 +34,8 @@ MADE = {"mixed": MIXED, "new": NO_REPEATS}
 """Streams made of the standard library, by their names."""
 
 OPTIONS: dict[str, Any] = {
-    "streams": Option(default=list(MADE), metavar="NAME"),
+    "streams": Option(default=list(MADE), several=True, metavar="NAME"),
+    "sampling": Option(default=["greedy", "sampled"], choices=("greedy", "sampled")),
     "requests": Option(default=160, help="of each stream"),
     "repeated": Option(default=50, help="requests asked twice"),
     "max_tokens": 64,
@@ -45,9 +44,6 @@ OPTIONS: dict[str, Any] = {
     "num_speculative_tokens": DraftConfig().num_speculative_tokens,
     "max_model_len": 1024,
     "seed": 0,
-    "dtype": "auto",
-    "device": "auto",
-    "name": Option(default="growth", help="what the two files are called"),
 }
 COLUMNS = (
     ("stream", "{shares}"),
@@ -76,10 +72,9 @@ class Window:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, plot."""
-    run = Run("growth", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("name",))
+    run = Run("growth", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True)
     args = run.args
-    codec = TextCodec.load(str(args.model))
-    model = load_model(args.model, dtype=args.dtype, device=args.device)
+    codec, model = run.load(speaks=True)
     limit = args.num_speculative_tokens
     again = repeat(model, codec, args.repeated, args.max_tokens, limit, seed=args.seed)
     run.say(f"the same {again['requests']} greedy requests twice: {again['steps_first']} verify steps, then "
@@ -87,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = []
     for name in args.streams:
         stream = open_stream(name, codec, args.requests, args.seed, args.max_model_len - args.max_tokens)
-        for sampling in ("greedy", "sampled"):
+        for sampling in args.sampling:
             windows, comparison = run_stream(
                 model,
                 codec,
@@ -100,13 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 length=args.max_model_len,
             )
             found.append((run.row(summary(stream, sampling, windows, comparison)), windows))
-    failed = bool(again["mismatches"] or any(row["mismatches"] for row in run.rows))
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        plot(found, args.out / f"{args.name}.png")
-        args.out /= f"{args.name}.json"
-    facts = model_facts(model_name(args.model), model)
-    return run.end(**facts, repeated_requests=again, runs=run.rows, is_wrong=failed)
+    if args.out is not None and found:
+        plot(found, len(args.sampling), args.out.with_suffix(".png"))
+    differs = again["mismatches"] or any(row["mismatches"] for row in run.rows)
+    is_wrong = bool(differs) and model.dtype == torch.float32
+    return run.end(repeated_requests=again, runs=run.rows, is_wrong=is_wrong)
 
 
 def open_stream(name: str, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:
@@ -121,10 +114,10 @@ def repeat(
 ) -> dict[str, Any]:
     """The same greedy requests on an empty cache and again, one at a time; the second run against speculation off.
 
-    limit : most tokens of a draft. Prompts are ids modulo the model's vocabulary, where that is not the codec's.
+    limit : most tokens of a draft.
     """
-    vocab_size, length = model.config.get_text_config().vocab_size, max(512, 256 + max_tokens + 8)
-    prompts = [[token % vocab_size for token in cut(codec, text, 256)] for text in snippets(seed + 1)[:num_requests]]
+    length = max(512, 256 + max_tokens + 8)
+    prompts = [cut(codec, text, 256) for text in snippets(seed + 1)[:num_requests]]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     requests = requests_of(prompts, [params] * num_requests)
     with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
@@ -132,18 +125,14 @@ def repeat(
         first = ask(on, requests)
         steps_first = on.metrics.num_verify_steps
         caches.flush()
-        second, plain, ratios = [], [], []
-        for request in requests:  # in turn, so that a machine that slows down slows both
-            tallies = Tally(), Tally()
-            second += ask(on, [request], tallies[0])
-            plain += ask(off, [request], tallies[1])
-            ratios.append(tallies[1].seconds / tallies[0].seconds)
+        comparison, ratios, num_tokens = Comparison(), [], 0
+        for number, request in enumerate(requests):
+            tallies = contest({"on": on, "off": off}, [request], number, comparison)
+            ratios.append(tallies["off"].seconds / tallies["on"].seconds)
+            num_tokens += tallies["off"].tokens
         steps_second = on.metrics.num_verify_steps - steps_first
-    comparison = Comparison()
-    for prompt, once, twice, alone in zip(prompts, first, second, plain, strict=True):
-        for got in (once, twice):
-            comparison.add(off.target, prompt, params, got, alone)
-    num_tokens = sum(map(len, plain))
+        for request, once in zip(requests, first, strict=True):
+            comparison.add(off.target, request.prompt_token_ids, params, once, ask(off, [request])[0])
     return {
         "requests": num_requests,
         "output_tokens": num_tokens,
@@ -175,15 +164,9 @@ def run_stream(
     with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
         on, off = _pair(model, codec, caches, batch, length, limit)
         for number, first in enumerate(range(0, len(requests), window)):
-            span = slice(first, first + window)
             cached = caches.get("default").snapshot().num_tokens
-            tallies = {id(engine): Tally() for engine in (on, off)}
-            said = {id(each): ask(each, requests[span], tallies[id(each)]) for each in in_turn((on, off), number)}
-            windows.append(Window(cached, tallies[id(on)], tallies[id(off)]))
-            for prompt, each, got, want in zip(
-                stream.prompts[span], params[span], said[id(on)], said[id(off)], strict=True
-            ):
-                comparison.add(off.target, prompt, each, got, want)
+            tallies = contest({"on": on, "off": off}, requests[first : first + window], number, comparison)
+            windows.append(Window(cached, tallies["on"], tallies["off"]))
     return windows, comparison
 
 
@@ -232,15 +215,16 @@ def summary(stream: Stream, sampling: str, windows: Sequence[Window], comparison
     }
 
 
-def plot(runs: Sequence[tuple[dict[str, Any], Sequence[Window]]], path: Path) -> None:
+def plot(runs: Sequence[tuple[dict[str, Any], Sequence[Window]]], columns: int, path: Path) -> None:
     """Tokens per second, on and off, against tokens cached: a panel a run."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = len(runs) // 2
-    figure, axes = pyplot.subplots(rows, 2, figsize=(11, 3.5 * rows), sharex=False, sharey=True, squeeze=False)
+    rows = len(runs) // columns
+    size = (5.5 * columns, 3.5 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, sharex=False, sharey=True, squeeze=False)
     for axis, (row, windows) in zip(axes.flat, runs, strict=True):
         x = [window.cached_tokens / 1000 for window in windows]
         for label, colour, values in (

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
@@ -28,7 +28,8 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.run import Option, Run
-from benchmarks.workloads import snippets
+from benchmarks.steps import PARTS as METHODS
+from benchmarks.steps import texts_of, watch
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
@@ -258,18 +259,14 @@ def _step(engine: Engine, said: list[list[int]]) -> None:
 
 
 class _Clock:
-    """Times the parts of a step, each a method of the engine."""
+    """Times the parts of a step."""
 
     def __init__(self, engine: Engine, target: RecitingTarget) -> None:
         self.launched = self.verifying = self.device = 0.0
         self._target = target
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._before = 0.0
-        for name in ("prepare", "propose"):
-            self._time(engine._proposals, name, name)
-        for name in ("verify", "commit", "count", "spell"):
-            self._time(engine, f"_{name}", name)
-        self._time(engine, "_forward", "launch")
+        watch(engine, {part: method for part, method in METHODS.items() if part in PARTS}, self._timed)
 
     def begin(self) -> None:
         """Begin a step."""
@@ -283,22 +280,18 @@ class _Clock:
         self._seconds["rest"] = took - self.device - sum(self._seconds.values())
         return self._seconds
 
-    def _time(self, owner: Any, name: str, part: str) -> None:
-        method: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*args: Any) -> Any:
-            began = time.perf_counter()
-            if part == "verify":
-                self.verifying = began
-            try:
-                return method(*args)
-            finally:
-                ended = time.perf_counter()
-                self._seconds[part] += ended - began
-                if part == "launch":
-                    self.launched = ended
-
-        setattr(owner, name, timed)
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        if part == "verify":
+            self.verifying = began
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            self._seconds[part] += ended - began
+            if part == "launch":
+                self.launched = ended
 
 
 OPTIONS = {
@@ -324,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = Run("host", __doc__, argv, OPTIONS, COLUMNS)
     args = run.args
     codec = TextCodec.load(str(MODEL_PATH))
-    text = np.array([token for piece in snippets(0) for token in codec.encode_prompt(piece)], np.int32)
+    text = np.array(texts_of(codec), np.int32)
     is_right = True
     for batch in args.batch:
         runs: dict[str, list[Steps]] = {traffic: [] for traffic in args.traffic}
@@ -332,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for traffic in args.traffic:
                 # A target changes its model.
                 model = load_model(MODEL_PATH, dtype="float32", device="cpu")
-                texts = texts_of(text, batch, PROMPT_TOKENS + tokens_said(args.steps, args.limit))
+                texts = pieces_of(text, batch, PROMPT_TOKENS + tokens_said(args.steps, args.limit))
                 runs[traffic].append(time_steps(model, codec, texts, traffic, args.steps, args.limit))
         for traffic, found in runs.items():
             is_right = is_right and all(each.is_right for each in found)
@@ -340,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run.end(is_right=is_right, rows=run.rows, is_wrong=not is_right)
 
 
-def texts_of(text: Text, count: int, length: int) -> list[Text]:
+def pieces_of(text: Text, count: int, length: int) -> list[Text]:
     """So many pieces of a text, each of another beginning; those that are many overlap."""
     begins = np.linspace(0, len(text) - length, count).astype(int)
     return [text[begin : begin + length] for begin in begins]

@@ -6,8 +6,9 @@ Two processes with the same model and the same options: this one has an engine o
 other is ``ssd-serve``, asked over keep-alive connections from here. Rounds alternate, each begins with the other side.
 
 1. one: one client, one token an answer; milliseconds a request, the medians of the rounds;
-2. plain, plain-stream: 32 clients, speculation off, whole answers and streams; tokens/s;
-3. repeats, repeats-stream: 32 clients, speculation on, prompts asked before: many tokens a pass.
+2. plain, plain-stream: 32 clients, whole answers and streams; tokens/s.
+
+Speculation is off: with drafts each side prices passes by what it measured itself, and so drafts differently.
 
 Every answer's text is compared with the engine's. Then a client asks short completions one after the other: alone,
 beside ``--connections`` idle ones of which every second has had an answer, and beside as many that sent half a head.
@@ -33,7 +34,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from benchmarks.environment import model_facts, model_name
 from benchmarks.processes import Server
 from benchmarks.run import Option, Run
 from benchmarks.workloads import snippets
@@ -93,27 +93,22 @@ class Connection:
 CLIENTS = 32
 OUTPUT_TOKENS = 64
 PROMPT_TOKENS = 96
-POOL = 32
-"""Prompts that come again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of traffic. ``drafts`` : speculation is on, and every prompt was asked before."""
+    """One kind of traffic."""
 
     name: str
     num_clients: int
     output_tokens: int
-    drafts: bool
     streams: bool
 
 
 KINDS = (
-    Kind("one", 1, 1, drafts=False, streams=False),
-    Kind("plain", CLIENTS, OUTPUT_TOKENS, drafts=False, streams=False),
-    Kind("plain-stream", CLIENTS, OUTPUT_TOKENS, drafts=False, streams=True),
-    Kind("repeats", CLIENTS, OUTPUT_TOKENS, drafts=True, streams=False),
-    Kind("repeats-stream", CLIENTS, OUTPUT_TOKENS, drafts=True, streams=True),
+    Kind("one", 1, 1, streams=False),
+    Kind("plain", CLIENTS, OUTPUT_TOKENS, streams=False),
+    Kind("plain-stream", CLIENTS, OUTPUT_TOKENS, streams=True),
 )
 
 
@@ -150,7 +145,7 @@ class Direct:
                         request_id=request_id,
                         prompt_token_ids=prompt,
                         sampling=sampling,
-                        num_speculative_tokens=None if kind.drafts else 0,
+                        num_speculative_tokens=0,
                     )
                 )
             for output in engine.step():
@@ -168,7 +163,7 @@ async def over_http(port: int, prompts: Sequence[tuple[int, ...]], kind: Kind) -
         json.dumps(
             {
                 "prompt": list(prompt), "max_tokens": kind.output_tokens, "temperature": 0, "ignore_eos": True,
-                "stream": kind.streams, **({} if kind.drafts else {"num_speculative_tokens": 0}),
+                "stream": kind.streams, "num_speculative_tokens": 0,
             }
         ).encode()
         for prompt in prompts
@@ -202,10 +197,6 @@ def measure(direct: Direct, port: int, kind: Kind, pool: list[list[tuple[int, ..
     def http_side(prompts: Sequence[tuple[int, ...]]) -> Round:
         return asyncio.run(over_http(port, prompts, kind))
 
-    if kind.drafts:  # learned by both sides before anything is measured
-        pool = [pool[0]] * len(pool)
-        for side in 2 * (engine_side, http_side):
-            side(pool[0])
     rounds = []
     for number, prompts in enumerate(pool):
         if number % 2:
@@ -305,10 +296,11 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    run = Run("http", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("kind",))
+    run = Run("http", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("kind",), under=("ssd", "server"))
     args = run.args
     run.parameters |= {"clients": CLIENTS, "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
     options = [str(args.model), "--max-num-seqs", str(CLIENTS), "--max-model-len", "512"]
+    options += ["--dtype", args.dtype, "--device", args.device]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as resources:
         server = Server(Path(scratch) / "server.log", *options)
         resources.callback(server.kill)
@@ -324,11 +316,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in KINDS:
             if kind.name in args.kind:
                 run.row(measure(direct, server.port, kind, pool))
-        facts = model_facts(model_name(args.model), engine.target)
+        run.ran_on(engine.target)
     beside = beside_connections(args.connections, 200) if args.connections else []
     for row in beside:
         run.say("beside {connections} {beside}: {p50_ms} ms p50, {p99_ms} p99, {kib_each} KiB each".format_map(row))
-    return run.end(**facts, rows=run.rows, beside=beside)
+    return run.end(rows=run.rows, beside=beside)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from benchmarks.environment import model_facts, model_name
 from benchmarks.run import SPREAD, Option, Run, spread
 from benchmarks.sources import OFF, Round, run_rounds
-from benchmarks.streams import made_stream
 from benchmarks.ways import open_engine
-from benchmarks.workloads import MIXED, NO_REPEATS
+from benchmarks.workloads import MIXED, NO_REPEATS, made_stream
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.engine import Engine
-from ssd.model.loading.load_target import load_model
-from ssd.text.codec import TextCodec
 
 ALL = "all"
 
@@ -77,8 +73,6 @@ OPTIONS = {
     "rounds": 3,
     "temperature": Option(default=0.7, help="of the sampled runs"),
     "seed": 0,
-    "device": "auto",
-    "dtype": "auto",
 }
 COLUMNS = tuple(
     (name, SPREAD.replace("%s", key) if key in ("worth", "tokens_per_pass") else f"{{{key}}}")
@@ -94,10 +88,9 @@ COLUMNS = tuple(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differs."""
-    run = Run("mechanisms", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("dtype", "device"))
+    run = Run("mechanisms", __doc__, argv, OPTIONS, COLUMNS, has_model=True)
     args = run.args
-    codec = TextCodec.load(str(args.model))
-    model = load_model(args.model, dtype=args.dtype, device=args.device)
+    codec, model = run.load()
     length = args.prompt_tokens + args.max_tokens + 8
 
     def opened(mechanism: Mechanism, drafter: str | SuffixDrafter) -> Engine:
@@ -119,8 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             workload = f"{mix.name}, {'sampled' if temperature else 'greedy'}"
             for name in engines:
                 run.row({"workload": workload, **_row(rounds, name)})
-    facts = model_facts(model_name(args.model), model)
-    return run.end(**facts, mismatches=num_different, rows=run.rows, is_wrong=num_different > 0)
+    return run.end(mismatches=num_different, rows=run.rows, is_wrong=num_different > 0)
 
 
 def _params(max_tokens: int, temperature: float) -> Callable[[int], SamplingParams]:

@@ -22,14 +22,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.environment import model_facts, model_name
-from benchmarks.run import Option, Run, bootstrap, in_turn
-from benchmarks.ways import Comparison, Tally, ask, open_engine, requests_of
+from benchmarks.run import Option, Run, bootstrap
+from benchmarks.ways import Comparison, ask, contest, open_engine, requests_of
 from benchmarks.workloads import snippets
 from ssd.config import CacheConfig, SamplingParams
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.engine import Engine
-from ssd.model.loading.load_target import load_model
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 
@@ -38,8 +36,6 @@ OPTIONS: dict[str, Any] = {
     "batch": Option(default=[1, 2, 4, 8, 16, 32], metavar="B"),
     "pairs": 30,
     "max_tokens": Option(default=32, help="of each request"),
-    "device": "auto",
-    "dtype": "auto",
 }
 _SPREAD = "{%s_p50:.3f} ({%s_95[0]:.3f} ... {%s_95[1]:.3f})"
 COLUMNS = (
@@ -54,34 +50,22 @@ _PROMPT_TOKENS = 96
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differs."""
-    run = Run("overhead", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("device", "dtype"))
+    run = Run("overhead", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True)
     args = run.args
-    model = load_model(args.model, dtype=args.dtype, device=args.device)
-    codec = TextCodec.load(str(args.model))
+    codec, model = run.load()
     for batch in args.batch:
         for row in compare(model, codec, batch, args.pairs, args.max_tokens):
             run.row(row)
     mismatches = sum(row["mismatches"] for row in run.rows)
-    facts = model_facts(model_name(args.model), model)
     failed = mismatches > 0 and model.dtype == torch.float32
-    return run.end(**facts, mismatches=mismatches, rows=run.rows, is_wrong=failed)
+    return run.end(mismatches=mismatches, rows=run.rows, is_wrong=failed)
 
 
 def compare(
-    model: PreTrainedModel,
-    codec: TextCodec,
-    batch: int,
-    num_pairs: int,
-    max_tokens: int,
-    *,
-    most_id: int | None = None,
+    model: PreTrainedModel, codec: TextCodec, batch: int, num_pairs: int, max_tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """A row of the result for each kind of traffic; how many outputs differ is in it.
-
-    most_id : prompts are ids modulo this, for a model of another vocabulary.
-    """
-    encoded = (codec.encode_prompt(text)[-_PROMPT_TOKENS:] for seed in range(8) for text in snippets(seed))
-    texts = [[token % most_id for token in text] if most_id else text for text in encoded]
+    """A row of the result for each kind of traffic; how many outputs differ is in it."""
+    texts = [codec.encode_prompt(text)[-_PROMPT_TOKENS:] for seed in range(8) for text in snippets(seed)]
     length = _PROMPT_TOKENS + max_tokens + 8
     for traffic in TRAFFIC:
         drafter = SuffixDrafter()
@@ -103,23 +87,18 @@ def _row(
     for pair in range(num_pairs + 1):
         first = pair * batch
         prompts = [texts[(first + row) % len(texts)] for row in range(batch)]
-        params = [_sampling(max_tokens, first + row) for row in range(batch)]
+        requests = requests_of(prompts, [_sampling(max_tokens, first + row) for row in range(batch)])
         with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
             on.caches = caches
             drafter.model_of(caches.get("default").learned)  # made once a namespace, not once a request
             if traffic == "adversarial":
                 ask(on, requests_of(prompts, [_sampling(max_tokens, 10_000 + first + row) for row in range(batch)]))
                 caches.maintain()
-            tallies = {id(engine): Tally() for engine in (on, off)}
-            requests = requests_of(prompts, params)
-            said = {id(engine): ask(engine, requests, tallies[id(engine)]) for engine in in_turn((off, on), pair)}
+            tallies = contest({"on": on, "off": off}, requests, pair, comparison)
             on.caches = None
-        for prompt, each, got, want in zip(prompts, params, said[id(on)], said[id(off)], strict=True):
-            comparison.add(off.target, prompt, each, got, want)
         if pair:  # the first one warms up
-            ours, theirs = tallies[id(on)], tallies[id(off)]
-            tokens.append(ours.tokens_per_s / theirs.tokens_per_s)
-            firsts.append(fmean(ours.firsts_s) / fmean(theirs.firsts_s))
+            tokens.append(tallies["on"].tokens_per_s / tallies["off"].tokens_per_s)
+            firsts.append(fmean(tallies["on"].firsts_s) / fmean(tallies["off"].firsts_s))
     steps = max(1, on.metrics.num_verify_steps)
     return {
         "traffic": traffic,

@@ -3,59 +3,51 @@
 ``python -m benchmarks.profile [MODEL] [--shape tiny|1b|8b] [--batch B...] [--draft K...] [--context L] [--traces DIR]``
 
 Steps of the engine under torch's profiler, plain ones (a draft of 0) and such as verify K tokens a row: the device's
-time by groups of kernels, its gaps between launches, its waits for the host; the host's time by parts of a step, and
-its waits for the device. On a CPU, where model and engine are one after another, operators by groups and what is
+time by groups of kernels and its waits for the host; the host's time by parts of a step, and its waits for the
+device. On a CPU, where model and engine are one after another, operators by groups and what is
 outside of them. The profiler slows the host down: the step's time without it stands beside. Prints a table; the last
 line of stdout is one JSON object. With --traces also, of each batch and draft, a trace for a browser.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import sys
-import tempfile
 import time
+from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+import numpy as np
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import PreTrainedModel
 
-from benchmarks.environment import model_facts
 from benchmarks.run import Option, Run
 from benchmarks.steps import (
-    SHAPES,
+    PARTS,
     KnownText,
     Rows,
     Shape,
     Tokens,
     at_once,
-    open_model,
     passes_of,
     prompts_of,
     synchronize,
+    texts_of,
+    watch,
 )
 from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.engine import Engine
-from ssd.engine.request import RequestOutput
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
-
-Interval = tuple[float, float]
-"""Begin and end, microseconds."""
-
-PHASES: Final = ("verify", "commit", "admit", "prefill", "propose", "forward", "spell")
-"""Parts of a step of the engine, in the order of one that computes beside the host."""
 
 STEP: Final = "step"
 
@@ -66,219 +58,125 @@ _GROUPS: Final = (
     ("copies", re.compile(r"memcpy|memset|::copy_|::_to_copy|catarray|::cat", re.I)),
     ("norms, rotations, sums", re.compile(r"elementwise|vectorized|reduce|norm|index|scatter|gather|rope|silu", re.I)),
 )
-_ON_DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _WAITS: Final = re.compile(r"Synchronize|^cudaMemcpy$|cudaStreamWait|cudaMemcpyAsync")
-_MOST_LAUNCH_GAP_US: Final = 12.0
-"""Longer ones are waits for the host: between kernels of one recorded step there are a few microseconds at most."""
 _NAMED: Final = 12
+_UNTIMED_STEPS: Final = 6
+"""The first ones record shapes and fill caches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """``kind`` : the category of the trace. ``thread`` : where it ran; of events on the device, the stream."""
+def summary(averages: Iterable[Any], number: int) -> dict[str, Any]:
+    """Milliseconds a step: the device's work by groups, the host's parts, its operators and its waits.
 
-    kind: str
-    name: str
-    begin: float
-    end: float
-    thread: str
-
-
-def read_events(trace: dict[str, Any]) -> list[Event]:
-    """The events with a duration of a trace in Chrome's format, by their begin."""
-    found = [
-        Event(
-            str(event.get("cat", "")),
-            str(event["name"]),
-            float(event["ts"]),
-            float(event["ts"]) + float(event["dur"]),
-            f"{event.get('pid')}/{event.get('tid')}",
-        )
-        for event in trace.get("traceEvents", ())
-        if event.get("ph") == "X" and "dur" in event
-    ]
-    return sorted(found, key=lambda event: (event.begin, -event.end))
-
-
-def summary(events: Sequence[Event]) -> dict[str, Any]:
-    """Milliseconds a step: the device's work by groups and its gaps, the host's phases, its operators and its waits.
-
-    Without a device the groups are those of the host's operators, each without those that it calls, and what is left
-    of a step is Python and compiled loops that are no operators.
+    averages : what the profiler says of each name over ``number`` steps. Without a device the groups are of operators,
+    and what is left of a step is Python and compiled loops that are no operators.
     """
-    steps = [event for event in events if event.kind == "user_annotation" and event.name == STEP]
-    if not steps:
-        raise ValueError(f"the trace has no {STEP!r}")
-    begin, end, number = steps[0].begin, max(step.end for step in steps), len(steps)
+    annotated: dict[str, float] = dict.fromkeys((STEP, *PARTS), 0.0)
+    operators: dict[str, float] = {}
+    kernels: dict[str, float] = {}
+    num_kernels = 0
+    for each in averages:
+        if each.key in annotated:
+            if each.device_type == DeviceType.CPU:
+                annotated[each.key] = each.cpu_time_total
+        elif each.device_type == DeviceType.CPU:
+            operators[each.key] = each.self_cpu_time_total
+        else:
+            kernels[each.key] = each.self_device_time_total
+            num_kernels += each.count
 
     def per_step(microseconds: float) -> float:
         return round(microseconds / 1e3 / number, 4)
 
-    host = [event for event in events if begin <= event.begin <= end]
-    on_device = [event for event in events if event.kind in _ON_DEVICE and event.end > begin and event.begin < end]
-    found: dict[str, Any] = {"steps": number, "step_ms": per_step(end - begin)}
-    found["phases_ms"] = {
-        phase: per_step(sum(e.end - e.begin for e in host if e.kind == "user_annotation" and e.name == phase))
-        for phase in PHASES
-    }
-    if on_device:
-        busy = union((max(begin, e.begin), min(end, e.end)) for e in on_device)
-        gaps = [after[0] - before[1] for before, after in pairwise(busy)]
-        ends = (busy[0][0] - begin) + (end - busy[-1][1])
-        found |= {
-            "device_busy_ms": per_step(length(busy)),
-            "launch_gaps_ms": per_step(sum(gap for gap in gaps if gap <= _MOST_LAUNCH_GAP_US)),
-            "waits_for_host_ms": per_step(ends + sum(gap for gap in gaps if gap > _MOST_LAUNCH_GAP_US)),
-            "kernels": round(len(on_device) / number, 1),
-            "host_waits_ms": per_step(
-                length(union((e.begin, e.end) for e in host if e.kind.startswith("cuda") and _WAITS.search(e.name)))
-            ),
-            **_groups(((e.name, e.end - e.begin) for e in on_device), per_step),
-        }
+    whole = annotated.pop(STEP)
+    found: dict[str, Any] = {"steps": number, "step_ms": per_step(whole)}
+    found["phases_ms"] = {part: per_step(us) for part, us in annotated.items()}
+    if kernels:
+        found["device_busy_ms"] = per_step(sum(kernels.values()))  # one stream, so no two at once
+        found["waits_for_host_ms"] = per_step(max(0.0, whole - sum(kernels.values())))
+        found["kernels"] = round(num_kernels / number, 1)
+        found["host_waits_ms"] = per_step(sum(us for name, us in operators.items() if _WAITS.search(name)))
     else:
-        own = list(own_times([event for event in host if event.kind == "cpu_op"]))
-        in_operators = sum(microseconds for _, microseconds in own)
-        found |= {
-            "operators_ms": per_step(in_operators),
-            "outside_operators_ms": per_step(end - begin - in_operators),
-            **_groups(own, per_step),
-        }
-    return found
-
-
-def own_times(events: Iterable[Event]) -> Iterable[tuple[str, float]]:
-    """Of each event its name and its microseconds without those of the events inside it, on its thread."""
-    by_thread: dict[str, list[Event]] = defaultdict(list)
-    for event in events:
-        by_thread[event.thread].append(event)
-    for of_thread in by_thread.values():
-        stack: list[tuple[Event, list[float]]] = []
-        for event in sorted(of_thread, key=lambda each: (each.begin, -each.end)):
-            while stack and stack[-1][0].end <= event.begin:
-                done, inside = stack.pop()
-                yield done.name, done.end - done.begin - sum(inside)
-            if stack:
-                stack[-1][1].append(event.end - event.begin)
-            stack.append((event, []))
-        for done, inside in stack:
-            yield done.name, done.end - done.begin - sum(inside)
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points of time as intervals that do not touch, in their order."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Of intervals that do not touch."""
-    return sum(end - begin for begin, end in intervals)
-
-
-def group_of(name: str) -> str:
-    """What a kernel or an operator does."""
-    return next((group for group, pattern in _GROUPS if pattern.search(name)), "others")
-
-
-def _groups(times: Iterable[tuple[str, float]], per_step: Any) -> dict[str, Any]:
+        found["operators_ms"] = per_step(sum(operators.values()))
+        found["outside_operators_ms"] = per_step(whole - sum(operators.values()))
+    times = kernels or operators
     groups: dict[str, float] = defaultdict(float)
-    names: dict[str, float] = defaultdict(float)
-    for name, microseconds in times:
-        groups[group_of(name)] += microseconds
-        names[name] += microseconds
-    longest = sorted(names.items(), key=lambda item: -item[1])[:_NAMED]
-    return {
-        "groups_ms": {name: per_step(us) for name, us in sorted(groups.items(), key=lambda item: -item[1])},
-        "longest_ms": {name[:100]: per_step(us) for name, us in longest},
-    }
+    for name, us in times.items():
+        groups[next((group for group, pattern in _GROUPS if pattern.search(name)), "others")] += us
+    found["groups_ms"] = {name: per_step(us) for name, us in _longest(groups)}
+    return {**found, "longest_ms": {name[:100]: per_step(us) for name, us in _longest(times)[:_NAMED]}}
 
 
-_UNTIMED_STEPS = 6
-"""The first ones record shapes and fill caches."""
-
-
-class AnnotatedEngine(Engine):
-    """The engine; its parts are named in the profile."""
-
-    def _admit_and_cancel(self) -> Any:
-        with record_function("admit"):
-            return super()._admit_and_cancel()
-
-    def _prefill_prompts(self) -> Any:
-        with record_function("prefill"):
-            return super()._prefill_prompts()
-
-    def _forward(self, *args: Any) -> None:
-        with record_function("forward"):
-            super()._forward(*args)
-
-    def _verify(self) -> Any:
-        with record_function("verify"):
-            return super()._verify()
-
-    def _commit(self, *args: Any) -> Any:
-        with record_function("commit"):
-            return super()._commit(*args)
-
-    def _spell(self, *args: Any) -> list[RequestOutput]:
-        with record_function("spell"):
-            return super()._spell(*args)
+def _longest(times: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(times.items(), key=lambda item: -item[1])
 
 
 class KnownDrafter(SuffixDrafter):
     """Looks up and judges as the default drafter does, then drafts what each request is known to say.
 
-    So a step costs the host what it costs, and every pass has the width that is asked for.
+    So a step costs the host what it costs, and every pass has the width that is asked for. ``seconds`` : of its calls.
     """
+
+    seconds = 0.0
 
     def __init__(self, known: Sequence[Sequence[int]], draft: int) -> None:
         super().__init__()
         self._text = KnownText(known, draft)
+        watch(self, {name: name for name in ("propose", "observe_scores", "learn_scores")}, self._timed)
+
+    @contextmanager
+    def _timed(self, _: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """``draft`` tokens for each request."""
-        with record_function("propose"):
-            super().propose(requests)
-            return self._text.propose(requests)
+        super().propose(requests)
+        return self._text.propose(requests)
 
 
 def profile_steps(
-    target: Target, prompts: Sequence[Tokens], shape: Shape, rounds: int, profiled: int, trace: Path | None
+    target: Target, prompts: Sequence[Tokens], shape: Shape, args: Namespace, trace: Path | None
 ) -> dict[str, Any]:
     """Of steps with that many rows and positions: milliseconds without the profiler, and what it saw of others.
 
-    prompts : a row each. rounds : steps that are timed; profiled : steps after them, under the profiler. trace : where
-    its trace goes, compressed with gzip.
+    prompts : a row each; what is said of them is in the index where it is drafted. trace : where
+    its trace goes, compressed where the name ends so.
     """
-    num_tokens = (_UNTIMED_STEPS + rounds + profiled + 2) * shape.width
+    num_tokens = (_UNTIMED_STEPS + args.rounds + args.profiled + 2) * shape.width
+    random = np.random.default_rng(1)
     known = _said(target, prompts, num_tokens) if shape.draft else [[] for _ in prompts]
     with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
-        engine = AnnotatedEngine(
+        for _ in range(-(-args.index_tokens // 2048)):
+            text = random.integers(3, target.vocab_size, 2048).astype(np.int32)
+            caches.get("default").append(text, prompt_length=0)
+        for prompt, said in zip(prompts, known, strict=True):
+            caches.get("default").append(np.append(prompt, np.array(said, np.int32)), prompt_length=len(prompt))
+        caches.flush()
+        drafter = KnownDrafter(known, shape.draft)
+        engine = Engine(
             target,
-            drafter=KnownDrafter(known, shape.draft),
+            drafter=drafter,
             caches=caches,
             config=at_once(target, prompts),
             # A step that only decodes asks its drafter too, and gets nothing.
             draft=DraftConfig(num_speculative_tokens=max(1, shape.draft)),
         )
+        watch(engine, PARTS, record_function)
         rows = Rows(engine, prompts, num_tokens)
         rows.read_prompts()
         for _ in range(_UNTIMED_STEPS):
             rows.step()
-        seconds = []
-        for _ in range(rounds):
+        seconds, drafter.seconds = list[float](), 0.0
+        for _ in range(args.rounds):
             began = time.perf_counter()
             rows.step()
             seconds.append(time.perf_counter() - began)
+        drafting = drafter.seconds
         synchronize(target.device)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (target.device.type == "cuda")
         with profile(activities=activities) as profiler:
-            for _ in range(profiled):
+            for _ in range(args.profiled):
                 with record_function(STEP):
                     rows.step()
             synchronize(target.device)
@@ -286,21 +184,19 @@ def profile_steps(
             for request in range(len(prompts)):
                 engine.cancel(str(request))
             engine.step()
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        text = path.read_bytes()
     if trace is not None:
-        trace.write_bytes(gzip.compress(text))
-    said = summary(read_events(json.loads(text)))
-    if target.device.type == "cuda" and "device_busy_ms" not in said:
-        said["unseen"] = "the profiler was told of no kernel: what follows is the host's alone"
+        profiler.export_chrome_trace(str(trace))
+    found = summary(profiler.key_averages(), args.profiled)
+    if target.device.type == "cuda" and "device_busy_ms" not in found:
+        found["unseen"] = "the profiler was told of no kernel: what follows is the host's alone"
     return {
         "batch": shape.batch,
         "context": shape.context,
         "T": shape.width,
         "unprofiled_step_ms_p50": round(1e3 * median(seconds), 4),
-        **said,
+        "drafting_ms_mean": round(1e3 * drafting / len(seconds), 4),
+        "drafting_share": round(drafting / sum(seconds), 4),
+        **found,
     }
 
 
@@ -311,77 +207,49 @@ def _said(target: Target, prompts: Sequence[Tokens], num_tokens: int) -> list[li
 
 
 OPTIONS: dict[str, Any] = {
-    "shape": Option(default=None, choices=tuple(SHAPES), help="random weights of a Llama of this shape, no model"),
     "batch": Option(default=[1, 8], metavar="B", help="rows"),
     "draft": Option(default=[0, 15], least=0, metavar="K", help="drafted tokens; 0 is plain"),
     "context": Option(default=512, help="tokens a row holds"),
     "rounds": Option(default=16, help="steps timed without the profiler"),
     "profiled": Option(default=4, help="steps under the profiler"),
-    "dtype": Option(default="auto", help="auto, float32, bfloat16 or float16"),
-    "device": "auto",
+    "index_tokens": Option(default=0, least=0, help="of other text that the index holds"),
     "traces": Option(default=None, kind=Path, metavar="DIR", help="for a trace of each batch and draft"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    run = Run("profile", __doc__, argv, OPTIONS, has_model=True, unsaid=("dtype", "device", "traces"))
+    run = Run("profile", __doc__, argv, OPTIONS, has_model=True, has_shapes=True, unsaid=("traces",))
     args = run.args
-    name, model, text = open_model(args, speaks=True)
-    facts = model_facts(name, model)
-    return run.end(
-        **facts,
-        **profiles(
-            model, text, args.batch, args.draft, args.context, args.rounds, args.profiled, args.traces, say=run.say
-        ),
-    )
-
-
-def profiles(
-    model: PreTrainedModel,
-    texts: Sequence[int] | None,
-    batches: Sequence[int],
-    drafts: Sequence[int],
-    context: int,
-    rounds: int,
-    profiled: int,
-    traces: Path | None,
-    *,
-    say: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    """How passes are run, and a row for each batch and draft. texts : tokens of prompts; None for random ones."""
-    width = max(drafts) + 1
+    codec, model = run.load(speaks=True)
+    text, width = texts_of(codec), max(args.draft) + 1
     target = open_target(
         model,
-        num_slots=max(batches),
-        max_length=context + (rounds + profiled + 8) * width + 8,
-        max_draft_tokens=max(1, *drafts),
+        num_slots=max(args.batch),
+        max_length=args.context + (args.rounds + args.profiled + 8) * width + 8,
+        max_draft_tokens=max(1, *args.draft),
         keeps_top=True,
     )
-    if traces is not None:
-        traces.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for batch in batches:
-        for draft in drafts:
-            shape = Shape(batch, context, draft)
-            trace = None if traces is None else traces / f"trace-b{batch}-t{shape.width}.json.gz"
-            prompts = prompts_of(texts, target.vocab_size, batch, max(8, context - shape.width * rounds // 2))
-            rows.append(profile_steps(target, prompts, shape, rounds, profiled, trace))
-            say(table(rows[-1]))
-    return {"passes": passes_of(target), "rows": rows}
+    if args.traces is not None:
+        args.traces.mkdir(parents=True, exist_ok=True)
+    for batch, draft in product(args.batch, args.draft):
+        shape = Shape(batch, args.context, draft)
+        trace = None if args.traces is None else args.traces / f"trace-b{batch}-t{shape.width}.json.gz"
+        prompts = prompts_of(text, batch, max(8, args.context - shape.width * args.rounds // 2))
+        run.say(shown(run.row(profile_steps(target, prompts, shape, args, trace))))
+    return run.end(passes=passes_of(target), rows=run.rows)
 
 
-def table(row: dict[str, Any]) -> str:
+def shown(row: dict[str, Any]) -> str:
     """A row, for people."""
     lines = [
         f"batch {row['batch']}, {row['T']} positions a row: step {row['unprofiled_step_ms_p50']:.3f} ms, "
-        f"{row['step_ms']:.3f} under the profiler"
+        f"{row['step_ms']:.3f} under the profiler; drafting takes {row['drafting_share']:.1%} of it"
     ]
     if "device_busy_ms" in row:
         lines.append(
-            f"  device: busy {row['device_busy_ms']:.3f} in {row['kernels']:.0f} kernels, between launches "
-            f"{row['launch_gaps_ms']:.3f}, waits for the host {row['waits_for_host_ms']:.3f}; "
-            f"host waits for the device {row['host_waits_ms']:.3f}"
+            f"  device: busy {row['device_busy_ms']:.3f} in {row['kernels']:.0f} kernels, waits for the host "
+            f"{row['waits_for_host_ms']:.3f}; host waits for the device {row['host_waits_ms']:.3f}"
         )
     else:
         lines.append(f"  operators {row['operators_ms']:.3f}, outside of them {row['outside_operators_ms']:.3f}")

@@ -3,32 +3,47 @@
 A program names its options with their defaults, makes rows, and says what came of them:
 
     run = Run("overhead", __doc__, argv, OPTIONS, COLUMNS, has_model=True)
-    for row in rows_of(run.args):
+    codec, model = run.load()
+    for row in rows_of(model, run.args):
         run.row(row)
-    return run.end(**facts, is_wrong=...)
+    return run.end(rows=run.rows, is_wrong=...)
+
+With ``--out`` the result is written after every row: what a run that is cut had found stands.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
+import platform
 import re
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from benchmarks.environment import head, model_name
-from benchmarks.models import add_model
+from benchmarks.models import add_model, device_name, load, model_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ssd.model.target import Target
+    from ssd.text.codec import TextCodec
 
 T = TypeVar("T")
 
 Columns = Sequence[tuple[str, str]]
 """Of each column its heading, behind `>` where it has numbers, and how a row is written there by `str.format_map`."""
 
+ENGINE: Final = ("ssd/compiled", "ssd/drafting", "ssd/engine", "ssd/model", "ssd/pricing", "ssd/retrieval")
+"""What lies under most figures: they may be others once it has changed."""
 SPREAD: Final = "{%s[0]:.2f} ({%s[1]:.2f} ... {%s[2]:.2f})"
 _RESAMPLES: Final = 2000
 
@@ -38,7 +53,7 @@ class Option:
     """One argument beside those that all programs have. Its name and its type are its key's and its default's.
 
     A list takes several values, False is a switch. ``least`` : of numbers; ``kind`` : where the default is None, which
-    with ``several`` takes any number of values.
+    with ``several`` takes any number of values. ``positional`` : a list of words behind all options.
     """
 
     default: Any
@@ -47,6 +62,7 @@ class Option:
     least: float | None = None
     kind: Callable[[str], Any] = str
     several: bool = False
+    positional: bool = False
     metavar: str | None = None
 
 
@@ -62,16 +78,21 @@ class Run:
         columns: Columns = (),
         *,
         has_model: bool = False,
+        has_shapes: bool = False,
         unsaid: Sequence[str] = (),
         program: str | None = None,
+        under: Sequence[str] = ENGINE,
     ) -> None:
         """``options`` : defaults by name, or an `Option`. ``unsaid`` : those that are no parameters of the result.
-        ``program`` : its module below `benchmarks`, where that is not ``name``.
+        ``program`` : its module below `benchmarks`, where that is not ``name``. ``has_model`` : it takes a model, its
+        type of numbers and a device, all but those that ``options`` have; ``has_shapes`` : or random weights.
+
+        ``under`` : paths of the checkout whose changes make the figures old; `benchmarks.report` looks them up.
 
         A number that is below its least ends the program, as argparse does. Numbers are from 1 where nothing is said,
         ``seed`` from 0.
         """
-        self.name = name
+        self.name, self._under = name, under
         self.rows: list[dict[str, Any]] = []
         self._columns = columns
         self.parser = parser = argparse.ArgumentParser(
@@ -81,7 +102,8 @@ class Run:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if has_model:
-            add_model(parser)
+            add_model(parser, options if has_shapes else {"shape", *options})
+        self._facts: dict[str, Any] = {}
         known = {key: each if isinstance(each, Option) else Option(default=each) for key, each in options.items()}
         for key, option in known.items():
             _add(parser, key, option)
@@ -91,7 +113,7 @@ class Run:
         for key, option in known.items():
             self._check(key, option)
         self.parameters = {key: getattr(self.args, key) for key in known if key not in unsaid}
-        model = f"{model_name(self.args.model)}, " if has_model else ""
+        model = f"{model_name(self.args)}, " if has_model else ""
         self.say(f"{name}: {model}{json.dumps(self.parameters, default=str)}")
         if columns:
             self.say(" | ".join(heading.removeprefix(">") for heading, _ in columns))
@@ -104,6 +126,23 @@ class Run:
             if (is_number or (option.least is not None and isinstance(number, float))) and number < least:
                 self.parser.error(f"--{key.replace('_', '-')} takes numbers from {least:g}, got {number}")
 
+    def load(self, *, speaks: bool = False) -> tuple[TextCodec, PreTrainedModel]:
+        """What was asked for, and it stands in the result. ``speaks`` : see `models.random_model`."""
+        codec, model = load(self.args, speaks=speaks)
+        self.ran_on(model)
+        return codec, model
+
+    def ran_on(self, model: Target | PreTrainedModel) -> None:
+        """The result says what ran and on what device."""
+        import torch
+
+        self._facts = {
+            "model": model_name(self.args),
+            "device": device_name(model.device),
+            "dtype": str(model.dtype),
+            "threads": torch.get_num_threads(),
+        }
+
     def say(self, text: str) -> None:
         """Print it, unless the JSON line alone is wanted."""
         if not self.args.json:
@@ -114,24 +153,35 @@ class Run:
         self.rows.append(row)
         if self._columns:
             self.say(" | ".join(cells_of(self._columns, row)))
+        self._write(json.dumps({**self._head(), "rows": self.rows, "is_cut": True}, default=str))
         return row
 
     def end(self, *, is_wrong: bool = False, indent: int | None = None, **facts: Any) -> int:
         """Write and print the result: ``facts`` behind head and parameters. Returns the exit status."""
-        result = {**head(self.name), "parameters": self.parameters, **facts}
+        result = {**self._head(), **facts}
         line = json.dumps(result, default=str)
-        if self.args.out is not None:
-            self.args.out.parent.mkdir(parents=True, exist_ok=True)
-            text = line if indent is None else json.dumps(result, indent=indent, default=str)
-            self.args.out.write_text(text + "\n")
+        self._write(line if indent is None else json.dumps(result, indent=indent, default=str))
         print(line)
         return int(is_wrong)
+
+    def _head(self) -> dict[str, Any]:
+        return {**head(self.name), "under": list(self._under), "parameters": self.parameters, **self._facts}
+
+    def _write(self, text: str) -> None:
+        if (out := self.args.out) is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            scratch = out.with_name(f"{out.name}.new")
+            scratch.write_text(text + "\n")
+            scratch.replace(out)
 
 
 def _add(parser: argparse.ArgumentParser, key: str, option: Option) -> None:
     flag, default, text = f"--{key.replace('_', '-')}", option.default, option.help
     if default is False:
         parser.add_argument(flag, action="store_true", help=text)
+        return
+    if option.positional:
+        parser.add_argument(key, nargs="*", metavar=key.upper().removesuffix("S"), help=text)
         return
     several = isinstance(default, (list, tuple))
     sample = default[0] if several and default else default
@@ -185,3 +235,48 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> list[float]:
     """The interval that holds 95 % of the medians of samples drawn with replacement (Efron 1979)."""
     drawn = np.random.default_rng(seed).choice(np.asarray(values), (_RESAMPLES, len(values)))
     return [round(float(bound), 4) for bound in np.percentile(np.median(drawn, axis=1), [2.5, 97.5])]
+
+
+def head(benchmark: str) -> dict[str, Any]:
+    """The first keys of every result: what was run, when and where."""
+    return {"benchmark": benchmark, "date": datetime.date.today().isoformat(), "environment": describe()}
+
+
+def describe() -> dict[str, Any]:
+    """Machine, versions and commit; no host name."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("torch", "transformers", "numba", "numpy")},
+        "commit": _commit(),
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _commit() -> str:
+    """With a + where files were changed since."""
+    said = git("rev-parse", "--short", "HEAD")
+    return "unknown" if said is None else said + ("+" if git("status", "--porcelain") else "")
+
+
+def git(*arguments: str) -> str | None:
+    """What it says of this checkout, without its last newline; None where there is none, or it refuses."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return None if done.returncode else done.stdout.rstrip("\n")

@@ -52,7 +52,7 @@ OPTIONS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Ask, compare, print. Returns the exit status."""
-    run = Run("soak", __doc__, argv, OPTIONS, unsaid=("most_growth", "server_option"))
+    run = Run("soak", __doc__, argv, OPTIONS, unsaid=("most_growth", "server_option"), under=("ssd", "server"))
     args = run.args
     asked = questions(args.questions, args.max_tokens)
     run.say(f"{len(asked)} questions answered by the engine called directly")

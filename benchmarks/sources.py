@@ -21,11 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.environment import model_facts, model_name
-from benchmarks.run import SPREAD, Option, Run, in_turn, spread, spread_text
-from benchmarks.streams import made_stream
-from benchmarks.ways import Comparison, Tally, ask, requests_of
-from benchmarks.workloads import NO_REPEATS
+from benchmarks.models import model_name
+from benchmarks.run import SPREAD, Option, Run, spread, spread_text
+from benchmarks.ways import Comparison, Tally, contest, requests_of
+from benchmarks.workloads import NO_REPEATS, made_stream
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
@@ -46,8 +45,6 @@ OPTIONS: dict[str, Any] = {
     "top_p": Option(default=0.9, help="of the sampled runs"),
     "num_speculative_tokens": DraftConfig().num_speculative_tokens,
     "seed": 0,
-    "dtype": "auto",
-    "device": "auto",
 }
 COLUMNS = tuple(
     (name, SPREAD.replace("%s", key) if key not in ("sampling", "source") else f"{{{key}}}")
@@ -78,7 +75,7 @@ class Way:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differs."""
-    run = Run("sources", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("dtype", "device", "head"))
+    run = Run("sources", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("head",))
     args = run.args
     codec = TextCodec.load(str(args.model))
     stream = made_stream(NO_REPEATS, codec, args.requests, args.seed, args.prompt_tokens)
@@ -107,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "all_over_best": found,
             }
         )
-    facts = model_facts(model_name(args.model), next(iter(engines.values())).target)
-    return run.end(**facts, runs=runs, is_wrong=any(each["mismatches"] for each in runs))
+    run.ran_on(next(iter(engines.values())).target)
+    return run.end(runs=runs, is_wrong=any(each["mismatches"] for each in runs))
 
 
 def ways(head: Path | None, draft_model: str | None) -> list[Way]:
@@ -166,17 +163,14 @@ def run_rounds(
     rounds differ in their seeds.
     """
     rounds: list[Round] = []
-    comparison, names = Comparison(), list(engines)
+    comparison, off_last = Comparison(), {name: engines[name] for name in [*list(engines)[1:], OFF]}
     for number in range(num_rounds):
-        tallies = {name: Tally() for name in names}
+        tallies = {name: Tally() for name in engines}
         with ExitStack() as stack:
             for engine in engines.values():
                 engine.caches = stack.enter_context(CacheSet(CacheConfig(), fingerprint=codec.fingerprint))
             for asked, prompt in enumerate(prompts, number * len(prompts)):
-                requests = requests_of([prompt], [params(asked)], asked)
-                said = {name: ask(engines[name], requests, tallies[name])[0] for name in in_turn(names, asked)}
-                for name in names[1:]:
-                    comparison.add(engines[OFF].target, prompt, params(asked), said[name], said[OFF])
+                contest(off_last, requests_of([prompt], [params(asked)], asked), asked, comparison, tallies)
             for engine in engines.values():
                 engine.caches = None
         rounds.append(tallies)

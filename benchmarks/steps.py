@@ -1,107 +1,30 @@
-"""Engine steps and bare forwards of one shape, in turn; models of random weights, for the time of steps only."""
+"""Steps of an engine whose drafts are all accepted, bare forwards of the same shape in turn, and a step's parts."""
 
 from __future__ import annotations
 
-import argparse
-import math
 import time
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from statistics import median
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.environment import model_name
 from benchmarks.workloads import snippets
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.protocol import EMPTY_DRAFT
 from ssd.engine import Engine, Request
 from ssd.model.kv.attention import ATTENTION_NAME
-from ssd.model.loading.load_target import DTYPES, load_model
-from ssd.model.sampling.sampler import PassOutput
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.codec import TextCodec
-
-SHAPES = {
-    "tiny": LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    ),
-    "1b": LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131_072,
-        tie_word_embeddings=True,
-    ),
-    "8b": LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131_072,
-    ),
-}
-"""The larger ones are cut as Llama 3.2 1B and Llama 3.1 8B: steps take what theirs take; what they say means nothing.
-The tiny one is for a look at the scripts."""
-
-
-_LOUD = 1000.0
-"""Times that the embedding of a model that speaks is larger: a standard deviation of 20, beside some 8 that 32 layers
-of random weights add.
-"""
-
-
-def random_model(shape: str, *, dtype: str, device: str, seed: int = 0, speaks: bool = False) -> PreTrainedModel:
-    """A model of ``SHAPES[shape]`` whose weights are normal, made where they stay.
-
-    speaks : whether each token clearly says which comes next. Scores of random weights lie so near to each other that
-    passes of different width choose differently in bfloat16, and drafts of what was said before are rejected. Every
-    token is followed by another one, so that text does not repeat itself; where input and output share their embedding
-    it is followed by itself.
-    """
-    torch.manual_seed(seed)
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    kind = DTYPES["bfloat16" if place.type == "cuda" else "float32"] if dtype == "auto" else DTYPES[dtype]
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(kind)
-    try:
-        with place:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(SHAPES[shape]), dtype=kind)
-    finally:
-        torch.set_default_dtype(before)
-    return _speaking(model.eval()) if speaks else model.eval()
-
-
-@torch.no_grad()
-def _speaking(model: PreTrainedModel) -> PreTrainedModel:
-    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    if output is not embedding:
-        size = len(output)
-        place = torch.arange(size, device=output.device)
-        # One cycle through the whole vocabulary: a step that has no factor in common with its size.
-        step = next(step for step in range(int(size * 0.618), size) if math.gcd(step, size) == 1)
-        output[(place + step) % size] = embedding[place]
-    embedding *= _LOUD
-    return model
-
 
 Tokens = npt.NDArray[np.int32]
 
@@ -123,17 +46,10 @@ class Shape:
         return self.draft + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of steps, of the target's own call inside one and of what is around that, and of bare forwards.
-
-    On a device that computes beside the host, the target's call is timed in steps of their own, which wait for it: no
-    work of the host is hidden behind it there. ``outputs`` : what each row said. ``num_tokens`` : put out in the steps.
-    """
+class Timing(NamedTuple):
+    """Seconds of steps and of bare forwards, what each row said, and tokens put out in the steps."""
 
     steps: list[float]
-    targets: list[float]
-    outside: list[float]
     forwards: list[float]
     outputs: list[list[int]]
     num_tokens: int
@@ -160,27 +76,6 @@ class KnownText:
 
     def finish(self, request_id: str) -> None:
         """There is nothing to forget."""
-
-
-class TimedTarget:
-    """A target that notes what its calls take, with ``waits`` the device included."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self.seconds = 0.0
-        self.waits = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> PassOutput:
-        """The target's, timed."""
-        began = time.perf_counter()
-        output = self._target.forward(*args, **kwargs)
-        if self.waits:
-            synchronize(self._target.device)
-        self.seconds += time.perf_counter() - began
-        return output
 
 
 def synchronize(device: torch.device) -> None:
@@ -210,9 +105,8 @@ def time_steps(
     ``known`` : what each prompt's request says, as many tokens as `tokens_said`; with a draft of 0 it may be empty.
     ``library`` : the model of the bare forwards, as its library loads it; None makes none.
     """
-    timed = TimedTarget(target)
     engine = Engine(
-        timed,  # type: ignore[arg-type]
+        target,
         drafter=KnownText(known, shape.draft),
         config=at_once(target, prompts),
         draft=DraftConfig(num_speculative_tokens=shape.draft),
@@ -222,29 +116,81 @@ def time_steps(
     rows.read_prompts()
     forward = None if library is None else BareForward(library, shape, len(prompts[0]) + num_tokens // 2)
     steps: list[float] = []
-    targets: list[float] = []
-    outside: list[float] = []
     forwards: list[float] = []
     num_steps = put_out = 0
     while engine.has_work() and min(map(len, rows.outputs)) <= num_tokens - shape.width + 1:
         turn = num_steps % _TURN
-        timed.seconds, timed.waits = 0.0, turn % 2 == 1
         began = time.perf_counter()
         new = rows.step()
         synchronize(target.device)
-        took = time.perf_counter() - began
-        if turn and (timed.waits or not target.runs_beside_host):
-            targets.append(timed.seconds)
-            outside.append(took - timed.seconds)
-        if turn and not (timed.waits and target.runs_beside_host):
-            steps.append(took)
+        if turn:
+            steps.append(time.perf_counter() - began)
             put_out += new
         num_steps += 1
         if turn == _TURN - 1 and forward is not None:
             forwards += [forward.seconds() for _ in range(_TURN)][1:]
     if forward is not None:
         forwards += [forward.seconds() for _ in range(len(steps) - len(forwards) + 1)][1:]
-    return Timing(steps, targets, outside, forwards, rows.finish(), put_out)
+    return Timing(steps, forwards, rows.finish(), put_out)
+
+
+def pass_seconds(target: Target, shape: Shape, rounds: int) -> float:
+    """Of one pass among many that are launched without waiting: the device's time, where the host is faster.
+
+    The best of three rounds.
+    """
+    slots = list(range(shape.batch))
+    for slot in slots:
+        target.rollback(slot, 0)  # the engine before kept what it had computed
+        target.prefill([slot], np.full((1, shape.context), 5), [shape.context])
+    tokens, counts = np.full((shape.batch, shape.width), 7), [shape.width] * shape.batch
+
+    def passes(number: int) -> float:
+        synchronize(target.device)
+        began = time.perf_counter()
+        for _ in range(number):
+            target.forward(slots, tokens, counts)
+            for slot in slots:
+                target.rollback(slot, shape.context)
+        synchronize(target.device)
+        return (time.perf_counter() - began) / number
+
+    passes(2)
+    best = min(passes(rounds) for _ in range(3))
+    for slot in slots:
+        target.rollback(slot, 0)
+    return best
+
+
+PARTS: Final = {
+    "admit": "_admit_and_cancel",
+    "prefill": "_prefill_prompts",
+    "prepare": "_proposals.prepare",
+    "propose": "_proposals.propose",
+    "launch": "_forward",
+    "verify": "_verify",
+    "commit": "_commit",
+    "count": "_count",
+    "spell": "_spell",
+}
+"""Parts of a step of the engine, and the method that is each."""
+
+
+def watch(owner: Any, methods: Mapping[str, str], around: Callable[[str], AbstractContextManager[Any]]) -> None:
+    """From now on each of ``owner``'s methods runs within ``around(its part)``."""
+    for part, path in methods.items():
+        holder = attrgetter(path.rpartition(".")[0])(owner) if "." in path else owner
+        _wrap(holder, path.rpartition(".")[2], partial(around, part))
+
+
+def _wrap(holder: Any, name: str, around: Callable[[], AbstractContextManager[Any]]) -> None:
+    method = getattr(holder, name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return method(*args, **kwargs)
+
+    setattr(holder, name, watched)
 
 
 class Rows:
@@ -363,19 +309,11 @@ def copy_bytes_per_second(device: torch.device, num_bytes: int) -> float:
     return 2 * source.numel() * 4 / median(seconds[1:])
 
 
-def prompts_of(texts: Sequence[int] | None, vocab_size: int, num: int, length: int) -> list[Tokens]:
-    """Different text for every row, int32[length] each: of ``texts``, over and over; random tokens where it is None."""
-    if texts is None:
-        random = np.random.default_rng(0)
-        return [random.integers(3, vocab_size, length).astype(np.int32) for _ in range(num)]
-    return list(np.resize(np.array(texts, np.int32), num * length).reshape(num, length))
+def texts_of(codec: TextCodec) -> list[int]:
+    """Tokens of the standard library's code."""
+    return [token for text in snippets(0) for token in codec.encode_prompt(text)]
 
 
-def open_model(args: argparse.Namespace, *, speaks: bool = False) -> tuple[str, PreTrainedModel, list[int] | None]:
-    """Name, model and text of what ``--shape`` or the model's argument asked for; random weights have no text."""
-    if args.shape:
-        model = random_model(args.shape, dtype=args.dtype, device=args.device, speaks=speaks)
-        return f"random weights, shape {args.shape}", model, None
-    codec = TextCodec.load(str(args.model))
-    text = [token for snippet in snippets(0) for token in codec.encode_prompt(snippet)]
-    return model_name(args.model), load_model(args.model, dtype=args.dtype, device=args.device), text
+def prompts_of(text: Sequence[int], num: int, length: int) -> list[Tokens]:
+    """Different text for every row, int32[length] each: of ``text``, over and over."""
+    return list(np.resize(np.array(text, np.int32), num * length).reshape(num, length))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from benchmarks.exactness import differs
+from benchmarks.run import in_turn
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.noise import SequenceNoise
@@ -140,3 +141,23 @@ def requests_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParam
         Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=each)
         for number, (prompt, each) in enumerate(zip(prompts, params, strict=True), first)
     ]
+
+
+def contest(
+    engines: Mapping[str, Engine],
+    requests: Sequence[Request],
+    number: int,
+    comparison: Comparison,
+    tallies: Mapping[str, Tally] | None = None,
+) -> Mapping[str, Tally]:
+    """What the same requests take of each engine, another one leading each ``number``; adds to ``tallies`` if given.
+
+    The last of ``engines`` is speculation off: all outputs are compared with what it says.
+    """
+    tallies = {name: Tally() for name in engines} if tallies is None else tallies
+    said = {name: ask(engines[name], requests, tallies[name]) for name in in_turn(list(engines), number)}
+    *others, off = engines
+    for name in others:
+        for request, got, want in zip(requests, said[name], said[off], strict=True):
+            comparison.add(engines[off].target, request.prompt_token_ids, request.sampling, got, want)
+    return tallies

@@ -3,6 +3,7 @@
 Every Python installation carries the text, so anyone can repeat a run. A stream is what a service sees: some requests
 come again and again from a fixed pool, some are near-variants of these (the most frequent identifier renamed), and the
 rest is new. The first time a request of the pool comes it is new too, so the share of what is known grows with use.
+Recorded requests, by the name of their trace, are asked one after another.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import keyword
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+
+from benchmarks.traces import find_trace, read_records
+from ssd.text.codec import TextCodec
 
 MODULES = (
     "argparse", "ast", "asyncio/base_events", "asyncio/streams", "asyncio/tasks", "bdb", "calendar", "cmd", "codecs",
@@ -118,3 +123,56 @@ def checksum(requests: list[Request]) -> str:
     """Names the stream: two runs with the same checksum asked the same."""
     joined = "\0".join(request.text for request in requests)
     return hashlib.sha256(joined.encode()).hexdigest()[:16]
+
+
+PROMPT_TOKENS = 320
+"""Of recorded prompts the last so many are asked: agents' are longer than a small model on a CPU can be asked."""
+
+_CHARACTERS = 16 * PROMPT_TOKENS
+"""Of a recorded text, from its end; what is before is cut off anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """``prompts`` in the order they come. ``shares`` : what they are, for people. ``checksum`` : names the text."""
+
+    name: str
+    shares: str
+    checksum: str
+    prompts: list[list[int]]
+
+
+def made_stream(mix: Mix, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:
+    """Pieces of code of the standard library, repeated as ``mix`` says."""
+    requests = stream(mix, num_requests, seed)
+    prompts = [cut(codec, request.text, most_tokens) for request in requests]
+    return Stream(mix.name, shares(requests), checksum(requests), prompts)
+
+
+def recorded_stream(trace: str, codec: TextCodec, num_requests: int, most_tokens: int = PROMPT_TOKENS) -> Stream:
+    """The first prompts of a trace, which may go on from one another. Raises ConfigError where there is no trace."""
+    texts = list(islice(_contexts(trace), num_requests))
+    prompts = [cut(codec, text, most_tokens) for text in texts]
+    named = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    return Stream(trace, f"recorded: {trace}", named, prompts)
+
+
+def cut(codec: TextCodec, text: str, most_tokens: int) -> list[int]:
+    """The last tokens of a text, behind the mark of a beginning where its model writes one: some need it."""
+    prompt = codec.encode_prompt(text)
+    if len(prompt) <= most_tokens:
+        return prompt
+    if prompt[0] == codec.bos_token_id:
+        return [prompt[0], *prompt[len(prompt) - most_tokens + 1 :]]
+    return prompt[-most_tokens:]
+
+
+def _contexts(trace: str) -> Iterator[str]:
+    """What the model had been given at each record, from its end: earlier turns where a record only adds to them."""
+    session, history = None, ""
+    for record in read_records(find_trace(trace)):
+        if record["session"] != session or not record["prompt_is_delta"]:
+            session, history = record["session"], ""
+        history = (history + record["prompt"])[-_CHARACTERS:]
+        yield history
+        history += record["output"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.clients.checks import KEY, MODEL, Checks
-from benchmarks.clients.use_openai import check_openai
+from benchmarks.clients.use_openai import KEY, MODEL, Checks, check_openai
 from tests.server.bundled_engine import load_bundled
 from tests.server.failing_engine import serving
 

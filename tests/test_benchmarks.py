@@ -6,16 +6,22 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from torch._C._autograd import DeviceType
 
-from benchmarks.coupled import NEW, REPEATS, VARIANTS, marks_of
-from benchmarks.profile import Event, summary
+from benchmarks.coupled import REPEATS
+from benchmarks.index.measures import CONTEXT_TOKENS, sample_contexts
+from benchmarks.made_text import completions, sequences_within
+from benchmarks.profile import summary
 from benchmarks.run import Option, Run, bootstrap, in_turn, table
 from benchmarks.sources import ALL, OFF, RECYCLING, RETRIEVAL, all_over_best
 from benchmarks.ways import Tally
+from ssd.retrieval.search import longest_match
+from tests.reference.drafting import make_snapshot
 
 Found = dict[str, Any]
 
@@ -61,7 +67,7 @@ PROGRAMS: tuple[tuple[str, Sequence[str], Callable[[Found], object]], ...] = (
     ("index.__main__", ("--tokens", "60000", "--static", "40000", "--seconds", "1"), drafts_are_what_is_stored),
     (
         "http",
-        ("--rounds", "1", "--requests", "4", "--kind", "one", "repeats-stream", "--connections", "9"),
+        ("--rounds", "1", "--requests", "4", "--kind", "one", "plain-stream", "--connections", "9"),
         lambda f: len(f["rows"]) == 2,
     ),
 )
@@ -77,10 +83,9 @@ def test_a_small_run_ends_with_its_result(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     main = importlib.import_module(f"benchmarks.{program}").main
-    assert main([*arguments, "--out", str(tmp_path / "result")]) == 0
+    assert main([*arguments, "--out", str(tmp_path / "result.json")]) == 0
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    (written,) = (path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".png")
-    assert json.loads(written.read_text()) == found
+    assert json.loads((tmp_path / "result.json").read_text()) == found
     assert found["parameters"] and found["environment"]["commit"] and is_right(found)
 
 
@@ -109,18 +114,6 @@ def test_tables_turns_and_intervals() -> None:
     assert widths[1] < widths[0]
 
 
-def test_marks_say_what_is_met() -> None:
-    def row(workload: str, over: float, against: list[float]) -> Found:
-        return {
-            "workload": workload, "temperature": 0.7, "streams": 4, "coupled": {"over_off": [over, over, over]},
-            "coupled_over_uncoupled": [0.97, 0.9, 1.1], "coupled_over_uncoupled_95": against,
-        }  # fmt: skip
-
-    rows = [row(REPEATS, 6.1, []), row(REPEATS, 5.9, []), row(VARIANTS, 1.4, [])]
-    rows += [row(NEW, 0.9, [0.95, 1.01]), row(NEW, 0.9, [0.9, 0.99])]
-    assert [mark["met"] for mark in marks_of(rows)] == [True, False, True, True, False]
-
-
 def test_all_together_is_compared_with_the_best_source_alone() -> None:
     def tally(seconds: float) -> Tally:
         return Tally(seconds=seconds, cpu_s=2 * seconds, tokens=100, passes=50)
@@ -133,22 +126,31 @@ def test_all_together_is_compared_with_the_best_source_alone() -> None:
     assert all_over_best([{OFF: tally(1.0)}]) is None
 
 
-def test_a_profiled_step_of_two_kernels_is_busy_has_a_gap_and_waits_for_the_host() -> None:
-    def event(kind: str, name: str, begin: float, end: float, thread: str = "0/0") -> Event:
-        return Event(kind, name, begin, end, thread)
+def test_a_profiled_step_of_two_kernels_is_busy_and_waits_for_the_host() -> None:
+    def named(key: str, us: float, *, on: DeviceType = DeviceType.CPU, count: int = 2) -> Any:
+        return SimpleNamespace(
+            key=key, device_type=on, count=count, cpu_time_total=us, self_cpu_time_total=us, self_device_time_total=us
+        )
 
-    found = summary(
-        [
-            event("user_annotation", "step", 0, 1000),
-            event("user_annotation", "forward", 0, 150),
-            event("kernel", "_attend_split", 100, 300, "7/7"),
-            event("kernel", "nvjet_gemm", 305, 800, "7/7"),
-            event("cuda_runtime", "cudaEventSynchronize", 150, 800),
-        ]
-    )
-    assert found["step_ms"] == 1.0 and found["phases_ms"]["forward"] == 0.15
-    assert found["device_busy_ms"] == 0.695 and found["launch_gaps_ms"] == 0.005
-    assert found["waits_for_host_ms"] == 0.3 and found["host_waits_ms"] == 0.65
+    host = [named("step", 2000), named("launch", 300), named("aten::mm", 60), named("cudaEventSynchronize", 1300)]
+    kernels = [named("_attend_split", 400, on=DeviceType.CUDA), named("nvjet_gemm", 990, on=DeviceType.CUDA)]
+    found = summary([*host, *kernels, named("step", 1900, on=DeviceType.CUDA)], 2)
+    assert found["step_ms"] == 1.0 and found["phases_ms"]["launch"] == 0.15
+    assert found["device_busy_ms"] == 0.695 and found["waits_for_host_ms"] == 0.305
+    assert found["host_waits_ms"] == 0.65 and found["kernels"] == 2.0
     assert found["groups_ms"] == {"matrix products": 0.495, "attention": 0.2}
-    with pytest.raises(ValueError, match="no 'step'"):
-        summary([])
+    alone = summary(host, 2)
+    assert alone["operators_ms"] == 0.68 and alone["outside_operators_ms"] == 0.32
+
+
+def test_contexts_that_an_index_is_asked_for_occur_as_far_as_they_say() -> None:
+    parts = [
+        [token for text in sequences_within(completions(2000, seed), 20_000) for token in (*text.tolist(), -1)]
+        for seed in (1, 2)
+    ]
+    snapshot = make_snapshot(parts)
+    contexts = sample_contexts(snapshot, 40, np.random.default_rng(0))
+    assert [context.is_present for context in contexts] == [True, False] * 20
+    for context in contexts:
+        known = longest_match(snapshot, context.tokens, CONTEXT_TOKENS).length
+        assert known == context.known and (context.is_present or 1 <= known <= 10)

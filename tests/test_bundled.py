@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -13,13 +14,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks.training.corpus import END_OF_TEXT_ID, Message, is_held_out, render
-from benchmarks.training.measure import acceptance, write
 from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.model.heads.layouts import load_head
 from ssd.model.heads.networks import Eagle3Head
+from ssd.model.layers.tap import Tap
 from ssd.model.loading.load_target import load_model
 
+END_OF_TEXT_ID = 0
+HELD_OUT_ONE_IN = 24
 ODD_TEXTS = [
     "",
     " ",
@@ -90,15 +92,13 @@ def test_no_token_is_prepended_and_end_of_text_is_one_token() -> None:
 
 def test_chat_template_renders_what_training_rendered() -> None:
     messages = [
-        Message("system", "Be brief."),
-        Message("user", "Write f."),
-        Message("assistant", "def f(): pass\n"),
-        Message("user", "  Again. "),
-    ]
-    as_dicts = [{"role": message.role, "content": message.content} for message in messages]
-    rendered = tokenizer().apply_chat_template(as_dicts, tokenize=False)
-    assert rendered == render(messages)
-    prompt = tokenizer().apply_chat_template(as_dicts, tokenize=False, add_generation_prompt=True)
+        {"role": role, "content": content}
+        for role, content in (("system", "Be brief."), ("user", "Write f."), ("assistant", "def f(): pass\n"),
+                              ("user", "  Again. "))
+    ]  # fmt: skip
+    rendered = tokenizer().apply_chat_template(messages, tokenize=False)
+    assert rendered == ("<|system|>Be brief.<|user|>Write f.<|assistant|>def f(): pass\n<|endoftext|><|user|>  Again. ")
+    prompt = tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == rendered + "<|assistant|>"
 
 
@@ -116,7 +116,8 @@ def test_record_lists_every_file_with_its_hash() -> None:
     for file in record["files"]:
         assert len(bytes.fromhex(file["sha256"])) == 32
         assert not file["path"].startswith("/")
-        assert file["held_out"] == is_held_out(file["path"])
+        number = int(hashlib.sha256(file["path"].encode()).hexdigest(), 16)
+        assert file["held_out"] == (number % HELD_OUT_ONE_IN == 0)
     assert {file["held_out"] for file in record["files"]} == {True, False}
 
 
@@ -153,6 +154,15 @@ def test_it_agrees_with_the_model_about_as_often_as_when_it_was_trained() -> Non
     lines = [json.loads(line) for line in (HEAD_PATH / "training.jsonl").read_text().splitlines()]
     recorded = next(line for line in lines if "held_out" in line)["held_out"][0]["most_probable"]
     prefixes = torch.tensor([[5, 300, 7, 41], [900, 12, 600, 33], [64, 250, 1000, 77], [2000, 9, 10, 400]])
-    texts = write(target(), prefixes, 100, 0.0, seed=0)
-    found = acceptance(target(), head(), texts)["most_probable"]
-    assert found["accepted_to_depth"][0] > 0.5 * recorded["accepted_to_depth"][0]
+    texts = target().generate(prefixes, do_sample=False, min_new_tokens=96, max_new_tokens=96)
+    with torch.inference_mode(), Tap(target(), head().feature_layers).listening() as hidden:
+        target()(input_ids=texts, use_cache=False)
+    features = head().combine(hidden)[:, :-1]
+    positions = torch.arange(features.shape[1])[None]
+    with torch.inference_mode():
+        logits, _ = head()(texts[:, 1:], features, positions)
+    ids = head().draft_to_target
+    assert ids is not None
+    drafted = ids[logits.argmax(-1)][:, :-1]
+    agreement = (drafted == texts[:, 2:])[:, prefixes.shape[1] :].float().mean()
+    assert agreement > 0.5 * recorded["accepted_to_depth"][0]

@@ -445,6 +445,9 @@ def test_a_redis_log_is_shared_with_our_server(redis_server: RedisServer) -> Non
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_inside_vllm_the_outputs_are_those_without(runner: str) -> None:
     done = subprocess.run(
-        [VLLM / "bin" / "python", "-m", "benchmarks.vllm.check", runner], cwd=ROOT, capture_output=True, text=True
+        [VLLM / "bin" / "python", "-m", "benchmarks.vllm.engines", "check", runner],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]

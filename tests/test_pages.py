@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,3 +100,19 @@ def test_default_that_changed_without_a_word_is_refused() -> None:
     for changed, says in (({"IndexConfig.merge_fanout": 5}, "merge_fanout is 4"), ({"IndexConfig.gone": 1}, "is None")):
         with pytest.raises(SystemExit, match=says):
             constants_section([Choice(changed, "haste", "a run")])
+
+
+def test_figures_older_than_the_code_under_them_are_named(tmp_path: Path) -> None:
+    from benchmarks.report.figures import old_figures
+    from benchmarks.run import git
+
+    first = (git("rev-list", "--max-parents=0", "HEAD") or "").split("\n")[0]
+    for name, commit in (("new", git("rev-parse", "HEAD")), ("old", first), ("strange", "0123456")):
+        result = {"date": "2026-01-01", "environment": {"commit": f"{commit}+"}, "under": ["ssd"]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    found = list(old_figures(tmp_path, ("new", "old", "strange", "absent")))
+    if not first:
+        assert len(found) == 1 and "cannot be told" in found[0]
+    else:
+        assert [line.split(":")[0] for line in found] == ["old", "strange"]
+        assert "commits since changed ssd" in found[0] and "cannot be told" in found[1]

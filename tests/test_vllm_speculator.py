@@ -16,9 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.vllm.cases import NAMES, main
-from benchmarks.vllm.client import ROOT, interpreter
-from benchmarks.vllm.states import HandMadeRunner, LateEvent, Scripted, vllm_config
+from benchmarks.child import ROOT
+from benchmarks.vllm.client import interpreter
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ConfigError
 from ssd.integrations import vllm_plugin
@@ -30,6 +29,7 @@ from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
 from tests.reference.speculator import Said, SlowSpeculator
 from tests.vllm_batch import vllm_config as v1_config
+from tests.vllm_states import HandMadeRunner, LateEvent, Scripted, vllm_config
 from tests.waiting import wait_until
 
 __all__ = ["redis_server"]
@@ -392,17 +392,3 @@ def test_the_installed_vllm_has_every_hook() -> None:
     code += "print(p.missing(p.V2_HOOKS + p.V1_HOOKS))"
     looked = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert looked.stdout.strip() == "[]", looked.stderr[-2000:]
-
-
-@needs_vllm
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_on_the_v2_runner_outputs_are_those_without(name: str) -> None:
-    assert main(["--cases", name]) == 0
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_on_the_v2_runner_the_law_is_the_models() -> None:
-    done = subprocess.run([interpreter(), "-m", "benchmarks.vllm.law"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

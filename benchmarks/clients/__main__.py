@@ -6,20 +6,18 @@ each was made to do, and ends stdout with one JSON line; exits with an error whe
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients.checks import KEY, MODEL
-from benchmarks.environment import describe
+from benchmarks.clients.use_openai import KEY, MODEL
 from benchmarks.processes import ROOT, Server
+from benchmarks.run import Option, Run
 from ssd.bundled import MODEL_PATH
 
 CLIENTS = ("openai", "langchain", "litellm", "agents", "lm_eval", "guidellm")
@@ -32,7 +30,7 @@ def use(name: str, url: str) -> dict[str, Any]:
     python = Path(os.environ.get("SSD_CLIENTS") or ROOT / ".venv-clients").absolute() / "bin" / "python"
     offline = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
     done = subprocess.run(
-        [python, "-m", f"benchmarks.clients.use_{name}", url, MODEL_PATH],
+        [python, "-m", "benchmarks.clients.others", name, url, MODEL_PATH],
         cwd=ROOT,
         env={**os.environ, **offline, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -45,25 +43,25 @@ def use(name: str, url: str) -> dict[str, Any]:
     return json.loads(lines[-1])  # type: ignore[no-any-return]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.clients", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[[], *CLIENTS], metavar="NAME", help=f"of {', '.join(CLIENTS)}")
-    names = parser.parse_args(arguments).names or CLIENTS
+OPTIONS = {"names": Option(default=list(CLIENTS), choices=CLIENTS, metavar="NAME")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status: 1 where a claim does not hold."""
+    run = Run("clients", __doc__, argv, OPTIONS, unsaid=("names",), under=("ssd", "server"))
     with tempfile.TemporaryDirectory() as directory:
         server = Server(Path(directory, "log"), "--served-model-name", MODEL, "--api-key", KEY)
         server.start()
         try:
-            found = {name: use(name, f"http://127.0.0.1:{server.port}/v1") for name in names}
+            found = {name: use(name, f"http://127.0.0.1:{server.port}/v1") for name in run.args.names}
         finally:
             server.terminate()
     for name, result in found.items():
         versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
-        print(f"{name} ({versions}): {len(result['passed'])} claims hold, {len(result['failed'])} do not")
+        run.say(f"{name} ({versions}): {len(result['passed'])} claims hold, {len(result['failed'])} do not")
         for claim, got in result["failed"].items():
-            print(f"  {claim}: {got}")
-    print(json.dumps({"date": date.today().isoformat(), "environment": describe(), "clients": found}))
-    return 1 if any(result["failed"] for result in found.values()) else 0
+            run.say(f"  {claim}: {got}")
+    return run.end(clients=found, is_wrong=any(result["failed"] for result in found.values()))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,46 @@
-"""OpenAI's own client: sync, async, streams, tools, structured output, responses."""
+"""What a client was made to do and got; OpenAI's own: sync, async, streams, tools, structured output, responses."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+from importlib.metadata import version
 from typing import Any, Literal
 
 import openai
 from pydantic import BaseModel
 
-from benchmarks.clients.checks import KEY, MODEL, Checks, arguments
+MODEL = "bundled"
+"""What the server calls its model."""
+
+KEY = "a key"
+"""What the server wants of everybody."""
+
+
+class Checks:
+    """Claims about one client, in the order they were looked at."""
+
+    def __init__(self, *packages: str) -> None:
+        """``packages`` : what the client is made of, for the versions."""
+        self._packages = packages
+        self.failed: dict[str, str] = {}
+        self.passed: list[str] = []
+
+    def see(self, claim: str, holds: bool, got: Any) -> None:
+        """Note whether a claim holds; ``got`` is shown where it does not."""
+        print(f"  {'yes' if holds else 'NO '}  {claim}", file=sys.stderr)
+        if holds:
+            self.passed.append(claim)
+        else:
+            self.failed[claim] = f"{got!r:.300}"
+
+    def finish(self) -> int:
+        """Print one JSON line; returns the exit status."""
+        versions = {package: version(package) for package in self._packages}
+        print(json.dumps({"versions": versions, "passed": self.passed, "failed": self.failed}))
+        return 1 if self.failed else 0
+
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Write a function that adds two numbers."}]
 SCHEMA = {
@@ -122,9 +152,3 @@ async def _at_once(url: str, key: str, checks: Checks) -> None:
             if event.type == "response.output_text.delta"
         ]
         checks.see("the events of a response with the async client", len(pieces) > 0, pieces)
-
-
-if __name__ == "__main__":
-    seen = Checks("openai")
-    check_openai(arguments()[0], KEY, seen)
-    sys.exit(seen.finish())

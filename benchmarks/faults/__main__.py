@@ -175,7 +175,7 @@ def _of_several(codec: TextCodec, questions: Sequence[Question], args: argparse.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Inject, verify, print. Returns the exit status."""
-    run = Run("faults", __doc__, argv, OPTIONS, COLUMNS, unsaid=("only", "patience"))
+    run = Run("faults", __doc__, argv, OPTIONS, COLUMNS, unsaid=("only", "patience"), under=("ssd", "server"))
     args, is_alone = run.args, run.args.servers == 1
     args.rounds, args.clients = args.rounds or (1 if is_alone else 20), args.clients or (4 if is_alone else 1)
     run.parameters |= {"rounds": args.rounds, "clients": args.clients}

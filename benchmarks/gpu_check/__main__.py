@@ -9,11 +9,11 @@
 - call 3, why: steps under the profiler, growth, and a soak with cancellations and leaks.
 - call 4, what else: a pretrained model (``--real``), the small model's overhead, steps without recording and fused.
 
-Without --call or --parts, all of them. Parts run in the order of their worth, each in a process of its own: one that
-fails, hangs or has no time left is said and does not stop the next, and what it had found stands. The drafter's
-kernels are compiled beside the first parts. Ends with the marks, met or not, and one JSON line; status 1 where a part
-failed. With --out the result is written after every part; ``--marks`` reads all results there and prints their marks.
-``--device cpu`` runs the same at small sizes, for a look at the script itself. docs/gpu.md says more.
+Without --call or --parts, all of them. A part is other programs, each in a process of its own, which writes down what
+it finds row by row: one that fails, hangs or has no time left is said and does not stop the next, and what it had found
+stands. Ends with the marks, met or not, and one JSON line; status 1 where a part failed. With --out the result is
+written after every part; ``--marks`` reads all results there and prints their marks. ``--device cpu`` runs the same at
+small sizes, for a look at the script itself. docs/gpu.md says more.
 """
 
 from __future__ import annotations
@@ -21,37 +21,127 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final
 
-import torch
-
-from benchmarks.environment import device_name, head, model_name
-from benchmarks.gpu_check.marks import marks, say
-from benchmarks.gpu_check.outputs import exactness, growth, growth_real, kernels, soak, suite
-from benchmarks.gpu_check.scene import SIZES, Found, Keep, Scene, read_results
-from benchmarks.gpu_check.speed import (
-    overhead_large,
-    overhead_small,
-    profiles,
-    speed_large,
-    speed_small,
-    speed_variants,
-)
+from benchmarks.child import ROOT
+from benchmarks.models import model_name
+from benchmarks.run import head
 from ssd.bundled import MODEL_PATH
 
-Run = Callable[[Scene, Keep], Found]
+Found = dict[str, Any]
+"""What a part found: whether it "passed", and the "results" of its programs."""
+
+PARTS_THAT_PASS: Final = ("tests", "exactness", "growth", "soak", "growth-real")
+"""What they find is right or wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """``value`` : None where it was not measured. ``bound`` : what it must reach, or, with ``at_most``, not exceed."""
+
+    name: str
+    value: float | None
+    bound: float
+    at_most: bool = False
+
+    @property
+    def is_met(self) -> bool | None:
+        """None where nothing was measured."""
+        if self.value is None:
+            return None
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+    def line(self) -> str:
+        """For people."""
+        word = {None: "not measured", True: "met", False: "NOT MET"}[self.is_met]
+        value = "-" if self.value is None else f"{self.value:g}"
+        return f"{word:<13} {self.name}: {value} ({'at most' if self.at_most else 'at least'} {self.bound:g})"
+
+    def to_json(self) -> dict[str, Any]:
+        """For the result."""
+        return {
+            "name": self.name,
+            "value": self.value,
+            "bound": self.bound,
+            "at_most": self.at_most,
+            "met": self.is_met,
+        }
+
+
+def marks(results: Mapping[str, Found]) -> list[Mark]:
+    """All of them, from what the parts found; a part that was cut counts with what it had found."""
+    return [*_right(results), *_steps(results), *_drafting(results)]
+
+
+def read_results(directory: Path) -> Found:
+    """What the parts of all calls found whose results lie in ``directory``; of two of a part, the later file's by name.
+
+    Empty where none lies there.
+    """
+    found: Found = {}
+    for path in sorted(directory.glob("gpu_check*.json")):
+        found |= json.loads(path.read_text())
+    return found
+
+
+def rows_of(results: Mapping[str, Found], part: str, program: str) -> list[dict[str, Any]]:
+    """All rows that one program gave in one part."""
+    found = (results.get(part) or {}).get("results", [])
+    return [row for result in found if result["benchmark"] == program for row in result.get("rows", [])]
+
+
+def _right(results: Mapping[str, Found]) -> Iterator[Mark]:
+    for part in PARTS_THAT_PASS:
+        found = results.get(part)
+        value = None if found is None or "skipped" in found or "cut" in found else float(found["passed"])
+        yield Mark(f"{part} is right", value, 1.0)
+
+
+def _steps(results: Mapping[str, Found]) -> Iterator[Mark]:
+    for part, shape in (("speed-large", "large"), ("speed-small", "small")):
+        at = {(row["batch"], row["T"]): row for row in rows_of(results, part, "decode")}
+        plain = at.get((1, 1))
+        yield Mark(f"{shape} shape, plain decoding at batch 1, share of the copy rate", _of(plain, "of_copy"), 0.85)
+        for width, bound in ((16, 1.10), (64, 1.35)):
+            wide = at.get((1, width))
+            ratio = None if plain is None or wide is None else round(wide["step_ms_p50"] / plain["step_ms_p50"], 4)
+            yield Mark(f"{shape} shape, {width} positions over a plain step", ratio, bound, at_most=True)
+        share = _of(plain, "outside_pass_share")
+        yield Mark(f"{shape} shape, host time outside the pass, share of a step", share, 0.05, at_most=True)
+
+
+def _drafting(results: Mapping[str, Found]) -> Iterator[Mark]:
+    shares = [row["drafting_share"] for row in rows_of(results, "speed-large", "profile")]
+    yield Mark("drafting for all rows, share of a step", max(shares, default=None), 0.03, at_most=True)
+    large = (results.get("speed-large") or {}).get("results", [])
+    repeats = next((each.get("repeated_requests") for each in large if each["benchmark"] == "growth"), None)
+    yield Mark("repeats at batch 1 over speculation off", _of(repeats, "speedup_second"), 10.0)
+    for part, shape in (("overhead-large", "large"), ("overhead-small", "small")):
+        rows = rows_of(results, part, "overhead")
+        for traffic in ("cold", "adversarial"):
+            ratios = [row["tokens_ratio_p50"] for row in rows if row["traffic"] == traffic]
+            yield Mark(f"{shape} shape, {traffic}, slowest batch over speculation off", min(ratios, default=None), 0.98)
+
+
+def _of(row: Mapping[str, Any] | None, name: str) -> float | None:
+    return None if row is None or name not in row else float(row[name])
+
+
+def say(found: Iterable[Mark], show: Callable[[str], None] = print) -> None:
+    """A line each."""
+    for mark in found:
+        show(mark.line())
+
 
 _LEAST_SHARE = 0.4
 """Of its expected time that a part must have left to begin: what it finds first is worth most."""
@@ -60,75 +150,120 @@ _MOST_SHARE = 4.0
 """Of its expected time, and a minute, that a part may take: one that hangs shall not take the next ones' time."""
 
 _GRACE_S = 5.0
+_KEPT_CHARACTERS = 2000
+
+SIZES: Final[dict[str, tuple[str, str]]] = {
+    "exact": ("--prompts 32 --max-tokens 48", "--prompts 2 --max-tokens 8"),
+    "growth": ("--requests 80 --repeated 24 --max-tokens 96", "--requests 3 --repeated 2 --max-tokens 8"),
+    "large": ("8b", "tiny"),
+    "small": ("1b", "tiny"),
+    "steps": ("--context 1024 --rounds 16 --copy-mb 2048", "--context 64 --rounds 2 --copy-mb 16"),
+    "drafts": ("0 1 3 7 15 31 63", "0 3"),
+    "batches": ("8 32 64", "2"),
+    "repeats": ("--repeated 4 --max-tokens 256", "--repeated 2 --max-tokens 24"),
+    "drafting": (
+        "--batch 64 --context 256 --index-tokens 1000000",
+        "--batch 4 --context 32 --index-tokens 4000 --draft 0 3",
+    ),
+    "overhead": ("--batch 1 4 16 64 --pairs 8", "--batch 1 --pairs 1 --max-tokens 4"),
+    "profile": ("--batch 1 32 --context 1024", "--batch 1 2 --context 64 --rounds 2 --draft 0 3"),
+    "soak": ("--requests 2000 --reopened 4", "--requests 24 --reopened 2"),
+}
+"""What stands for a name in a part's commands: on a GPU, and for a look on a CPU."""
+
+TESTS: Final = (
+    "test_triton_attention", "test_triton_sampling", "test_static_steps", "test_pass_noise", "test_triton_layers",
+    "test_taps", "test_take_weights",
+)  # fmt: skip
+"""Each in a process of its own, all at once: what they wait for is a compiler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``run`` : in a process of its own. ``seconds`` : what it should take on a GPU with 3 TB/s, which none measured.
+    """``commands`` : programs of ours with their arguments, or pytest; ``at_once`` : side by side. ``seconds`` : what
+    they should take on a GPU with 3 TB/s, which none measured."""
 
-    ``needs_kernels`` : the drafter's, which are compiled beside what does not.
-    """
-
-    run: Run
     seconds: int
-    needs_kernels: bool = True
+    commands: tuple[str, ...]
+    at_once: bool = False
 
 
+_GROWTH = "benchmarks.growth --streams mixed --sampling greedy {growth}"
+_PYTEST = "pytest -q -p no:cacheprovider -W default"  # of versions that are not ours no warning shall fail
+_TIMED = "benchmarks.decode --no-baselines {steps} --shape"
 PARTS: dict[str, Part] = {
-    "kernels": Part(kernels, 100, needs_kernels=False),
-    "exactness": Part(exactness, 70),
-    "speed-large": Part(speed_large, 100),
-    "overhead-large": Part(overhead_large, 100),
-    "speed-small": Part(speed_small, 40),
-    "tests": Part(suite, 160, needs_kernels=False),
-    "soak": Part(soak, 50),
-    "growth": Part(growth, 40),
-    "profile": Part(profiles, 50),
-    "growth-real": Part(growth_real, 50),
-    "overhead-small": Part(overhead_small, 50),
-    "speed-variants": Part(speed_variants, 60),
-}
+    # The drafter's kernels are compiled for the CPU, once a machine.
+    "kernels": Part(100, ("benchmarks.growth {model} --device cpu --requests 2 --repeated 2 --max-tokens 8",)),
+    "exactness": Part(70, ("benchmarks.exactness {model} {exact} --device {device}",)),
+    "speed-large": Part(
+        100,
+        (
+            _TIMED + " {large} --batch 1 --draft {drafts} --device {device}",
+            _TIMED + " {large} --batch {batches} --draft 0 3 15 --device {device}",
+            "benchmarks.growth --shape {large} --streams {repeats} --device {device}",
+            "benchmarks.profile --shape {large} {drafting} --device {device}",
+        ),
+    ),
+    "overhead-large": Part(100, ("benchmarks.overhead --shape {large} {overhead} --device {device}",)),
+    "speed-small": Part(40, (_TIMED + " {small} --batch 1 --draft {drafts} --device {device}",)),
+    "tests": Part(160, tuple(f"{_PYTEST} tests/{name}.py" for name in TESTS), at_once=True),
+    "soak": Part(50, ("benchmarks.gpu_check.soak {model} {soak} --device {device}",)),
+    "growth": Part(40, (_GROWTH + " {model} --dtype float32 --device {device}",)),
+    "profile": Part(50, ("benchmarks.profile --shape {large} {profile} --device {device} --traces {traces}",)),
+    "growth-real": Part(
+        50,
+        (
+            _GROWTH + " {real} --dtype {served} --device {device}",
+            "benchmarks.exactness {real} {exact} --dtypes float32 --drafters ssd random --device {device}",
+        ),
+    ),
+    "overhead-small": Part(50, ("benchmarks.overhead {model} {overhead} --dtype float32 --device {device}",)),
+    "speed-variants": Part(
+        60,
+        tuple(
+            _TIMED + " {large} --batch 1 --draft 0 3 15 --device {device} " + option
+            for option in ("--enforce-eager", "--fuse-linears")
+        ),
+    ),
+}  # fmt: skip
 """By their names, in the order of their worth."""
 
 CALLS: Final[tuple[tuple[str, ...], ...]] = (
-    ("exactness", "tests"),
-    ("speed-large", "overhead-large", "speed-small"),
-    ("soak", "growth", "profile"),
-    ("growth-real", "overhead-small", "speed-variants"),
+    ("kernels", "exactness", "tests"),
+    ("kernels", "speed-large", "overhead-large", "speed-small"),
+    ("kernels", "soak", "growth", "profile"),
+    ("kernels", "growth-real", "overhead-small", "speed-variants"),
 )
 """What each call of the command runs; each is meant for less than nine minutes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 where a part failed."""
-    argv = sys.argv[1:] if argv is None else argv
     args = _parse(argv)
     if args.marks:
         say(marks(read_results(args.out)))
         return 0
-    scene = Scene(str(args.model), args.real, args.device, _sizes(args), args.out)
-    if args.alone is not None:  # what a part found goes to the file that is named, whenever something new is known
-        run_here(PARTS[args.alone].run, scene, partial(_write, args.result))
-        return 0
-    names = tuple(args.parts or (CALLS[args.call - 1] if args.call else [name for name in PARTS if name != "kernels"]))
+    names = tuple(args.parts or (CALLS[args.call - 1] if args.call else PARTS))
     minutes = args.minutes or (8.5 if args.call else 60.0)
-    name = device_name(torch.device(args.device))
-    print(f"gpu_check: {model_name(args.model)} on {name}; {', '.join(names)}")
+    print(f"gpu_check: {model_name(args.model)} on {args.device}; {', '.join(names)}")
     print(f"some {sum(PARTS[part].seconds for part in names)} s, at most {60 * minutes:.0f}", flush=True)
-    result: Found = {**head("gpu_check"), "device": name, "parameters": vars(scene.sizes)}
+    result: Found = {**head("gpu_check"), "device": args.device}
     path = None if args.out is None else args.out / f"gpu_check{f'-{args.call}' if args.call else ''}.json"
-
-    def write(part: str, found: Found) -> None:
-        result[part] = found
+    ends = time.monotonic() + 60 * minutes
+    for name in names:
+        found = _played(name, args, ends - time.monotonic())
+        words = [f"{key} {found[key]}" for key in ("skipped", "cut", "failure") if key in found]
+        print(
+            f"== {name}: {'passed' if found['passed'] else 'FAILED'}, {'; '.join(words)}".removesuffix(", "), flush=True
+        )
+        result[name] = found
+        result["device"] = next((each["device"] for each in found["results"] if "device" in each), result["device"])
+        result["marks"] = [mark.to_json() for mark in marks(result)]
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, result)
-
-    _run(names, scene, 60 * minutes, write, None if args.here else argv)
-    failed = [part for part in names if not result[part].get("passed", False)]
-    found = marks(result)
-    write("marks", [mark.to_json() for mark in found])  # type: ignore[arg-type]
-    measured = [mark for mark in found if mark.is_met is not None]
+            path.write_text(json.dumps(result) + "\n")
+    failed = [part for part in names if not result[part]["passed"]]
+    measured = [mark for mark in marks(result) if mark.is_met is not None]
     say(measured)
     print(f"failed: {', '.join(failed)}" if failed else "all parts passed")
     summary = {key: result[key] for key in ("benchmark", "date", "environment", "device")}
@@ -136,94 +271,80 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(failed))
 
 
-def _write(path: Path, found: Found) -> None:
-    scratch = path.with_suffix(".new")
-    scratch.write_text(json.dumps(found) + "\n")
-    scratch.replace(path)
-
-
-def _run(
-    names: Sequence[str],
-    scene: Scene,
-    seconds: float,
-    write: Callable[[str, Found], None],
-    argv: Sequence[str] | None,
-) -> None:
-    """Each part with what time is left. ``argv`` : of this process, for the parts' own ones; None runs them here."""
-    ends = time.monotonic() + seconds
-    compiling = None
-    if argv is not None and any(PARTS[name].needs_kernels for name in names):
-        compiling = Child("kernels", argv)
-    for name in names:
-        part, began = PARTS[name], time.monotonic()
-        expected = part.seconds
-        if part.needs_kernels and compiling is not None:
-            compiled = compiling.result(ends - time.monotonic())
-            write("kernels", compiled)
-            print(f"== kernels: {compiled['seconds']} s{'' if compiled.get('passed') else ', FAILED'}", flush=True)
-            compiling = None
-        left = ends - time.monotonic()
-        if left < min(_LEAST_SHARE * expected, seconds):
-            write(name, {"skipped": f"{left:.0f} s were left, it takes some {expected}", "passed": True})
-            print(f"== {name}: skipped, {left:.0f} s were left", flush=True)
-            continue
-        print(f"== {name}: some {expected} s", flush=True)
-        if argv is None:
-            found = run_here(part.run, scene, partial(write, name))
-        else:
-            found = Child(name, argv).result(min(left, _MOST_SHARE * expected + 60))
-        found["seconds"], found["expected_seconds"] = round(time.monotonic() - began, 1), expected
-        write(name, found)
-        print(f"== {name}: {found['seconds']} s, {'passed' if found.get('passed') else 'FAILED'}"
-              f"{''.join(f', {found[key]}' for key in ('failure', 'cut') if key in found)}", flush=True)  # fmt: skip
-    if compiling is not None:
-        compiling.result(0)
-
-
-def run_here(run: Run, scene: Scene, keep: Keep) -> Found:
-    """What the part found, or how it failed beside what it had found."""
-    known: Found = {}
-
-    def note(found: Found) -> None:
-        known.clear()
-        known.update(found)
-        keep(found)
-
-    try:
-        found = run(scene, note)
-    except Exception as failure:  # the next parts may still tell something
-        traceback.print_exc()
-        found = {**known, "passed": False, "failure": f"{type(failure).__name__}: {failure}"[:2000]}
-    keep(found)
+def _played(name: str, args: argparse.Namespace, left: float) -> Found:
+    """What a part's programs found within the time that is left."""
+    part, found = PARTS[name], Found(passed=True, results=[])
+    if left < _LEAST_SHARE * part.seconds:
+        return found | {"skipped": f"{left:.0f} s were left, it takes some {part.seconds}"}
+    if name == "growth-real" and args.real is None:
+        return found | {"skipped": "no pretrained model: name its directory with --real"}
+    print(f"== {name}: some {part.seconds} s", flush=True)
+    ends = time.monotonic() + min(left, _MOST_SHARE * part.seconds + 60)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
+        given = _given(args, Path(scratch))
+        started = []
+        for number, command in enumerate(part.commands):
+            out = Path(scratch) / f"{number}.json"
+            started.append(Child(_words(command, given, out), out, args.device))
+            if not part.at_once:
+                started[-1].wait(ends - time.monotonic())
+        for child in started:
+            child.wait(ends - time.monotonic())
+            for key, text in child.failure.items():
+                found = found | {"passed": False, key: text}
+            found["results"].extend(child.results())
     return found
 
 
+def _given(args: argparse.Namespace, scratch: Path) -> dict[str, str]:
+    column = int(args.device == "cpu")
+    traces = (args.out or scratch) / "traces"
+    return {name: sizes[column] for name, sizes in SIZES.items()} | {
+        "model": shlex.quote(str(args.model)),
+        "real": shlex.quote(str(args.real)),
+        "device": args.device,
+        "traces": shlex.quote(str(traces)),
+        "served": "float32" if column else "bfloat16",
+    }
+
+
+def _words(command: str, given: dict[str, str], out: Path) -> list[str]:
+    words = shlex.split(command.format_map(given))
+    return [sys.executable, "-m", *words, *([] if words[0] == "pytest" else ["--out", str(out)])]
+
+
 class Child:
-    """A part under way in a process of its own, which leads a group: what it starts ends with it, and a fault on the
-    device too."""
+    """A program under way, which leads a group: what it starts ends with it, and a fault on the device too.
 
-    def __init__(self, name: str, argv: Sequence[str]) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="gpu-check-")
-        self._path, self._began = Path(self._directory.name) / "found.json", time.monotonic()
-        own = ["--alone", name, "--result", str(self._path)]
-        command = [sys.executable, "-m", "benchmarks.gpu_check", *argv, *own]
-        self._process = subprocess.Popen(command, start_new_session=True)
+    ``failure`` : of one that has ended otherwise than it should, what is said of it.
+    """
 
-    def result(self, seconds: float) -> Found:
-        """What was found within ``seconds`` from now; a part that takes longer is cut."""
-        is_cut = not self._ends_within(max(0.0, seconds))
-        for number in (signal.SIGTERM, signal.SIGKILL) if is_cut else ():
+    def __init__(self, command: Sequence[str], out: Path, device: str) -> None:
+        self.failure: dict[str, str] = {}
+        self._command, self._out, self._log = command, out, out.with_suffix(".log")
+        # Where there is a device, kernels are compiled, whatever tells the tests so.
+        environment = os.environ | ({} if device == "cpu" else {"TRITON_INTERPRET": "0"})
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self, seconds: float) -> None:
+        """Until it has ended; one that takes longer is cut."""
+        if self._ends_within(max(0.0, seconds)):
+            if self._process.returncode and not self.failure:
+                said = self._log.read_text(errors="replace").strip()[-_KEPT_CHARACTERS:]
+                self.failure = {"failure": f"{' '.join(self._command[2:])}: status {self._process.returncode}: {said}"}
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
             self._ends_within(_GRACE_S)
-        found: Found = json.loads(self._path.read_text()) if self._path.exists() else {}
-        self._directory.cleanup()
-        taken = round(time.monotonic() - self._began, 1)
-        if is_cut:
-            found |= {"passed": False, "cut": f"its time was over after {taken} s; what it had found stands"}
-        elif self._process.returncode:
-            found |= {"passed": False, "failure": f"its process ended with status {self._process.returncode}"}
-        return {**found, "seconds": taken}
+        self.failure = {"cut": f"{' '.join(self._command[2:])}: its time was over; what it had found stands"}
+
+    def results(self) -> list[dict[str, Any]]:
+        """What it wrote down, if it did."""
+        return [json.loads(self._out.read_text())] if self._out.exists() else []
 
     def _ends_within(self, seconds: float) -> bool:
         with suppress(subprocess.TimeoutExpired):
@@ -231,13 +352,7 @@ class Child:
         return self._process.poll() is not None
 
 
-def _sizes(args: argparse.Namespace) -> SimpleNamespace:
-    column = int(args.device == "cpu")
-    chosen = {name: size[column] if (given := getattr(args, name)) is None else given for name, size in SIZES.items()}
-    return SimpleNamespace(**chosen)
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("model", nargs="?", default=MODEL_PATH, help="directory or id of the small model (default: bundled)")
@@ -248,15 +363,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     which.add_argument("--marks", action="store_true", help="run nothing: print the marks of the results in --out")
     add("--real", default=None, metavar="DIR", help="a pretrained model, for the part growth-real")
     add("--minutes", type=float, default=None, help="after which nothing runs (default: 8.5 with --call, else 60)")
-    add("--here", action="store_true", help="parts in this process, one after another: none is cut")
     add("--out", type=Path, default=None, help="directory for results and traces")
-    add("--alone", default=None, help=argparse.SUPPRESS)
-    add("--result", type=Path, default=None, help=argparse.SUPPRESS)
-    for name, (size, _, text) in SIZES.items():
-        several = isinstance(size, tuple)
-        shown = " ".join(map(str, size)) if several else size
-        add(f"--{name.replace('_', '-')}", type=type(size[0]) if several else type(size), default=None,
-            nargs="+" if several else None, help=f"{text} (default: {shown})")  # fmt: skip
     args = parser.parse_args(argv)
     if args.marks and args.out is None:
         parser.error("--marks needs --out, the directory that the results lie in")

@@ -23,8 +23,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.index.asked import compare, measure, sample_contexts
-from benchmarks.index.stored import FINGERPRINT, LAST_COMPLETIONS, TOKENS_PER_S, fill, warm_up, watch_traffic
+from benchmarks.index.measures import (
+    FINGERPRINT,
+    LAST_COMPLETIONS,
+    TOKENS_PER_S,
+    compare,
+    fill,
+    measure,
+    sample_contexts,
+    warm_up,
+    watch_traffic,
+)
 from benchmarks.made_text import LONGEST, completions, sequences_within
 from benchmarks.peers.local import PEER_NAMES
 from benchmarks.run import Option, Run
@@ -135,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and sys.argv[1:2] == ["reopen"]:
         print(reopen(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])))
         return 0
-    run = Run("index", __doc__, argv, OPTIONS)
+    run = Run("index", __doc__, argv, OPTIONS, under=("ssd/compiled", "ssd/drafting", "ssd/retrieval"))
     args = run.args
     args.peer_tokens = args.peer_tokens or min(args.tokens, 4_000_000)
     run.parameters["peer_tokens"] = args.peer_tokens

@@ -1,10 +1,10 @@
 """Other people's drafters, each in a process and an environment of its own, timed where they run.
 
-``make bench-peers`` creates the environment. `client.Peer` starts one peer and talks to it through pipes; `process` is
-the other end, run by the peers' own interpreter. Nothing here imports ``ssd``.
+``make bench-peers`` creates the environment. `client.Peer` starts one peer and asks it; `process` is the other end, run
+by the peers' own interpreter. Nothing here imports ``ssd``.
 """
 
-from benchmarks.peers.client import Draft, Insertion, Peer, PeerError, PeerUnavailable, Proposals
+from benchmarks.peers.client import Insertion, Peer, PeerUnavailable, Proposals
 from benchmarks.peers.local import PEER_NAMES
 
-__all__ = ["PEER_NAMES", "Draft", "Insertion", "Peer", "PeerError", "PeerUnavailable", "Proposals"]
+__all__ = ["PEER_NAMES", "Insertion", "Peer", "PeerUnavailable", "Proposals"]

@@ -24,7 +24,6 @@ class Arctic:
 
     distributions: tuple[str, ...] = ("arctic-inference", "numpy")
     has_store = True
-    shares_state = True
 
     def __init__(self, depth: int = 64, prompt_length: int = 32, max_cached_requests: int = -1) -> None:
         """``depth`` 64 is the library's default, 24 what vLLM sets; no limit on cached requests unless given."""
@@ -63,13 +62,7 @@ class Arctic:
         began = perf_counter_ns()
         draft = self._cache.speculate(request_id, pattern, max_spec_tokens=max_tokens, **options)
         took = perf_counter_ns() - began
-        return Speculation(
-            ns=took,
-            token_ids=draft.token_ids,
-            parents=draft.parents,
-            probs=draft.probs,
-            match_length=draft.match_len,
-        )
+        return Speculation(ns=took, token_ids=draft.token_ids, parents=draft.parents)
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
         self._cache.add_active_response(request_id, token_ids)

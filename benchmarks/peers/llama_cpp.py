@@ -41,7 +41,6 @@ class LlamaCpp:
     """
 
     distributions: tuple[str, ...] = ("llama-cpp-python", "numpy")
-    shares_state = False
 
     def __init__(
         self, type: str = _POOL, first: int | None = None, second: int | None = None, third: int | None = None
@@ -66,7 +65,7 @@ class LlamaCpp:
         self._type, self._sizes = type, sizes
         self.has_store = type in (_POOL, _LOOKUP)
         self._state = self._open() if self.has_store else None
-        self._running: str | None = None
+        self._is_running = False
         self._num_drafted = 0
         self._draft = np.empty(_LONGEST + 1, np.int32)
         self.full_draft: Setting = {}
@@ -84,17 +83,16 @@ class LlamaCpp:
         return perf_counter_ns() - began, len(sequence)
 
     def start(self, request_id: str, prompt: TokenIds) -> None:
-        if self._running is not None:
-            raise ValueError(f"request {self._running!r} is already running, and there is one slot")
+        if self._is_running:
+            raise ValueError("a request is running, and there is one slot")
         if self._state is None:
             self._state = self._open()
-        self._running, self._num_drafted = request_id, 0
+        self._is_running, self._num_drafted = True, 0
         text = np.ascontiguousarray(prompt)
         begin = self._library.lookup_begin if self._type == _LOOKUP else self._library.speculative_begin
         begin(ctypes.c_void_p(self._state), *_sized(text))
 
     def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Speculation:
-        self._require(request_id)
         if any(self._options.get(name) != value for name, value in setting.items()):
             raise ValueError(f"a setting of llama-cpp is a peer of its own, made with {self._options}, not {setting}")
         if not len(context):
@@ -114,7 +112,6 @@ class LlamaCpp:
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
         """What a step put out; all but its last token were drafted."""
-        self._require(request_id)
         if self._type == _LOOKUP:
             tokens = np.ascontiguousarray(token_ids)
             self._library.lookup_add(ctypes.c_void_p(self._state), *_sized(tokens))
@@ -124,17 +121,12 @@ class LlamaCpp:
         self._num_drafted = 0
 
     def stop(self, request_id: str, keep: bool) -> None:
-        self._require(request_id)
-        self._running = None
+        self._is_running = False
         if self._type == _LOOKUP:
             self._library.lookup_end(ctypes.c_void_p(self._state), ctypes.c_int32(keep))
         elif not self.has_store:
             self._library.speculative_close(ctypes.c_void_p(self._state))
             self._state = None
-
-    def _require(self, request_id: str) -> None:
-        if self._running != request_id:
-            raise ValueError(f"request {request_id!r} is not running")
 
     def _open(self) -> int:
         if self._type == _LOOKUP:

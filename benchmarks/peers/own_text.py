@@ -17,13 +17,10 @@ from benchmarks.peers.local import Setting, Speculation, TokenIds, chain
 
 
 class OwnContext:
-    """Book-keeping of running requests for peers that look at one request's own text alone."""
+    """A peer that is told nothing but the text it drafts behind."""
 
     has_store = False
-    shares_state = True
-
-    def __init__(self) -> None:
-        self._running: set[str] = set()
+    full_draft: Setting = {}  # noqa: RUF012 - nobody changes it
 
     def insert(self, sequence: TokenIds) -> tuple[int, int]:
         """Nothing is kept: no time, no tokens."""
@@ -33,27 +30,13 @@ class OwnContext:
         return self
 
     def start(self, request_id: str, prompt: TokenIds) -> None:
-        if request_id in self._running:
-            raise ValueError(f"request {request_id!r} is already running")
-        self._running.add(request_id)
-
-    def require_running(self, request_id: str) -> None:
-        """Raises ValueError unless the request was started and not yet stopped."""
-        if request_id not in self._running:
-            raise ValueError(f"request {request_id!r} is not running")
+        """Nothing is begun."""
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
-        self.require_running(request_id)
+        """The next context says it."""
 
     def stop(self, request_id: str, keep: bool) -> None:
-        self.require_running(request_id)
-        self._running.remove(request_id)
-
-
-def refuse_settings(name: str, setting: Setting) -> None:
-    """Raises ValueError if any setting is given: these peers are set up once, by options."""
-    if setting:
-        raise ValueError(f"{name} has no settings, got {sorted(setting)}")
+        """Nothing ends."""
 
 
 class PromptLookup(OwnContext):
@@ -63,21 +46,15 @@ class PromptLookup(OwnContext):
 
     def __init__(self, max_matching_ngram_size: int = 2) -> None:
         """``max_matching_ngram_size`` 2 is the library's default."""
-        super().__init__()
-        self.full_draft: Setting = {}
         self._ngram_size = max_matching_ngram_size
         self._torch = import_module("torch")
         self._torch.set_num_threads(1)
         self._generator = import_module("transformers.generation.candidate_generator").PromptLookupCandidateGenerator
-        self.start("warm-up", np.empty(0, np.int32))
         for text in (np.tile(np.arange(8, dtype=np.int32), 4), np.arange(64, dtype=np.int32)):
             for _ in range(8):
                 self.speculate("warm-up", text, 8, {})
-        self.stop("warm-up", keep=False)
 
     def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Speculation:
-        self.require_running(request_id)
-        refuse_settings("prompt-lookup", setting)
         # Generation hands over ids that are int64 tensors already and builds the generator once a request.
         input_ids = self._torch.from_numpy(context.astype(np.int64)[None, :])
         generator = self._generator(
@@ -105,8 +82,6 @@ class VllmNgram(OwnContext):
         self, min_ngram: int = 2, max_ngram: int = 5, max_context_tokens: int = 1 << 16, max_draft: int = 256
     ) -> None:
         """N-grams of ``min_ngram`` to ``max_ngram`` tokens; the last two are bounds of buffers, in tokens."""
-        super().__init__()
-        self.full_draft: Setting = {}
         self._max_context_tokens = max_context_tokens
         self._max_draft = max_draft
         max_model_len = max_context_tokens + max_draft  # it shortens drafts that would pass this
@@ -124,15 +99,11 @@ class VllmNgram(OwnContext):
         self._token_ids = np.zeros((1, max_model_len), np.int32)
         self._num_tokens = np.zeros(1, np.int32)
         # Its own warm-up hands over empty rows, which never reach the kernel.
-        self.start("warm-up", np.empty(0, np.int32))
         for text in (np.tile(np.arange(8, dtype=np.int32), 4), np.arange(64, dtype=np.int32)):
             for _ in range(8):
                 self.speculate("warm-up", text[:max_context_tokens], max_draft, {})
-        self.stop("warm-up", keep=False)
 
     def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Speculation:
-        self.require_running(request_id)
-        refuse_settings("vllm-ngram", setting)
         if len(context) > self._max_context_tokens or max_tokens > self._max_draft:
             raise ValueError(
                 f"{len(context)} tokens of context and a draft of {max_tokens} exceed the buffers: set "

@@ -40,7 +40,6 @@ class SglangNgram:
 
     distributions: tuple[str, ...] = ("sglang", "apache-tvm-ffi", "torch", "numpy")
     has_store = True
-    shares_state = False
 
     def __init__(
         self,
@@ -106,7 +105,7 @@ class SglangNgram:
             raise ValueError(
                 f"a setting of sglang-ngram is a peer of its own, made with {self._options}, not {setting}"
             )
-        request = self._running(request_id)
+        request = self._requests[request_id]
         if not len(context):
             return Speculation(ns=0, token_ids=[], parents=[])
         tail = _shifted(context[-self._depth :])
@@ -123,22 +122,17 @@ class SglangNgram:
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
         """The step has ended: what it drafted from enters the trie."""
-        request = self._running(request_id)
+        request = self._requests[request_id]
         if request.asked_length:
             self._put_tail(request, request.asked_length)
         request.text += _shifted(token_ids)
 
     def stop(self, request_id: str, keep: bool) -> None:
-        request = self._running(request_id)
+        request = self._requests[request_id]
         if keep:
             self._put_tail(request, len(request.text))
         del self._requests[request_id]
         self._corpus.erase_match_state([request_id])
-
-    def _running(self, request_id: str) -> _Request:
-        if request_id not in self._requests:
-            raise ValueError(f"request {request_id!r} is not running")
-        return self._requests[request_id]
 
     def _put_tail(self, request: _Request, end: int) -> None:
         self._put(request.text[max(0, end - self._depth) : end])

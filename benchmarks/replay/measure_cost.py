@@ -16,14 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.environment import model_facts, model_name
 from benchmarks.exactness import TIE_MARGIN
-from benchmarks.replay.settings import MEASURED_PATH
+from benchmarks.replay.job import MEASURED_PATH
 from benchmarks.run import Option, Run
-from benchmarks.workloads import snippets
+from benchmarks.steps import texts_of
 from ssd.engine.measured import decode, time_rounds
-from ssd.model.loading.load_target import load_model, open_target
-from ssd.text.codec import TextCodec
+from ssd.model.loading.load_target import open_target
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 17, 25, 33, 49, 65, 97, 129)
 
@@ -31,8 +29,6 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 17, 25, 33, 49, 65, 97, 129)
 OPTIONS: dict[str, Any] = {
     "rounds": 100,
     "context": Option(default=256, help="tokens before the verified ones"),
-    "dtype": "auto",
-    "device": "auto",
 }
 COLUMNS = (
     (">tokens", "{tokens}"), (">ms p50", "{ms_p50:.2f}"), (">cost", "{costs:.2f}"), (">p10", "{costs_p10:.2f}"),
@@ -42,19 +38,19 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    run = Run("verify-cost", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("dtype", "device"),
+    run = Run("verify-cost", __doc__, argv, OPTIONS, COLUMNS, has_model=True,
               program="replay.measure_cost")  # fmt: skip
     args = run.args
     args.out = args.out or MEASURED_PATH
+    codec, model = run.load()
     target = open_target(
-        load_model(args.model, dtype=args.dtype, device=args.device),
+        model,
         num_slots=1,
         max_length=args.context + max(WIDTHS) + 1,
         max_draft_tokens=max(WIDTHS),
     )
-    codec = TextCodec.load(str(args.model))
-    text = [token_id for snippet in snippets(0) for token_id in codec.encode_prompt(snippet)]
-    chosen = decode(target, text[: args.context], max(WIDTHS) + 1)
+    run.ran_on(target)
+    chosen = decode(target, texts_of(codec)[: args.context], max(WIDTHS) + 1)
     seconds, others = time_rounds(target, chosen, WIDTHS, args.rounds)
     for width, lead in others:
         if target.exactness.holds or lead >= TIE_MARGIN:
@@ -68,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for place, width in enumerate(WIDTHS):
         run.row({"tokens": width, **{name: values[place] for name, values in found.items()}})
-    return run.end(**model_facts(model_name(args.model), target), widths=list(WIDTHS), **found)
+    return run.end(widths=list(WIDTHS), **found)
 
 
 if __name__ == "__main__":

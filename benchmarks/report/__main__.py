@@ -2,20 +2,24 @@
 
 Reads the results in ``benchmarks/results`` and rewrites what stands between the markers ``<!-- growth:begin -->`` ...
 ``<!-- growth:end -->`` (and so on). No figure in their tables is typed by hand, but for the runs that chose constants
-(``benchmarks/report/choices.py``).
+(``benchmarks/report/choices.py``). Figures under which code has changed since their commit are named; with ``--strict``
+nothing is written while there is one, and the status is 1.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu_check.scene import read_results
+from benchmarks.gpu_check.__main__ import read_results
 from benchmarks.report import engine, replay, service
 from benchmarks.report.code import api_section, constants_section, flags_section
+from benchmarks.report.figures import old_figures
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -45,8 +49,6 @@ _SECTIONS: Final[Mapping[str, Mapping[str, tuple[Callable[..., str], str]]]] = {
     "docs/engines.md": {
         "vllm": (engine.vllm_section, "vllm"),
         "vllm-runners": (engine.vllm_runners_section, "vllm-runners"),
-        "vllm-cases": (engine.vllm_cases_section, "vllm-cases"),
-        "vllm-host": (engine.vllm_host_section, "vllm-host"),
     },
     "docs/exact.md": {
         "exact": (engine.exact_section, "*exact"),
@@ -63,10 +65,25 @@ _SEVERAL: Final = {
 }
 
 
-def main() -> None:
-    """Rewrite the figures; what has no result stays as it is."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite the figures; what has no result stays as it is. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--strict", action="store_true", help="refuse figures that are older than the code under them")
+    strict = parser.parse_args(argv).strict
+    old = list(old_figures(RESULTS, published()))
+    print(*old, sep="\n", file=sys.stderr)
+    if strict and old:
+        return 1
     for name, text in pages().items():
         (ROOT / name).write_text(text)
+    return 0
+
+
+def published() -> list[str]:
+    """Names of the results that pages show."""
+    words = [word for sections in _SECTIONS.values() for _, names in sections.values() for word in names.split()]
+    given = [_SEVERAL[word[1:]] if word.startswith("*") else (word.removesuffix("?"),) for word in words]
+    return list(dict.fromkeys(name for names in given for name in names))
 
 
 def pages() -> dict[str, str]:
@@ -115,4 +132,4 @@ def spliced(text: str, name: str, section: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

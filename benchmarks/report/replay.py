@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.replay.settings import ARCTIC_DEFAULT, DEFAULT, OURS, PRICED_BY
+from benchmarks.replay.job import ARCTIC_DEFAULT, DEFAULT, OURS, PRICED_BY
+from benchmarks.report.figures import origins
+from benchmarks.run import table
 
 MEASURED = "measured"
 _STRONGEST = "arctic"
@@ -22,114 +24,103 @@ _NAMES = {
 
 
 def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
-    """Against other drafters that may draft as much: accepted tokens a step, and what passes cost and give."""
-    lines = ["![accepted over drafted tokens per step](../benchmarks/results/replay-curve.png)"]
-    drafter = _STRONGEST
-    places = " / ".join(f"{place:.0%}" for place in path["comparison"][drafter]["places"])
-    kinds = [("path", path), *([("tree", tree)] if tree is not None else [])]
-    lines += [
-        "",
-        f"Ours beside {drafter}, path against path and tree against tree. Left: accepted tokens per step over "
-        f"{drafter}'s at as many drafted ones, {places} along what both curves cover. Right: speed-up over plain "
-        f"decoding at the measured cost of a pass, ours / the best of {drafter}'s settings in hindsight. Geometric "
-        "means over tokenizers.",
-        "",
-        f"| trace | {' | '.join(f'{kind}, ratio' for kind, _ in kinds)} | "
-        + " | ".join(f"{kind}, speed-up" for kind, _ in kinds)
-        + " |",
-        "|---|" + "--:|" * (2 * len(kinds)),
-    ]
-    traces = dict.fromkeys(row["trace"] for row in path["results"])
+    """Against another drafter at the best of its settings: what passes cost and give."""
+    drafter, kinds = _STRONGEST, {"path": path, **({} if tree is None else {"tree": tree})}
+    traces = list(dict.fromkeys(row["trace"] for row in path["results"]))
+    rows = []
     for trace in [*traces, None]:
-        cells = [_ratios(result["comparison"][drafter], trace) for _, result in kinds]
-        cells += [
-            "{:.2f}x / {:.2f}x".format(*speed_ups(result["results"], drafter, MEASURED, trace)) for _, result in kinds
-        ]
-        name = trace or "**all**"
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    errors = [
-        f"{kind} at most {max(errors):.3f}, {np.mean(errors):.3f} on average"
-        for kind, result in kinds
-        if (errors := [row["calibration"]["error"] for row in result["results"] if row["drafter"] == OURS])
-    ]
-    lines += ["", f"Expected calibration error of our estimates over traces and settings: {'; '.join(errors)}."]
+        row: dict[str, Any] = {"trace": trace or "**all**"}
+        for kind, result in kinds.items():
+            row[kind] = speed_ups(result["results"], drafter, MEASURED, trace)
+        rows.append(row)
+    columns = [("trace", "{trace}")]
+    for kind in kinds:
+        columns += [(f">{kind}s, ours", f"{{{kind}[0]:.2f}}x"), (f">{drafter}'s", f"{{{kind}[1]:.2f}}x")]
     parameters = path["parameters"]
-    lines += [
-        "",
-        f"`make bench`: {len(traces)} traces, tokenizers {', '.join(parameters['tokenizers'])}, the first "
-        f"{parameters['max_output_tokens']:,} output tokens of each, draft limit "
-        f"{parameters['draft']['num_speculative_tokens']}. The cost was measured on this engine with the bundled model "
-        "on a CPU; the time of proposals is left out.",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"Ours beside {drafter}, path against path and tree against tree: speed-up over plain decoding at the "
+            f"measured cost of a pass, of {drafter} the best of its settings in hindsight. Geometric means over "
+            "tokenizers.",
+            "",
+            *table(columns, rows),
+            "",
+            f"`make bench`: {len(traces)} traces, tokenizers {', '.join(parameters['tokenizers'])}, the first "
+            f"{parameters['max_output_tokens']:,} output tokens of each, draft limit "
+            f"{parameters['draft']['num_speculative_tokens']}. The cost was measured on this engine with the bundled "
+            "model on a CPU; the time of proposals is left out.",
+        ]
+    )
 
 
 def others_section(path: dict[str, Any], tree: dict[str, Any]) -> str:
     """All drafters beside each other, at their best; then each as its makers set it."""
-    kinds = [("path", path), ("tree", tree)]
-    costs = list(dict.fromkeys(cost for row in path["results"] for cost in row["speed_up"]))
-    columns = [
-        (kind, result, drafter)
-        for kind, result in kinds
+    contenders = [
+        (kind, result["results"], drafter)
+        for kind, result in (("path", path), ("tree", tree))
         for drafter in dict.fromkeys(row["drafter"] for row in result["results"])
     ]
-    parameters = path["parameters"]
     traces = list(dict.fromkeys(row["trace"] for row in path["results"]))
     best = {
-        (kind, drafter, trace): best_speed_up(result["results"], drafter, MEASURED, trace)
-        for kind, result, drafter in columns
+        (kind, drafter, trace): best_speed_up(results, drafter, MEASURED, trace)
+        for kind, results, drafter in contenders
         for trace in (None, *traces)
     }
-    ahead = [
-        f"{_NAMES.get(drafter, drafter)} with {kind}s on "
-        f"{', '.join(f'{trace} ({best[kind, drafter, trace] / best[kind, OURS, trace]:.2f}x)' for trace in those)}"
-        for kind, _, drafter in columns
-        if (those := [trace for trace in traces if best[kind, drafter, trace] > best[kind, OURS, trace]])
-    ]
+    ahead = []
+    for kind, _, drafter in contenders:
+        over = {trace: best[kind, drafter, trace] / best[kind, OURS, trace] for trace in traces}
+        if those := [f"{trace} ({ratio:.2f}x)" for trace, ratio in over.items() if ratio > 1]:
+            ahead.append(f"{_NAMES.get(drafter, drafter)} with {kind}s on {', '.join(those)}")
     shown = (
-        f"{_NAMES.get(drafter, drafter)}, {kind}s, {best[kind, drafter, None]:.2f}x" for kind, _, drafter in columns
+        f"{_NAMES.get(drafter, drafter)}, {kind}s, {best[kind, drafter, None]:.2f}x" for kind, _, drafter in contenders
     )
-    lines = [
-        "Speed-up over plain decoding at the measured cost of a pass, of every other drafter the best of its settings "
-        f"in hindsight for each trace, geometric means: {'; '.join(shown)}.",
-        "",
-        f"Ahead of ours: {'; '.join(ahead) or 'none'}.",
+    rows = []
+    for kind, results, drafter in contenders:
+        of_it = [row for row in results if row["drafter"] == drafter and _is_default(drafter, row["setting"])]
+        for setting in dict.fromkeys(row["setting"] for row in of_it):
+            some = [row for row in of_it if row["setting"] == setting]
+            rows.append(
+                {
+                    "drafter": f"{_NAMES.get(drafter, drafter)}, {kind}s",
+                    "setting": setting,
+                    "up": _mean(row["speed_up"][MEASURED] for row in some),
+                    "tokens": _mean(row["mean_acceptance_length"] for row in some),
+                    "drafted": np.mean([row["drafted_per_step"] for row in some]),
+                    "us": np.median([row["propose_us_p50"] for row in some]),
+                }
+            )
+    columns = [("drafter", "{drafter}"), ("setting", "{setting}")]
+    columns += [
+        (">speed-up", "{up:.2f}x"),
+        (">tokens a step", "{tokens:.2f}"),
+        (">drafted a step", "{drafted:.1f}"),
+        (">us", "{us:.1f}"),
     ]
-    lines += [
-        "",
-        "Each as its makers set it, ours as it prices drafts when it serves; geometric means over traces and "
-        "tokenizers. Microseconds of a proposal, the median of the middle trace: the drafter's own call, from Python "
-        "but for llama.cpp's.",
-        "",
-        f"| drafter | setting | {' | '.join(costs)} | tokens a step | drafted a step | us |",
-        "|---|---|" + "--:|" * (len(costs) + 3),
-    ]
-    for kind, result, drafter in columns:
-        rows = [row for row in result["results"] if row["drafter"] == drafter]
-        for setting in dict.fromkeys(row["setting"] for row in rows if _is_default(drafter, row["setting"])):
-            some = [row for row in rows if row["setting"] == setting]
-            cells = [f"{_mean(row['speed_up'][cost] for row in some):.2f}x" for cost in costs]
-            cells += [
-                f"{_mean(row['mean_acceptance_length'] for row in some):.2f}",
-                f"{np.mean([row['drafted_per_step'] for row in some]):.1f}",
-                f"{np.median([row['propose_us_p50'] for row in some]):.1f}",
-            ]
-            lines.append(f"| {_NAMES.get(drafter, drafter)}, {kind}s | {setting} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        f"`make bench` where `make bench-peers` installed them: {', '.join(parameters['tokenizers'])}, the first "
-        f"{parameters['max_output_tokens']:,} output tokens of each trace, so that less was said before than above; "
-        f"draft limit {parameters['draft']['num_speculative_tokens']}. flat 32: free up to 32 "
-        "tokens, linear beyond; measured: as above.",
-    ]
-    return "\n".join(lines)
+    parameters = path["parameters"]
+    return "\n".join(
+        [
+            "Speed-up over plain decoding at the measured cost of a pass, each but ours at the best of its settings "
+            f"in hindsight for each trace, geometric means: {'; '.join(shown)}.",
+            "",
+            f"Ahead of ours: {'; '.join(ahead) or 'none'}.",
+            "",
+            "Each as its makers set it; microseconds of a proposal are the drafter's own call, the median of the "
+            "middle trace.",
+            "",
+            *table(columns, rows),
+            "",
+            f"`make bench` where `make bench-peers` installed them: {', '.join(parameters['tokenizers'])}, the first "
+            f"{parameters['max_output_tokens']:,} output tokens of each trace, so less was said before than above; "
+            f"draft limit {parameters['draft']['num_speculative_tokens']}.",
+        ]
+    )
 
 
 def _is_default(drafter: str, setting: str) -> bool:
     if drafter == "arctic":
         return setting == ARCTIC_DEFAULT
     if drafter == OURS:
-        return setting.startswith(PRICED_BY)
+        return setting == f"{PRICED_BY}{MEASURED}"
     return setting.startswith(DEFAULT)
 
 
@@ -147,11 +138,6 @@ def best_speed_up(rows: Sequence[dict[str, Any]], drafter: str, cost: str, trace
 
 def _mean(values: Iterable[float]) -> float:
     return float(np.exp(np.mean(np.log(list(values)))))
-
-
-def _ratios(comparison: dict[str, Any], trace: str | None) -> str:
-    rows = [row["ratios"] for row in comparison["rows"] if row["ratios"] and trace in (None, row["trace"])]
-    return " / ".join(f"{_mean(at):.2f}" for at in zip(*rows, strict=True)) if rows else "no overlap"
 
 
 def speed_ups(rows: list[dict[str, Any]], drafter: str, cost: str, trace: str | None) -> tuple[float, float]:
@@ -212,12 +198,11 @@ def gains_section(
         ours, theirs = speed_ups(result["results"], drafter, "measured", None)
         what = f"their first {result['parameters']['max_output_tokens']:,} output tokens"
         add(what, f"{against} at the best setting", ours / theirs)
-    environment = growth["environment"]
-    dates = sorted({result["date"] for result in (growth, coupled, overhead, vllm, curve, *others)})
-    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    environment, when = growth["environment"], origins((growth, coupled, overhead, vllm, curve, *others))
     lines += [
         "",
-        f"Bundled model, float32, {environment['cpu']}, {environment['cores']} cores, {when}; ratios of "
-        "rates, so above 1 is good for us. The traces are other models' outputs, replayed; no GPU was measured.",
+        f"Bundled model, float32, {environment['cpu']}, {environment['cores']} cores; ratios of rates, so above 1 is "
+        "good for us. The traces are other models' outputs, replayed; no GPU was measured. Commits (+: with changes "
+        f"that were not committed): {when}.",
     ]
     return "\n".join(lines)

@@ -16,11 +16,9 @@ def http_section(result: Result) -> str:
         "one": "one client, one token an answer, ms a request",
         "plain": "{clients} clients, no drafts, whole answers, tokens/s",
         "plain-stream": "the same, streams",
-        "repeats": "{clients} clients, asked before, drafts, whole answers, tokens/s",
-        "repeats-stream": "the same, streams",
     }
     rows = []
-    for row in result["rows"]:
+    for row in (row for row in result["rows"] if row["kind"] in traffic):
         form = "{:+.1f} ms" if row["unit"] == "ms" else "{:+.0%}"
         shown = {name: form.format(row[name]) for name in ("difference", "least", "most")}
         rows.append({**row, **shown, "what": traffic[row["kind"]].format(**row)})
@@ -33,8 +31,8 @@ def http_section(result: Result) -> str:
     )
     note = (
         "`python -m benchmarks.http`" + _WHERE + ", {model}: medians of {parameters[rounds]} rounds of "
-        "{parameters[requests]} requests, in turn with the same requests to an engine in the client's process; all "
-        "texts are compared. Clients and service share the machine."
+        "{parameters[requests]} requests, in turn with the same to an engine in the client's process, which share the "
+        "machine; all texts are compared."
     )
     return section(columns, rows, said(note, result))
 
@@ -143,8 +141,8 @@ def index_section(runs: Sequence[Result]) -> str:
     columns = (("tokens", "{label}"), *((f">{_size(run)}", f"{{by[{place}]}}") for place, run in enumerate(runs)))
     note = (
         "`python -m benchmarks.index`, {environment[cpu]}, {environment[cores]} cores, made text of "
-        "{parameters[vocab]:,} ids, one thread, called from Python; contexts of 64 tokens never asked before, half of "
-        "them present, of the other half only the last 1 to 10 tokens; on what ingest leaves behind."
+        "{parameters[vocab]:,} ids, one thread; contexts of 64 tokens never asked before, half of them present, of the "
+        "other half only the last 1 to 10 tokens."
     )
     parts = ["\n".join(table(columns, rows)), said(note, runs[0])]
     if (compared := next((run for run in reversed(runs) if run["peers"]), None)) is not None:
@@ -183,7 +181,6 @@ def _peers(run: Result) -> str:
     tokens = run["parameters"]["peer_tokens"] / 1e6
     head = f"Beside others on the same {tokens:.0f} M tokens, medians of rounds in turn:"
     note = (
-        "Those without stored bytes look at the request's own text, here 64 tokens, and at nothing else. Below 1x ours "
-        "is the slower one."
+        "Those without stored bytes look at the request's own text alone, here 64 tokens. Below 1x ours is the slower."
     )
     return f"{head}\n\n{section(columns, rows, note)}"

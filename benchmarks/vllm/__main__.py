@@ -6,8 +6,7 @@ equal can be read there, times cannot.
 The bundled model in float32 on the CPU, greedy. Some requests recur, some are near-variants, some are new. All engines
 run at once, each in a process of its own; a window of requests goes to one after the other in rotating order, so that a
 machine that slows down slows all. Every output is compared token by token with that without speculation, near-ties by
-the rule of ``benchmarks.exactness``. Then one cache directory goes from our engine to vLLM and back. Prints a table and
-ends stdout with one JSON line; exits with an error when outputs differ.
+the rule of ``benchmarks.exactness``. Prints a table and ends stdout with one JSON line; status 1 where outputs differ.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.environment import describe
 from benchmarks.exactness import is_near_tie
-from benchmarks.run import Option, Run, in_turn
+from benchmarks.run import ENGINE, Option, Run, describe, in_turn
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.vllm.engines import METHODS
-from benchmarks.vllm.handover import hand_over
 from benchmarks.workloads import MIXED, checksum, shares, snippets, stream
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
@@ -99,9 +96,9 @@ OPTIONS: dict[str, Any] = {
     "method": Option(default=list(METHODS["v1"]), choices=list(METHODS["v1"])),
     "runner": Option(default=["v1"], choices=list(METHODS)),
     "max_model_len": 1024,
-    "handover": Option(default=12, least=0, help="requests of the cache that changes hands; 0: none"),
     "seed": 0,
 }
+UNDER = (*ENGINE, "ssd/integrations")
 COLUMNS = (
     ("runner", "{runner}"), (">batch", "{batch}"), ("method", "{method}"), (">accepted", "{accepted}"),
     (">drafted", "{drafted}"), (">tok/s", "{tokens_per_s:.0f}"), (">x none", "{against_none:.2f}"),
@@ -113,7 +110,7 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, compare, print. Returns the exit status: 1 where speculation changed a token."""
-    this = Run("vllm", __doc__, argv, OPTIONS, COLUMNS)
+    this = Run("vllm", __doc__, argv, OPTIONS, COLUMNS, under=UNDER)
     args, codec = this.args, TextCodec.load(str(MODEL_PATH))
     args.method = list(dict.fromkeys(["none", *args.method]))
     methods = {runner: {name: METHODS[runner].get(name) for name in args.method} for runner in args.runner}
@@ -134,16 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             compare(target, prompts, measured, said)
             for result, _ in measured.values():
                 this.row(result.summary(measured["none"][0]))
-    handover = None
-    if args.handover:
-        handover = hand_over(codec, prompts[: args.handover], args.max_tokens, args.max_model_len)
-        this.say(f"one cache directory, tokens per verify step: {handover.summary()}")
     return this.end(
         environment={**describe(), "vllm": versions()},
         stream={"shares": shares(requests), "checksum": checksum(requests)},
         results=this.rows,
-        handover=handover and handover.summary(),
-        is_wrong=any(row["mismatches"] for row in this.rows) or bool(handover and handover.num_mismatches),
+        is_wrong=any(row["mismatches"] for row in this.rows),
     )
 
 

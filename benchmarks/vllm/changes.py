@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.environment import describe
-from benchmarks.run import Option, Run
+from benchmarks.run import ENGINE, Option, Run, describe
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.ways import ask, requests_of
 from benchmarks.workloads import snippets
@@ -33,6 +32,7 @@ OPTIONS: dict[str, Any] = {
     "dtype": Option(default=["float32", "bfloat16"], choices=("float32", "bfloat16")),
     "seed": 0,
 }
+UNDER = (*ENGINE, "ssd/integrations")
 COLUMNS = (
     ("engine", "{engine}"), ("type", "{dtype}"), ("compared with one at a time, plain", "{what}"),
     (">answers", "{answers}"), (">differ", "{different}"), (">tokens", "{tokens}"),
@@ -41,7 +41,7 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Both engines in every type. Returns the exit status: 1 where a token of ours changes."""
-    run = Run("vllm_changes", __doc__, argv, OPTIONS, COLUMNS, program="vllm.changes")
+    run = Run("vllm_changes", __doc__, argv, OPTIONS, COLUMNS, under=UNDER, program="vllm.changes")
     args, codec = run.args, TextCodec.load(str(MODEL_PATH))
     prompts = [codec.encode_prompt(text)[-192:] for text in snippets(args.seed)[: args.prompts]]
     for dtype in args.dtype:

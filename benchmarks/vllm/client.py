@@ -1,4 +1,4 @@
-"""Our end of the pipes to a vLLM engine."""
+"""Our end of a vLLM engine in a process and an environment of its own, which ``make bench-vllm`` creates."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.child import ROOT, Child, ChildEnded
+
 ENVIRONMENT_VARIABLE = "SSD_VLLM_ENVIRONMENT"
-
-
-class EngineFailed(RuntimeError):
-    """The engine could not be started or failed; its log is on stderr."""
 
 
 def interpreter() -> Path:
@@ -23,8 +19,8 @@ def interpreter() -> Path:
     return Path(os.environ.get(ENVIRONMENT_VARIABLE, ROOT / ".venv-vllm")) / "bin" / "python"
 
 
-class VllmEngine:
-    """One vLLM engine in a process of its own. ``settings`` : environment variables for it; ``more`` : of `Engine`."""
+class VllmEngine(Child):
+    """One vLLM engine. ``settings`` : environment variables for it; ``more`` : of `engines.Engine`."""
 
     def __init__(
         self,
@@ -38,77 +34,32 @@ class VllmEngine:
         runner: str = "v1",
         **more: Any,
     ) -> None:
-        """Starts the process and waits until the model is loaded, some 15 s. Raises EngineFailed."""
+        """Starts the process and waits until the model is loaded, some 15 s. Raises ChildError."""
         if not interpreter().exists():
-            raise EngineFailed(f"there is no {interpreter()}: run `make bench-vllm`")
+            raise ChildEnded(f"there is no {interpreter()}: run `make bench-vllm`")
         self.method, self.runner = method, runner
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SSD_")}
-        self._process = subprocess.Popen(
-            [str(interpreter()), "-m", "benchmarks.vllm.process"],
-            cwd=ROOT,
-            env={**inherited, **_openmp(), **(settings or {})},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if os.environ.get("SSD_VLLM_LOG") else subprocess.DEVNULL,
-            text=True,
-        )
-        self._ask("open", model=str(model), method=method, batch=batch, max_model_len=max_model_len, dtype=dtype,
-                  runner=runner, **more)  # fmt: skip
+        super().__init__(
+            f"vLLM {runner}, {method}", interpreter(), "benchmarks.vllm.engines",
+            {**inherited, **_openmp(), **(settings or {})},
+        )  # fmt: skip
+        self.ask("open", str(model), method, batch=batch, max_model_len=max_model_len, dtype=dtype, runner=runner,
+                 **more)  # fmt: skip
 
     def complete(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sequence[dict[str, Any]] = ()
     ) -> tuple[list[list[int]], float, dict[str, Any]]:
         """Outputs, seconds, and all counters since the start. Greedy, but for what ``sampling`` says of each prompt."""
         asked = [list(map(int, prompt)) for prompt in prompts]
-        answer = self._ask("complete", prompts=asked, max_tokens=max_tokens, sampling=list(sampling))
-        return answer["outputs"], answer["seconds"], answer["counters"]
+        outputs, seconds = self.ask("complete", asked, max_tokens, list(sampling))
+        return outputs, seconds, self.ask("counters")
 
-    def abort(self, prompts: Sequence[Sequence[int]], num_steps: int) -> list[list[int]]:
-        """What clients got of prompts that were aborted after so many steps."""
-        outputs: list[list[int]] = self._ask("abort", prompts=list(prompts), num_steps=num_steps)["outputs"]
-        return outputs
-
-    def learned(self) -> list[list[int]]:
-        """All that its cache was given, as far as it was not known."""
-        texts: list[list[int]] = self._ask("learned")["texts"]
-        return texts
-
-    def close(self) -> dict[str, Any]:
-        """Shut the engine down, end the process, and return the last counters."""
-        if self._process.poll() is not None:
-            return {}
-        counters: dict[str, Any] = self._ask("close")["counters"]
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+    def shut_down(self) -> dict[str, Any]:
+        """Shut the engine down as vLLM does, end the process, and return the last counters."""
+        self.ask("close")
+        counters: dict[str, Any] = self.ask("counters")
+        self.close()
         return counters
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self._process.kill()
-            self._process.wait()
-
-    def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps({"op": operation, **arguments}) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            raise EngineFailed(f"the process of {self.method} ended; SSD_VLLM_LOG=1 shows its log")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise EngineFailed(f"{self.method}: {answer['error']}; SSD_VLLM_LOG=1 shows its log")
-        return answer
 
 
 def _openmp() -> dict[str, str]:

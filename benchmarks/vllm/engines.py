@@ -1,13 +1,25 @@
-"""vLLM engines and the clock around their drafters. Engines are made by vLLM's own interpreter only."""
+"""vLLM engines and the clock around their drafters. Engines are made by vLLM's own interpreter only.
+
+``python -m benchmarks.vllm.engines`` is the other end of `client.VllmEngine`. With ``check v1|v2`` it says whether our
+drafter works inside the installed vLLM: ``make bench-vllm`` begins with that, so that an environment that cannot be
+used is not marked as ready.
+
+vLLM's V2 model runner runs without a GPU: its Triton kernels in Triton's interpreter. `prepare` comes before vLLM is
+imported; where vLLM starts processes of its own, by a ``sitecustomize``: `in_every_process`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from benchmarks.child import serve
 
 _NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
@@ -64,24 +76,22 @@ class Engine:
         self, model: str, method: str, *, batch: int, max_model_len: int, dtype: str, runner: str = "v1",
         switches: Sequence[str] = (), options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """``switches`` : "async" and "adaptive", see `interpreter`; "process" for an engine core of its own process.
+        """``switches`` : "async" and "adaptive", see below; "process" for an engine core of its own process.
 
         ``options`` : of ``vllm.LLM`` besides; what stands at "speculative_config" is added to the method's.
         """
         os.environ.update(ENVIRONMENT)
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         if runner == "v2":
-            from benchmarks.vllm import interpreter
-
-            interpreter.prepare()
+            prepare()
         if "process" in switches:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         from vllm import LLM
 
         if "async" in switches:
-            interpreter.schedule_asynchronously()
+            schedule_asynchronously()
         if "adaptive" in switches:
-            interpreter.verify_adaptively()
+            verify_adaptively()
         given = dict(options or {})
         speculative, more = METHODS[runner][method], given.pop("speculative_config", {})
         self._llm = LLM(
@@ -202,3 +212,122 @@ def _params(max_tokens: int, given: Mapping[str, Any]) -> Any:
     if "regex" in said:
         said["structured_outputs"] = StructuredOutputsParams(regex=said.pop("regex"))
     return SamplingParams(**said)
+
+
+_TEXTS = ("def main(argv):\n    parser = ", "import os\nimport sys\n\ndef walk(", "import os\nimport sys\n\ndef walk(")
+_CHECKED_TOKENS = 48
+
+
+def check(runner: str) -> str:
+    """The same requests twice; returns what was seen. Raises ValueError where it is not what it should be."""
+    from ssd.bundled import MODEL_PATH
+    from ssd.integrations.vllm_hooks import V1_HOOKS, V2_HOOKS, missing
+    from ssd.text.codec import TextCodec
+
+    if lacks := missing(V1_HOOKS + V2_HOOKS):
+        raise ValueError("; ".join(lacks))
+    codec = TextCodec.load(str(MODEL_PATH))
+    prompts = [codec.encode_prompt(text) for text in _TEXTS]
+    engine = Engine(str(MODEL_PATH), "ssd", batch=2, dtype="float32", max_model_len=512, runner=runner)
+    steps = []
+    for _ in range(2):
+        before = engine.drafting.num_row_steps
+        outputs, _ = engine.complete(prompts, _CHECKED_TOKENS)
+        steps.append(engine.drafting.num_row_steps - before)
+    counters = engine.counters()["proposer"]
+    engine.close()
+    import torch  # late: it imports Triton, which is prepared for V2 before
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        plain = model.generate(torch.tensor([prompt]), max_new_tokens=_CHECKED_TOKENS, do_sample=False)
+        if output != plain[0, len(prompt) :].tolist():
+            raise ValueError("outputs are not those of model.generate")
+    if counters["num_failures"] or steps[1] * 2 > steps[0]:
+        raise ValueError(f"{counters['num_failures']} failures; verify steps {steps[0]}, then {steps[1]}")
+    return f"vLLM {runner} drafts with ours: verify steps {steps[0]}, then {steps[1]}"
+
+
+def prepare() -> None:
+    """Make vLLM believe in a Triton for CPUs, and choose the V2 runner."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    import numpy as np
+    import triton.backends
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    class Driver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=Driver)
+    plain = interpreter.InterpreterBuilder.binary_op
+
+    def binary_op(self: Any, left: Any, right: Any, op: Any) -> Any:
+        """The interpreter gives a comparison its operand's type; as a mask that is refused."""
+        handle = plain(self, left, right, op)
+        if handle.data.dtype == np.bool_:
+            handle.dtype = tl.int1
+        return handle
+
+    interpreter.InterpreterBuilder.binary_op = binary_op
+
+
+def schedule_asynchronously() -> None:
+    """As on GPUs; vLLM's CPU platform switches it off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def checked(cls: type, vllm_config: Any) -> None:
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(checked)
+
+
+def verify_adaptively() -> None:
+    """Adaptive verification without the full CUDA graphs that vLLM's configuration asks for, at made-up costs."""
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification as adaptive
+
+    from ssd.integrations.vllm_v2 import Speculator
+
+    def create(**given: Any) -> Any:
+        manager = adaptive.AdaptiveVerificationManager(
+            given["req_states"], given["query_start_loc"], given["num_bonus_tokens"],
+            max_total_logits=given["max_total_logits"],
+        )  # fmt: skip
+        manager.set_cost_curves([(1, 0.1), (64, 0.1)], [(1, 1.0), (256, 12.0)])
+        return manager
+
+    model_runner.maybe_create_adaptive_verification_manager = create
+    model_runner.resolve_adaptive_cudagraph_mode = lambda mode, *args, **kwargs: mode
+    adaptive._assign_draft_token_budget_compiled = adaptive._assign_draft_token_budget
+    init = Speculator.__init__
+
+    def made(self: Speculator, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.enable_adaptive_verification = True
+
+    Speculator.__init__ = made  # type: ignore[method-assign]
+
+
+def in_every_process(folder: Path) -> dict[str, str]:
+    """Environment in which each Python is prepared, and finds the metadata that ``vllm serve`` looks for."""
+    (folder / "sitecustomize.py").write_text("from benchmarks.vllm.engines import prepare\n\nprepare()\n")
+    metadata = folder / "vllm-0.32.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(exist_ok=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    root = Path(__file__).resolve().parents[2]
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{root}"}
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "check":
+        print(check(sys.argv[2]))
+        sys.exit(0)
+    sys.exit(serve(Engine))

@@ -1,0 +1,127 @@
+"""An object that lives in another environment, in a process of its own: opened, asked by name, closed.
+
+Nothing here imports anything but the standard library: the other environment's interpreter runs it too. Questions and
+answers are pickled over a socket pair that only the two ends know, so whatever a library prints is in nobody's way.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parents[1]
+_LAST_LINES = 8
+_PATIENCE_S = 60.0
+
+
+class ChildError(RuntimeError):
+    """What was asked raised an error there; it can be asked again. ``kind`` : the error's type."""
+
+    def __init__(self, text: str, kind: str = "") -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class ChildEnded(ChildError):
+    """The process did not start or has ended. The message has its last words."""
+
+
+class Child:
+    """Our end. Not for several threads."""
+
+    def __init__(self, name: str, python: Path, module: str, environment: Mapping[str, str]) -> None:
+        """``python -m module`` must call `serve`. Raises ChildEnded where there is no such interpreter."""
+        self.name = name
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close(); a pipe that nobody drains would block
+        self._pipe, theirs = Pipe()
+        try:
+            self._process = subprocess.Popen(
+                [python, "-m", module, str(theirs.fileno())],
+                cwd=ROOT, env=dict(environment), pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, stdout=self._words, stderr=self._words,
+            )  # fmt: skip
+        except OSError as error:
+            self._words.close()
+            raise ChildEnded(f"{name}: {python} does not run: {error}") from error
+        finally:
+            theirs.close()
+
+    def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
+        """What an attribute of the object there is, or its method returns. "open" makes the object.
+
+        Raises ChildError where it raises, ChildEnded where there is nobody any more.
+        """
+        try:
+            self._pipe.send((operation, arguments, named))
+            is_right, answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._ended(operation) from error
+        if is_right:
+            return answer
+        kind, text = answer
+        raise ChildError(f"{self.name}, {operation}: {kind}: {text}", kind)
+
+    def close(self) -> None:
+        """End the process; may be called twice."""
+        self._pipe.close()  # it ends with that
+        try:
+            self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._words.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ended(self, operation: str) -> ChildEnded:
+        if self._words.closed:
+            return ChildEnded(f"{self.name} was closed")
+        self._pipe.close()
+        try:
+            status = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        self._words.seek(0)
+        lines = self._words.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+        self.close()
+        said = "\n".join(f"  {line}" for line in lines) or "  nothing"
+        return ChildEnded(f"{self.name} ended with status {status} during {operation!r}. Its last words:\n{said}")
+
+
+def serve(make: Callable[..., Any]) -> int:
+    """The other end: answers until ours is closed. ``make`` : called with what "open" was asked with."""
+    number = int(sys.argv[1])
+    os.set_inheritable(number, False)  # a process that is started here must not keep it open
+    pipe, opened = Connection(number), None
+    while True:
+        try:
+            operation, arguments, named = pipe.recv()
+        except EOFError:
+            return 0
+        try:
+            if operation == "open":
+                opened, answer = make(*arguments, **named), None
+            else:
+                found = getattr(opened, operation)
+                answer = found(*arguments, **named) if callable(found) else found
+            told: Any = True, answer
+        except Exception as error:  # a library may raise anything, and who asked should hear of it
+            told = False, (type(error).__name__, str(error))
+        # Dropped before the next one is read: the data must not be held twice, nor be counted as the object's.
+        del arguments, named
+        pipe.send(told)

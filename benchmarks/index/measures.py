@@ -1,0 +1,437 @@
+"""A cache filled as a busy server would, what it holds, what is asked of it beside other drafters, and its traffic."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.child import ChildError
+from benchmarks.peers import Peer
+from ssd.config import CacheConfig, DraftConfig, IndexConfig
+from ssd.drafting import Drafter, DraftRequest, make_drafter
+from ssd.retrieval.cache import CacheSet, SuffixCache
+from ssd.retrieval.search import longest_match
+from ssd.retrieval.segment import Segment, unpack
+from ssd.retrieval.snapshot import Snapshot
+
+Tokens = npt.NDArray[np.int32]
+
+CONTEXT_TOKENS = 64
+DRAFT_TOKENS = 10
+MOST_KNOWN = 10
+"""Of a broken context so many of the last tokens occur, or fewer."""
+
+_ATTEMPTS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A context and what is known of it.
+
+    ``tokens`` : int32[CONTEXT_TOKENS]. ``known`` : how many of the last ones occur, one after the other; no longer tail
+    does. ``following`` : int32[DRAFT_TOKENS], what stands next at the place it was taken from.
+    """
+
+    tokens: Tokens
+    known: int
+    following: Tokens
+
+    @property
+    def is_present(self) -> bool:
+        """All of it occurs."""
+        return self.known == CONTEXT_TOKENS
+
+
+def window(segment: Segment, start: int, stop: int) -> Tokens:
+    """int32: tokens [start, stop) of a segment, without unpacking the others."""
+    return unpack(segment.text[segment.width * start :], stop - start, segment.width)
+
+
+def sample_contexts(snapshot: Snapshot, count: int, random: np.random.Generator) -> list[Context]:
+    """``count`` contexts from random places of the segments, in turn present and broken.
+
+    A broken one has the token before its last 1 to MOST_KNOWN replaced, so that no longer tail occurs anywhere. Raises
+    AssertionError when the text offers none.
+    """
+    bounds = np.cumsum([len(segment) for segment in snapshot.segments])
+    largest = _largest_id(snapshot, random)
+    contexts: list[Context] = []
+    for _ in range(1000 + 100 * count):
+        if len(contexts) == count:
+            return contexts
+        place = int(random.integers(bounds[-1]))
+        segment = snapshot.segments[int(np.searchsorted(bounds, place, side="right"))]
+        text = _stretch(segment, CONTEXT_TOKENS + DRAFT_TOKENS, random)
+        if text is None:
+            continue
+        tokens, following = text[:CONTEXT_TOKENS].copy(), text[CONTEXT_TOKENS:].copy()
+        known = CONTEXT_TOKENS
+        if len(contexts) % 2:
+            known = int(random.integers(1, MOST_KNOWN + 1))
+            if not _break(tokens, known, largest, snapshot, random):
+                continue
+        contexts.append(Context(tokens, known, following))
+    if len(contexts) < count:
+        raise AssertionError(f"only {len(contexts)} of {count} contexts were found in {bounds[-1]} tokens")
+    return contexts
+
+
+def _stretch(segment: Segment, length: int, random: np.random.Generator) -> Tokens | None:
+    """``length`` tokens from a random place; None when a separator is among them."""
+    if len(segment) <= length:
+        return None
+    start = int(random.integers(0, len(segment) - length))
+    text = window(segment, start, start + length)
+    return None if text.min() < 0 else text
+
+
+def _largest_id(snapshot: Snapshot, random: np.random.Generator) -> int:
+    """About the largest token id there is: of a few thousand tokens of each segment."""
+    found = 0
+    for segment in snapshot.segments:
+        start = int(random.integers(max(1, len(segment) - 4096)))
+        found = max(found, int(window(segment, start, min(len(segment), start + 4096)).max()))
+    return found
+
+
+def _break(tokens: Tokens, known: int, largest: int, snapshot: Snapshot, random: np.random.Generator) -> bool:
+    for _ in range(_ATTEMPTS):
+        tokens[-known - 1] = random.integers(0, largest + 1)
+        if longest_match(snapshot, tokens[-known - 1 :], known + 1).length == known:
+            return True
+    return False  # anything precedes these tokens somewhere
+
+
+_CHECKED_MATCH_TOKENS = DraftConfig().max_match_length
+_LEAST_AGREEING = 0.9
+
+
+class Prober:
+    """Asks a drafter and takes the time."""
+
+    def __init__(self) -> None:
+        self.drafter: Drafter = make_drafter("ssd", DraftConfig(num_speculative_tokens=DRAFT_TOKENS))
+        self._number = 0
+        warm_up = getattr(self.drafter, "warm_up", None)
+        if warm_up is not None:
+            warm_up()
+
+    def one(self, tokens: Tokens, snapshot: Snapshot) -> tuple[float, Tokens]:
+        """Microseconds of one proposal by a new request, and its draft."""
+        self._number += 1
+        request = DraftRequest(f"probe-{self._number}", tokens, len(tokens), snapshot, DRAFT_TOKENS)
+        began = time.perf_counter_ns()
+        drafts = self.drafter.propose([request])
+        took = time.perf_counter_ns() - began
+        self.drafter.finish(request.request_id)
+        return took / 1e3, drafts[0].token_ids
+
+
+def percentile(values: Sequence[float] | npt.NDArray[np.float64], q: float) -> float:
+    """Rounded to a tenth; 0.0 of nothing."""
+    return round(float(np.percentile(np.asarray(values), q)), 1) if len(values) else 0.0
+
+
+def measure(snapshot: Snapshot, random: np.random.Generator, *, passes: int = 3, count: int = 2000) -> dict[str, Any]:
+    """Microseconds of a call from Python: percentiles of a pass of ``count`` new contexts, the median over passes.
+
+    Raises AssertionError when drafts are not what was stored.
+    """
+    prober, cold, kinds = Prober(), list[list[float]](), {True: list[float](), False: list[float]()}
+    unique = agreeing = 0
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(passes):
+            cold.append([])
+            for context in sample_contexts(snapshot, count, random):
+                took, draft = prober.one(context.tokens, snapshot)
+                cold[-1].append(took)
+                kinds[context.is_present].append(took)
+                if context.is_present and longest_match(snapshot, context.tokens, _CHECKED_MATCH_TOKENS).support == 1:
+                    unique += 1
+                    agreeing += np.array_equal(draft, context.following[: len(draft)])
+    finally:
+        gc.enable()
+    if agreeing < _LEAST_AGREEING * unique:
+        raise AssertionError(f"of {unique} contexts that stand in one place only {agreeing} drafts are what follows")
+    p50, p99 = (float(np.median([np.percentile(times, q) for times in cold])) for q in (50, 99))
+    return {
+        "propose_us_p50": round(p50, 1),
+        "propose_us_p99": round(p99, 1),
+        "present_us_p50": percentile(kinds[True], 50),
+        "broken_us_p50": percentile(kinds[False], 50),
+        "checked_drafts": unique,
+        "checked_drafts_equal": int(agreeing),
+    }
+
+
+_ROUNDS = 3
+_CONTEXTS = 1000
+_WARM_UP = 64
+
+TREE_DEPTHS = (24, 64)
+"""vLLM's default for the suffix tree, and its own."""
+WAYS: dict[str, dict[str, dict[str, int | str]]] = {
+    "arctic": {f", depth {depth}": {"depth": depth} for depth in TREE_DEPTHS},
+    "sglang-ngram": {"": {"draft_tokens": DRAFT_TOKENS + 1}},
+    "llama-cpp": {", lookup": {"type": "lookup"}},
+}
+"""Of a peer, what is put behind its name and the options of it; no options where it is not listed."""
+
+
+def compare(
+    names: Sequence[str],
+    snapshot: Snapshot,
+    our_bytes: float,
+    sequences: Sequence[Tokens],
+    random: np.random.Generator,
+) -> dict[str, dict[str, Any]]:
+    """Each peer beside ours: bytes a token, tokens inserted a second, microseconds of a proposal.
+
+    ``snapshot``, of so many bytes a token, holds ``sequences``. Every round asks ours and then the peer the same new
+    contexts; medians over rounds, ratios within a round. A peer that cannot be used has a reason under "unavailable".
+    """
+    figures: dict[str, dict[str, Any]] = {}
+    for name in names:
+        for suffix, options in WAYS.get(name, {"": {}}).items():
+            try:
+                with Peer(name, **options) as peer:
+                    figures[f"{name}{suffix}"] = _beside(peer, snapshot, our_bytes, sequences, random)
+            except ChildError as error:
+                figures[f"{name}{suffix}"] = {"unavailable": str(error).splitlines()[0]}
+    return figures
+
+
+def _beside(
+    peer: Peer, snapshot: Snapshot, our_bytes: float, sequences: Sequence[Tokens], random: np.random.Generator
+) -> dict[str, Any]:
+    prober, rounds = Prober(), list[dict[str, float]]()
+    insertion = peer.insert(sequences)
+    for count in (_WARM_UP, *[_CONTEXTS] * _ROUNDS):
+        contexts = sample_contexts(snapshot, count, random)
+        our_us = np.array([prober.one(context.tokens, snapshot)[0] for context in contexts])
+        their_us = peer.propose([context.tokens for context in contexts], DRAFT_TOKENS).us
+        present = np.array([context.is_present for context in contexts])
+        rounds.append({})
+        for kind, chosen in (("present", present), ("broken", ~present)):
+            ours, theirs = float(np.median(our_us[chosen])), float(np.median(their_us[chosen]))
+            rounds[-1] |= {f"propose_us_{kind}_p50": theirs, f"propose_{kind}_times_ours": theirs / ours}
+    figures: dict[str, Any] = {"versions": peer.versions, "tokens": insertion.num_tokens}
+    if insertion.num_tokens:
+        bytes_per_token = insertion.resident_growth_bytes / insertion.num_tokens
+        figures |= {
+            "bytes_per_token": round(bytes_per_token, 1),
+            "bytes_per_token_times_ours": round(bytes_per_token / our_bytes, 1),
+            "insert_tokens_per_s": round(insertion.num_tokens / insertion.seconds),
+        }
+    return figures | {key: round(float(np.median([each[key] for each in rounds[1:]])), 2) for key in rounds[0]}
+
+
+FINGERPRINT: Final = "0" * 32
+"""Of the tokenizer that nobody has: ids are made."""
+LAST_COMPLETIONS: Final = 2
+"""Appended at the very end and together less than a seal, so that the tail is not empty."""
+TOKENS_PER_S: Final = 10_000
+_REBUILD_PROCESS: Final = b"ssd.retrieval.merge_worker"
+_SLOW_TOKENS: Final = 1 << 21
+_SETTLED_S: Final = 1.5  # longer than the interval in which the cache looks for something to do
+_PAGE_BYTES: Final = 4096
+_PATIENCE_S: Final = 10.0
+_MARK_TOKENS: Final = 3
+_LOOK_FOR_PROCESS_S: Final = 0.5
+
+
+def resident_bytes(process: int | str = "self") -> int:
+    """Proportional resident size: anonymous pages, and mapped ones divided by the processes that share them; 0 of none.
+
+    Of this process with freed memory given back to the kernel, so that what is resident is in use.
+    """
+    if process == "self":
+        gc.collect()
+        release = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others give pages back themselves
+        if release is not None:
+            release(0)
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
+
+
+def rebuild_process() -> int | None:
+    """The process that merges segments, if this one has started it and it runs."""
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            for child in (task / "children").read_text().split():
+                if _REBUILD_PROCESS in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
+        except OSError:  # a thread or a process that has just ended
+            continue
+    return None
+
+
+def _stat(*place: object) -> list[str]:
+    """Fields of a process' or a thread's stat file from the state on; none when it is gone."""
+    try:
+        return Path("/proc", *map(str, place), "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _is_working(process: int | None) -> bool:
+    """Whether it runs, is ready to run, or waits for a disk: all but sleeping for its next job."""
+    fields = _stat(process) if process is not None else []
+    return bool(fields) and fields[0] in "RD"
+
+
+def _upkeep_s() -> tuple[float, float]:
+    """Processor time used so far by the rebuild process, and by the cache's threads in this one."""
+
+    def used(*place: object) -> float:
+        fields = _stat(*place)
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+    threads = [t.native_id for t in threading.enumerate() if t.name.startswith("ssd-") and t.native_id is not None]
+    return used(rebuild_process()), sum(used("self", "task", thread) for thread in threads)
+
+
+def warm_up() -> tuple[int, int]:
+    """Load and compile what a cache needs, as that is the same for any number of tokens.
+
+    Returns what this process and an idle rebuild process hold, bytes.
+    """
+    with tempfile.TemporaryDirectory(prefix="ssd-bench-") as directory:
+        config = CacheConfig(index=IndexConfig(capacity_tokens=1 << 20), directory=Path(directory))
+        with CacheSet(config, FINGERPRINT) as caches:
+            cache = caches.get()
+            for _ in range(8):  # a merge of more than 16,384 tokens is the rebuild process's
+                cache.append(np.arange(8000, dtype=np.int32))
+                cache.flush()
+            Prober().one(np.arange(64, dtype=np.int32), cache.snapshot())
+            process = rebuild_process()
+            of_rebuild = 0 if process is None else resident_bytes(process)
+    return resident_bytes(), of_rebuild
+
+
+def fill(
+    cache: SuffixCache, stream: Iterator[Tokens], num_tokens: int, index: IndexConfig, idle: tuple[int, int]
+) -> tuple[Snapshot, dict[str, Any]]:
+    """Append completions until ``num_tokens`` are stored, let merging come to rest, append LAST_COMPLETIONS.
+
+    Most go in as fast as they are sealed, the last ones seal by seal as under traffic, so that small segments are there
+    too. ``idle`` : of `warm_up`. Returns what is stored, and how much memory a token takes at rest, every page of every
+    segment touched. Raises AssertionError when text was lost.
+    """
+    began = time.perf_counter()
+    stored = _append(cache, stream, num_tokens - min(num_tokens // 8, _SLOW_TOKENS), 8 * index.seal_tokens)
+    tokens_per_s = stored / (time.perf_counter() - began)
+    _append(cache, stream, num_tokens - stored, index.seal_tokens)
+    _settle(cache)
+    for _ in range(LAST_COMPLETIONS):
+        cache.append(next(stream))
+    snapshot, stats = cache.snapshot(), cache.stats()
+    if stats.num_dropped_tokens or stats.num_failures:
+        raise AssertionError(f"ingest lost text: {stats}")
+    if snapshot.tail_start == snapshot.tail_stop:
+        raise AssertionError("the tail is empty: a lookup would not be what it is under traffic")
+    for segment in snapshot.segments:
+        for array in (segment.text, segment.order, segment.fence):
+            int(array[:: _PAGE_BYTES // array.itemsize].sum())
+    process = rebuild_process()
+    grown = resident_bytes() - idle[0] + (0 if process is None else max(0, resident_bytes(process) - idle[1]))
+    held = sum(part.nbytes for s in snapshot.segments for part in (s.text, s.order, s.fence))
+    return snapshot, {
+        "segments": len(snapshot.segments),
+        "ingest_tokens_per_s": round(tokens_per_s),
+        "bytes_per_token": round(grown / snapshot.num_tokens, 2),
+        "segment_bytes_per_token": round(held / snapshot.num_tokens, 2),
+        "num_sealed": stats.num_sealed,
+        "num_merged": stats.num_merged,
+    }
+
+
+def _append(cache: SuffixCache, stream: Iterator[Tokens], num_tokens: int, most_unsealed: int) -> int:
+    """Append whole completions until at least ``num_tokens`` are stored, separators counted; returns how many.
+
+    Waits while the tail holds ``most_unsealed`` or more, so that nothing is dropped.
+    """
+    stored = 0
+    while stored < num_tokens:
+        tokens = next(stream)
+        cache.append(tokens)
+        stored += len(tokens) + 1
+        while cache.stats().num_tail_tokens >= most_unsealed:
+            time.sleep(0.0005)
+    return stored
+
+
+def _settle(cache: SuffixCache) -> None:
+    """Wait until nothing is left to seal and nothing has been merged for a while."""
+    generation, since = -1, time.monotonic()
+    while time.monotonic() - since < _SETTLED_S:
+        time.sleep(0.05)
+        stats = cache.stats()
+        if stats.generation != generation or stats.num_tail_tokens or _is_working(rebuild_process()):
+            generation, since = stats.generation, time.monotonic()
+
+
+def watch_traffic(
+    cache: SuffixCache, stream: Iterator[Tokens], contexts: Sequence[Context], seconds: float, vocabulary: int
+) -> dict[str, Any]:
+    """`TOKENS_PER_S` for ``seconds``: until when new text is drafted, what upkeep takes of a core, whom it delays.
+
+    Every completion holds three ids beyond ``vocabulary`` that no other has: what follows them can come from nowhere
+    else. Between two completions ``contexts`` are asked for, one a millisecond or so. Raises AssertionError where new
+    text is not drafted.
+    """
+    prober = Prober()
+    fresh_ms, resting_us, merging_us = list[float](), list[float](), list[float]()
+    append_s, arrived, marked, turns = 0.0, 0, 0, 0
+    before, stats = _upkeep_s(), cache.stats()
+    process, looked_at, began = rebuild_process(), time.monotonic(), time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        tokens = next(stream).copy()
+        place, run = len(tokens) // 2, np.arange(_MARK_TOKENS, dtype=np.int32) + vocabulary + _MARK_TOKENS * marked
+        tokens[place : place + _MARK_TOKENS] = run
+        marked += 1
+        asked, wanted = np.concatenate([tokens[:2], run]), int(tokens[place + _MARK_TOKENS])
+        at, used = time.perf_counter(), time.thread_time()
+        cache.append(tokens)
+        append_s += time.thread_time() - used
+        while prober.one(asked, cache.snapshot())[1][:1].tolist() != [wanted]:
+            if time.perf_counter() - at > _PATIENCE_S:
+                raise AssertionError("new text was not drafted")
+        fresh_ms.append((time.perf_counter() - at) * 1e3)
+        arrived += len(tokens)
+        while time.perf_counter() < began + arrived / TOKENS_PER_S:
+            if time.monotonic() - looked_at > _LOOK_FOR_PROCESS_S:
+                process, looked_at = rebuild_process(), time.monotonic()
+            turns += 1
+            was_working = _is_working(process)
+            took = prober.one(contexts[turns % len(contexts)].tokens, cache.snapshot())[0]
+            (merging_us if was_working and _is_working(process) else resting_us).append(took)
+            time.sleep(0.001)
+    elapsed = time.perf_counter() - began
+    shares = [(now - then) / elapsed for now, then in zip(_upkeep_s(), before, strict=True)] + [append_s / elapsed]
+    return {
+        "tokens_per_s": round(arrived / elapsed),
+        "freshness_ms_p99": round(float(np.percentile(fresh_ms, 99)), 3),
+        "maintenance_core_share": round(sum(shares), 4),
+        "rebuild_process_share": round(shares[0], 4),
+        "num_completions": marked,
+        "num_merged": cache.stats().num_merged - stats.num_merged,
+        "propose_us_p99_resting": percentile(resting_us, 99),
+        "propose_us_p99_merging": percentile(merging_us, 99),
+    }
