@@ -12,7 +12,7 @@ import torch
 
 from ssd.drafting.protocol import DraftRequest
 from ssd.errors import ModelError
-from ssd.model.heads.drafter import tapped_by
+from ssd.model.draft.drafter import tapped_by
 from ssd.model.heads.layouts import load_head
 from ssd.model.heads.networks import Eagle3Head
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
@@ -110,7 +110,8 @@ def test_both_layouts_say_what_is_written_out(layout: str, norm_before_residual:
 
 def test_two_bytes_a_weight_leave_angles_and_ids_exact(tmp_path: Path) -> None:
     plain, head = load(own(tmp_path)), load_head(tmp_path, tiny_model("Llama", num_hidden_layers=8).to(torch.bfloat16))
-    assert isinstance(head, Eagle3Head) and torch.equal(head.rotary.inv_freq, plain.rotary.inv_freq)
+    assert isinstance(head, Eagle3Head) and head.rotary is not None and plain.rotary is not None
+    assert torch.equal(head.rotary.inv_freq, plain.rotary.inv_freq)
     assert head.draft_to_target is not None and torch.equal(head.draft_to_target, DRAFTED)
 
 

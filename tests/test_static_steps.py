@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from ssd.model.sampling.sampler import PassOutput
 from ssd.model.steps.buffers import StepShape
 from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticMoves, StaticSteps, Step, eagerly
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.steps_probe import Candidate, attach_first, make_steps, steps_error
+from ssd.model.ways.steps_probe import Candidate, attach_first, steps_error
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
 from tests.static_targets import RECORDERS, pair_of_targets
@@ -144,7 +144,7 @@ def shape_of(
 
 def test_shapes_are_few_and_large_passes_have_none() -> None:
     target = SlotTarget(tiny_model(), 24, 1000, 65)
-    steps = make_steps(target, eagerly, tolerance=1e-4)
+    steps = StaticSteps(target, eagerly, tolerance=1e-4)
     assert shape_of(steps, 1, 1, 0) == (1, 1, 256, False)
     assert shape_of(steps, 3, 5, 200) == (4, 8, 256, False)
     assert shape_of(steps, 3, 5, 249) == (4, 8, 512, False)
@@ -189,7 +189,7 @@ def test_what_cannot_be_recorded_or_differs_is_run_plainly_and_said_once(
     record: Callable[[Step], Step], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, static = pair_of_targets(tiny_model())
-    static.steps = make_steps(static, record, tolerance=1e-4)
+    static.steps = StaticSteps(static, record, tolerance=1e-4)
     for token in (5, 6, 7):
         expected, found = (target.forward([2], np.array([[token]]), [1]) for target in (plain, static))
         assert torch.equal(expected.logits, found.logits) and found.chosen is None
@@ -203,15 +203,9 @@ def test_the_probe_finds_steps_that_compute_something_else() -> None:
     assert steps_error(static) < 1e-4
     for slot in range(static.num_slots):
         static.rollback(slot, 0)
-    score = static.score
-    static.steps = StaticSteps(
-        lambda tokens, rows: score(tokens, rows) + rows.starts[:, :, None],
-        static.kv_cache,
-        max_length=static.max_length,
-        max_width=static.max_width,
-        record=eagerly,
-        tolerance=1e-4,
-    )
+    score: Any = static.score
+    static.steps = steps = StaticSteps(static, eagerly, tolerance=1e-4)
+    cast(Any, steps)._score = lambda tokens, rows: score(tokens, rows) + rows.starts[:, :, None]
     assert steps_error(static) > 0.1
 
 

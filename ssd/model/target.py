@@ -74,6 +74,7 @@ class Target(ABC):
         self.adapters: list[str | None] = [None] * num_slots
         """Of each slot, the adapter that its tokens are computed with; to be set while the slot is empty."""
         self.exactness = Exactness()
+        self._held: Int64s = np.zeros(num_slots, np.int64)
         self._fed: npt.NDArray[np.int32] = np.full((num_slots, max_length), -1, np.int32)
 
     @property
@@ -81,9 +82,13 @@ class Target(ABC):
         """Whether passes that choose tokens do so with noise; where not, none may be given."""
         return False
 
-    @abstractmethod
     def length(self, slot: int) -> int:
         """Tokens the slot holds."""
+        return int(self._held[slot])
+
+    def lengths_of(self, slots: Sequence[int]) -> Int64s:
+        """Tokens that each of these slots holds, int64[B]."""
+        return self._held[list(slots)]
 
     @abstractmethod
     def rollback(self, slot: int, length: int) -> None:
@@ -104,6 +109,7 @@ class Target(ABC):
         start = self.length(slot)
         assert self.can_keep_prefixes and slot != source and start <= length <= self.length(source)
         self._copy(source, slot, start, length)
+        self._held[slot] = length
         self._fed[slot, start:length] = self._fed[source, start:length]
 
     def fed_tokens(self, slot: int) -> npt.NDArray[np.int32]:
@@ -111,16 +117,11 @@ class Target(ABC):
         return self._fed[slot, : self.length(slot)]
 
     def _feed(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
-        self._note_fed(slots, tokens, counts)
-        return self._append(slots, tokens, counts, **kwargs)
-
-    def _note_fed(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
-        starts = self.lengths_of(slots)
-        _note(self._fed, np.array(slots), starts, np.ascontiguousarray(tokens, np.int64), np.array(counts))
-
-    def lengths_of(self, slots: Sequence[int]) -> Int64s:
-        """Tokens that each of these slots holds, int64[B]."""
-        return np.array([self.length(slot) for slot in slots])
+        starts, rows, more = self.lengths_of(slots), np.array(slots), np.array(counts)
+        _note(self._fed, rows, starts, np.ascontiguousarray(tokens, np.int64), more)
+        output = self._append(slots, tokens, counts, **kwargs)
+        self._held[rows] = starts + more
+        return output
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
         """Append to ``slot``, which holds ``start`` tokens, positions ``start`` to ``end`` of ``source``."""
@@ -128,7 +129,7 @@ class Target(ABC):
 
     @abstractmethod
     def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
-        """Append ``counts[b]`` tokens to each slot; logits [B, T or fewer, V]."""
+        """Append ``counts[b]`` tokens, which are noted, to what each slot holds; logits [B, T or fewer, V]."""
 
     @torch.inference_mode()
     def forward(

@@ -1,28 +1,32 @@
-"""A draft head as a drafter: it reads what the target made of the text so far, and says what comes next."""
+"""A network as a drafter: a head that reads what the target made of the text so far, or a smaller model beside it."""
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ssd.compiled.addresses import inlined, kernel
-from ssd.drafting.noise import UInt64, gumbel_at
-from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, MAX_OFFERED, Draft, DraftRequest, Prices, SamplingRow
-from ssd.model.draft.network import UNKNOWN_SAMPLING, WARM_UP_ROWS, WARM_UP_TOKENS, NetworkDrafter
-from ssd.model.heads.head import Head, ParallelHead, RecurrentHead
-from ssd.model.heads.slots import HeadSlot, HeadSlots, bytes_per_token
+from ssd.config import SamplingParams
+from ssd.drafting.noise import SequenceNoise, UInt64, gumbel_at
+from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, MAX_OFFERED, MODEL, Draft, DraftRequest, Prices, SamplingRow
+from ssd.errors import ModelError
+from ssd.model.draft.slots import HeadSlots, ModelSlots, TextSlot, TextSlots, bytes_per_token
+from ssd.model.heads.head import Head
 from ssd.model.kv.tree import leading_chain
 from ssd.model.layers.tap import Tapped
 from ssd.model.sampling.noise import LOWEST_TEMPERATURE
 from ssd.model.sampling.target_tokens import is_ruled, with_prefix_rules
 from ssd.model.target import Target
+from ssd.pricing.calibration import PlattScaling
+from ssd.pricing.pass_costs import OUTLIER
+from ssd.pricing.price_list import PriceList
 from ssd.pricing.rate import price_of
 
 MOST_CANDIDATES = 32
@@ -133,9 +137,6 @@ def _favour(
             logs[row, i] = _foreseen(logs[row, i], noisy[i])
 
 
-SOURCE = "head"
-"""``Draft.source`` of what a draft head proposes."""
-
 _SIBLINGS = 3
 """Most tokens proposed beside that of the chain at any depth."""
 
@@ -159,44 +160,9 @@ def comb(token_ids: Sequence[Ints], chances: Sequence[Floats], prices: Floats, l
     nodes = [(int(token_ids[i][0]), i - 1, float(chances[i][0])) for i in range(depth)]
     for _chance, i, rank in sorted(leaves)[: limit - depth]:
         nodes.append((int(token_ids[i][rank]), i - 1, float(chances[i][rank])))
-    return _draft(nodes)
-
-
-def product(token_ids: Ints, chances: Floats, prices: Floats, limit: int) -> Draft:
-    """The likeliest paths where each depth has candidates of its own, whatever came before: one token at least.
-
-    token_ids, chances : int64[K, M] and float64[K, M]. prices, limit : as for `comb`, and the same order.
-    O(limit log limit).
-    """
-    nodes: list[tuple[int, int, float]] = []
-    chain: list[int] = []
-    found = [
-        (-float(chances[0, 0]), 0, 0, 0, -1, 1.0)
-    ]  # chance of the path, serial number, depth, rank, parent, before
-    serial = 0
-    while found and len(nodes) < limit:
-        negative, _, depth, rank, parent, before = heapq.heappop(found)
-        if nodes and -negative <= price_of(prices, len(nodes)):
-            continue
-        if rank == 0 and parent == (chain[-1] if chain else -1):
-            chain.append(len(nodes))
-        nodes.append((int(token_ids[depth, rank]), parent, float(chances[depth, rank])))
-        followers = [(depth, rank + 1, parent, before), (depth + 1, 0, len(nodes) - 1, -negative)]
-        for next_depth, next_rank, next_parent, chance in followers:
-            if next_depth < len(token_ids) and next_rank < token_ids.shape[1]:
-                serial += 1
-                path = chance * float(chances[next_depth, next_rank])
-                heapq.heappush(found, (-path, serial, next_depth, next_rank, next_parent, chance))
-    order = chain + sorted(set(range(len(nodes))) - set(chain))
-    new = {old: index for index, old in enumerate(order)} | {-1: -1}
-    return _draft([(nodes[old][0], new[nodes[old][1]], nodes[old][2]) for old in order])
-
-
-def _draft(nodes: Sequence[tuple[int, int, float]]) -> Draft:
     tokens, parents, chances = zip(*nodes, strict=True)
     return Draft(
         np.array(tokens, np.int32),
-        source=SOURCE,
         probabilities=np.array(chances),
         parents=None if parents == tuple(range(-1, len(parents) - 1)) else np.array(parents, np.int32),
     )
@@ -204,19 +170,14 @@ def _draft(nodes: Sequence[tuple[int, int, float]]) -> Draft:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """One request while it is drafted for. ``text`` : its context, and room for the chain that is drafted after it.
-
-    ``chance`` : expected of the whole chain to be accepted.
-    """
+    """One request while it is drafted for. ``chance`` : expected of the whole chain to be accepted."""
 
     index: int
     request: DraftRequest
     sampling: SamplingRow
-    slot: int
     limit: int
     prices: Prices
-    text: np.ndarray[tuple[int], np.dtype[np.int32]]
-    state: HeadSlot | None
+    state: TextSlot
     chance: float = 1.0
     token_ids: list[Ints] = field(default_factory=list)
     chances: list[Floats] = field(default_factory=list)
@@ -225,63 +186,58 @@ class _Row:
     def depth(self) -> int:
         return len(self.token_ids)
 
-    def sampling_row(self, depth: int) -> SamplingRow:
-        """What choosing the token at ``depth`` needs: the chain before it counts as output."""
-        return self.sampling.at(self.text[: len(self.request.context) + depth], self.request.prompt_length)
+    def sampling_row(self) -> SamplingRow:
+        """What choosing the next token needs: the chain before it counts as output."""
+        end = len(self.request.context) + self.depth
+        return self.sampling.at(self.state.text[:end], self.request.prompt_length)
 
 
-class HeadDrafter(NetworkDrafter):
-    """Drafts with a head from the features that the target's passes leave in its slots.
+_UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), noise=SequenceNoise.seeded(0))
+_WARM_UP_ROWS, _WARM_UP_TOKENS = 8, 64
 
-    A recurrent head follows the text of each slot by itself, rows together, and then goes on token by token; a draft is
-    the chain of what it would choose, with the next candidates as leaves, and the chain ends where the chance that it
-    is accepted falls below the price of a token. A parallel head says all its tokens in one pass; a draft is the
-    likeliest paths through them. Either is a tree, whether or not the request takes one: what judges it picks.
-    ``Draft.probabilities`` are the head's own. Sampled requests are drafted for with the target's noise.
 
-    Owned by one thread. A pass that fails leaves no trace: the head reads the slots again.
+class NetworkDrafter:
+    """Follows the text of each slot by itself, rows together, and then goes on token by token.
+
+    A draft is the chain of what the target would choose if it had the network's law, with the next candidates as
+    leaves: a tree, whether or not the request takes one; what judges it picks. The chain ends where the chance that all
+    of it is accepted falls below the price of a token: by the network's own probabilities, corrected by what came of
+    those before. ``Draft.probabilities`` are its own. Sampled requests are drafted for with the target's noise.
+
+    Owned by one thread. A pass that fails leaves no trace: the network reads the slots again.
     """
 
-    kind = HEAD
+    kind: ClassVar[int]
+    source: ClassVar[str]
+    """``Draft.source`` of what it proposes."""
 
-    def __init__(self, head: Head, target: Target, *, price: float = 0.2, chunk_tokens: int = 512) -> None:
-        """``target`` : keeps the features that ``head`` reads. price : of a drafted token, in expected accepted tokens,
-        where a request names none. chunk_tokens : most positions that are read in one call.
+    def __init__(self, slots: TextSlots, vocab_size: int, price: float) -> None:
+        """``vocab_size`` : tokens below it are drafted. ``price`` : of a drafted token, in expected accepted tokens,
+        where a request names none.
         """
-        assert target.features is not None and target.features.size == head.feature_size
-        assert isinstance(head, (RecurrentHead, ParallelHead))
-        super().__init__(price)
-        self._head: RecurrentHead | ParallelHead = head
-        self._target = target
-        self._features = target.features
-        self._slots = HeadSlots(head, target, chunk_tokens) if isinstance(head, RecurrentHead) else None
+        self._slots, self._vocab_size, self._price = slots, vocab_size, np.array([price])
+        self._greedy_chances = PlattScaling(shift=0.5, scale=1.0)
+        self._sampled_chances = PlattScaling(shift=1.0, scale=0.5)
+        self._price_list = PriceList()
         self._last: dict[str, tuple[bool, Floats]] = {}
 
     def seconds_per_token(self, num_rows: int) -> float:
         """Measured time to draft one more token for each of ``num_rows`` requests together; 0 until it is known."""
-        seconds = super().seconds_per_token(num_rows)
-        return seconds / self._head.num_tokens if isinstance(self._head, ParallelHead) else seconds
+        return self._price_list.seconds(num_rows)
 
     def seconds_to_begin(self, request: DraftRequest) -> float:
-        """Expected time for the head to read what is new to it in the context; 0 where that is little or not known."""
-        if self._slots is None or request.slot is None or request.slot < 0:
-            return 0.0
-        return self._slots.seconds_to_read(request.slot, request.request_id, len(request.context))
+        """Expected time to read what is new in the context; 0 where that is little or not known."""
+        return self._slots.seconds_to_read(request) if request.slot is not None and request.slot >= 0 else 0.0
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One draft per request, in order; empty where the head is still reading, and where it cannot read."""
-        rows = [
-            self._row(index, request)
-            for index, request in enumerate(requests)
-            if self._takes(request) and self._target.length(request.slot or 0) >= len(request.context) - 1
-        ]
-        return self._propose(rows, len(requests))
+        """One draft per request, in order; empty where it is still read, and where it cannot be read."""
+        return self._propose(requests, [self._slots.can_follow(request) for request in requests])
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Learn how far the chain was accepted; what follows the first wrong token was not tested."""
         greedy, own = self._last.get(request_id, (True, np.empty(0)))
-        if draft.source != SOURCE or not len(own):
+        if draft.source != self.source or not len(own):
             return
         length = min(len(own), len(draft.token_ids) if draft.parents is None else leading_chain(draft.parents))
         path = np.arange(num_accepted) if draft.path is None else draft.path
@@ -293,105 +249,78 @@ class HeadDrafter(NetworkDrafter):
     def finish(self, request_id: str) -> None:
         """Forget a request."""
         self._last.pop(request_id, None)
-        if self._slots is not None:
-            self._slots.close(request_id)
+        self._slots.close(request_id)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run passes over one and over several slots, so that their time is known; while no slot holds a text."""
-        context = np.ones(min(WARM_UP_TOKENS, self._target.max_length - 3), np.int32)
-        for num_rows in (1, 1, min(WARM_UP_ROWS, self._target.num_slots)):
+        target = self._slots.target
+        context = np.ones(min(_WARM_UP_TOKENS, target.max_length - 3), np.int32)
+        for num_rows in (1, 1, min(_WARM_UP_ROWS, target.num_slots)):
             for limit in (1, 3, 3):
-                names = [f"warm-up-{slot}" for slot in range(num_rows)]
                 requests = [
-                    DraftRequest(name, context, 1, None, limit, prices=np.zeros(1), slot=slot)
-                    for slot, name in enumerate(names)
+                    DraftRequest(f"warm-up-{slot}", context, 1, None, limit, prices=np.zeros(1), slot=slot)
+                    for slot in range(num_rows)
                 ]
-                self._propose([self._row(index, request) for index, request in enumerate(requests)], num_rows)
-                for name in names:
-                    self.finish(name)
-        if self._slots is not None:
-            self._slots.reread()
+                self._propose(requests, [True] * num_rows)
+                for request in requests:
+                    self.finish(request.request_id)
+        self._slots.reread()
 
-    def _takes(self, request: DraftRequest) -> bool:
-        has_room = min(request.limit, self._target.max_length - len(request.context)) >= 1
-        return request.slot is not None and request.slot >= 0 and has_room and len(request.context) > 1
-
-    def _row(self, index: int, request: DraftRequest) -> _Row:
-        length, slot = len(request.context), request.slot
-        assert slot is not None
-        limit = min(request.limit, self._target.max_length - length, MAX_OFFERED)
-        text = np.empty(length + limit, np.int32)
-        text[:length] = request.context
-        state = None
-        if self._slots is not None:
-            adapter = self._target.adapters[slot]
-            state = self._slots.follow(slot, request.request_id, request.context, adapter, request.learned)
-        prices = self._price if request.prices is None else request.prices
-        return _Row(index, request, request.sampling or UNKNOWN_SAMPLING, slot, limit, prices, text, state)
-
-    def _propose(self, rows: list[_Row], num_requests: int) -> list[Draft]:
-        drafts = [EMPTY_DRAFT] * num_requests
+    def _propose(self, requests: Sequence[DraftRequest], can_follow: Sequence[bool]) -> list[Draft]:
+        drafts = [EMPTY_DRAFT] * len(requests)
         try:
-            ready = self._say_all(rows) if self._slots is None else self._go_on(self._slots, rows)
+            rows = [
+                row
+                for index, request in enumerate(requests)
+                if can_follow[index] and (row := self._row(index, request)) is not None
+            ]
+            rows = self._go_on(rows)
         except BaseException:
-            if self._slots is not None:
-                self._slots.reread()
+            self._slots.reread()
             raise
-        for row in ready:
-            shape = comb if self._slots is not None else _product
-            draft = shape(row.token_ids, row.chances, row.prices, row.limit)
+        for row in rows:
             own = np.array([chances[0] for chances in row.chances])
             self._last[row.request.request_id] = row.sampling.params.greedy, own
-            drafts[row.index] = draft
+            draft = comb(row.token_ids, row.chances, row.prices, row.limit)
+            drafts[row.index] = replace(draft, source=self.source)
         return drafts
 
-    def _go_on(self, slots: HeadSlots, rows: list[_Row]) -> list[_Row]:
+    def _row(self, index: int, request: DraftRequest) -> _Row | None:
+        limit = min(request.limit, self._slots.target.max_length - len(request.context), MAX_OFFERED)
+        if request.slot is None or request.slot < 0 or limit < 1:
+            return None
+        state = self._slots.follow(request)
+        if state is None:
+            return None
+        prices = self._price if request.prices is None else request.prices
+        return _Row(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, prices, state)
+
+    def _go_on(self, rows: list[_Row]) -> list[_Row]:
         """Draft token by token; the rows whose text has been read."""
-        states = [row.state for row in rows if row.state is not None]
-        ready, said = slots.read(states)
+        ready, said = self._slots.read([row.state for row in rows])
         rows = writing = [rows[index] for index in ready]
-        if not said:
+        if said is None:
             return []
-        logits, features = said
+        logits, carried = said
         self._choose(logits, writing)
-        while True:
-            going = [b for b, row in enumerate(writing) if self._pays(row)]
-            if not going:
-                return rows
+        while going := [b for b, row in enumerate(writing) if self._pays(row)]:
             began = time.perf_counter()
             if len(going) < len(writing):
-                features = features[going]
+                carried = carried[going]
                 writing = [writing[b] for b in going]
             tokens = np.array([row.token_ids[-1][0] for row in writing])
-            logits, features = slots.feed([row.state for row in writing if row.state is not None], tokens, features)
+            logits, carried = self._slots.feed([row.state for row in writing], tokens, carried)
             self._choose(logits, writing)
             self._observe_pass(len(writing), time.perf_counter() - began)
-
-    def _say_all(self, rows: list[_Row]) -> list[_Row]:
-        """Draft all depths at once."""
-        assert isinstance(self._head, ParallelHead)
-        if not rows:
-            return []
-        began = time.perf_counter()
-        device = self._target.device
-        places = torch.tensor([[len(row.request.context) - 2] for row in rows], device=device)
-        slots = torch.tensor([row.slot for row in rows], device=device)
-        logits = self._head(self._features.read(slots, places)[:, 0])
-        for depth in range(min(self._head.num_tokens, max(row.limit for row in rows))):
-            going = [b for b, row in enumerate(rows) if depth < row.limit]
-            self._choose(logits[going, depth], [rows[b] for b in going])
-        self._observe_pass(len(rows), time.perf_counter() - began)
         return rows
 
     def _choose(self, logits: torch.Tensor, rows: Sequence[_Row]) -> None:
         """Note the candidates of the next depth of each row, and go on with the first of them."""
-        mapping = self._head.draft_to_target if isinstance(self._head, RecurrentHead) else None
-        found: Candidates = candidates(
-            logits, [row.sampling_row(row.depth) for row in rows], mapping, self._target.vocab_size
-        )
+        sampling = [row.sampling_row() for row in rows]
+        found = candidates(logits, sampling, self._slots.draft_to_target, self._vocab_size)
         for b, row in enumerate(rows):
-            row.text[len(row.request.context) + row.depth] = found.token_ids[b, 0]
+            row.state.text[len(row.request.context) + row.depth] = found.token_ids[b, 0]
             own = found.chances[b, :1]
             row.chance *= float(self._chances_of(row.sampling.params.greedy).estimate(own)[0])
             row.token_ids.append(found.token_ids[b])
@@ -399,14 +328,51 @@ class HeadDrafter(NetworkDrafter):
 
     def _pays(self, row: _Row) -> bool:
         """Whether one more token is worth its price, going by what is known before it is drafted."""
-        return row.depth < row.limit and row.chance > price_of(row.prices, row.depth)
+        most = row.limit if self._slots.num_tokens is None else min(row.limit, self._slots.num_tokens)
+        return row.depth < most and row.chance > price_of(row.prices, row.depth)
+
+    def _observe_pass(self, num_rows: int, seconds: float) -> None:
+        expected = self._price_list.seconds(num_rows)
+        # One that took many times as long was probably interrupted: it counts as slow, but not as that slow.
+        self._price_list.observe(num_rows, 0, min(seconds, OUTLIER * expected) if expected else seconds)
+
+    def _chances_of(self, greedy: bool) -> PlattScaling:
+        return self._greedy_chances if greedy else self._sampled_chances
 
 
-def _product(token_ids: Sequence[Ints], chances: Sequence[Floats], prices: Prices, limit: int) -> Draft:
-    return product(np.stack(token_ids), np.stack(chances), prices, limit)
+class HeadDrafter(NetworkDrafter):
+    """Drafts with a head, from the features that the target's passes leave in its slots."""
+
+    kind = HEAD
+    source = "head"
+
+    def __init__(self, head: Head, target: Target, *, price: float = 0.2, chunk_tokens: int = 512) -> None:
+        """``target`` : keeps the features that ``head`` reads. chunk_tokens : most positions read in one call."""
+        super().__init__(HeadSlots(head, target, chunk_tokens), target.vocab_size, price)
+
+
+class DraftModelDrafter(NetworkDrafter):
+    """Drafts with a causal language model that has the target's vocabulary."""
+
+    kind = MODEL
+    source = "model"
+
+    def __init__(
+        self, model: Target, *, vocab_size: int | None = None, price: float = 0.2, chunk_tokens: int = 512
+    ) -> None:
+        """Drive ``model``, which belongs to this drafter alone and has a slot for each of the target's.
+
+        vocab_size : of the target; None is the model's own. chunk_tokens : most tokens read in one call.
+        Raises ModelError for a model that cannot take tokens back.
+        """
+        if not model.can_roll_back:
+            raise ModelError(
+                f"{type(model.model).__name__} is recurrent and cannot take tokens back, which a draft model must: "
+                "choose one with attention"
+            )
+        super().__init__(ModelSlots(model, chunk_tokens), min(vocab_size or model.vocab_size, model.vocab_size), price)
 
 
 def tapped_by(head: Head, device: torch.device, dtype: torch.dtype) -> Tapped:
     """What a target must keep of every position for ``head``, and what the head keeps besides."""
-    own = bytes_per_token(head, device, dtype) if isinstance(head, RecurrentHead) else 0
-    return Tapped(head.feature_layers, head.combine, head.feature_size, own)
+    return Tapped(head.feature_layers, head.combine, head.feature_size, bytes_per_token(head, device, dtype))
