@@ -122,12 +122,6 @@ def test_layers_are_counted_as_each_layout_counts_them(tmp_path: Path) -> None:
     assert load(speculators(tmp_path / "speculators", **listed)).feature_layers == (1, 3, 6)
 
 
-def test_embeddings_that_come_with_the_head_are_its_own(tmp_path: Path) -> None:
-    plain = said_by(load(speculators(tmp_path / "none")))[0]
-    head = load(speculators(tmp_path / "others", {"embed_tokens.weight": random(VOCAB, HIDDEN, seed=9)}))
-    assert not torch.allclose(plain, said_by(head)[0])
-
-
 def test_a_loaded_head_drafts_tokens_of_the_target(tmp_path: Path) -> None:
     target, drafter = head_drafter(MODEL, load(own(tmp_path)))
     target.prefill([1], np.full((1, 9), 7), [9])

@@ -118,7 +118,7 @@ def plain(target: SlotTarget, requests: Sequence[Request]) -> list[Answer]:
     return run(target, make_drafter("none", DraftConfig()), requests, k=0)[1]
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     sampling=options,
     prompt=st.lists(st.integers(3, 40), min_size=1, max_size=12),
@@ -136,8 +136,7 @@ def test_no_option_lets_a_head_change_the_output(
         assert run(target, chosen, requests, shape=shape)[1] == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in NAMES), ("random", torch.bfloat16)])
 def test_a_full_house_with_reuse_and_preemption_says_what_plain_decoding_says(name: str, dtype: torch.dtype) -> None:
     """More requests than slots, with beginnings in common, and late ones that take the slots of others."""
     target, drafter = kept(name, dtype)
@@ -344,10 +343,12 @@ happenings: st.SearchStrategy[Callable[[House], None]] = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(happened=st.lists(happenings, min_size=4, max_size=16))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["random", "parallel", "model"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("random", torch.float32), ("random", torch.bfloat16), ("parallel", torch.float32), ("model", torch.float32)],
+)
 def test_whatever_happened_a_network_says_what_it_would_say_of_the_text_alone(
     name: str, dtype: torch.dtype, happened: list[Callable[[House], None]]
 ) -> None:

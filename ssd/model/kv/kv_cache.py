@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -136,28 +136,22 @@ class SlotKVCache:
         return stored[:, :, : rows.num_keys].index_select(0, rows.slots)
 
 
-class AttentionKernel(Protocol):
-    """Attention over a layer's slots in place, each row over its own keys: no copies, no mask."""
+class AttentionRules(NamedTuple):
+    """What a layer multiplies scores by, and whom a query may see: as in `SlotRows.mask` and `slot_attention`."""
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        stored_keys: torch.Tensor,
-        stored_values: torch.Tensor,
-        rows: SlotRows,
-        *,
-        scale: float,
-        window: int | None,
-        chunk: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attention from new positions, whose keys and values are stored already.
+    scale: float
+    window: int | None
+    chunk: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
 
-        query : [B, num_heads, T, head_dim]. stored_keys, stored_values : what `SlotKVCache.store` returns.
-        window, chunk : as in `SlotRows.mask`. softcap, sinks : as in `slot_attention`. Returns [B, T, num_heads,
-        value_dim], contiguous.
-        """
+
+AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "SlotRows", AttentionRules], torch.Tensor]
+"""Attention over a layer's slots in place, each row over its own keys: no copies, no mask.
+
+From new positions, [B, num_heads, T, head_dim], over what `SlotKVCache.store` returns, theirs included: [B, T,
+num_heads, value_dim], contiguous.
+"""
 
 
 @dataclass(slots=True, eq=False)
