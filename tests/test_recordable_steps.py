@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ssd.drafting.successors import SUCCESSORS
-from ssd.model.kv.kv_cache import SlotRows
 from ssd.model.layers.tap import FINAL
 from ssd.model.steps.buffers import StepBuffers, StepShape
 from ssd.model.ways.slot_target import SlotTarget
@@ -54,13 +53,9 @@ def run_without_data(name: str, *, is_tree: bool) -> None:
     shape = StepShape(2, 4, 64, is_tree)
     buffers = StepBuffers(4, 32, 8, target.device, keeps_top=True)
     with NothingFromTheHost():
-        inputs = buffers.inputs(shape)
-        rows = SlotRows(
-            target.kv_cache, inputs.slots, inputs.positions, inputs.places, inputs.starts, 64, None, inputs.sees
-        )
-        buffers.store(target.score(inputs.tokens, rows), inputs)
-    logits, best = buffers.outputs(shape)
-    top = buffers.packed_top(shape)
+        inputs = buffers.inputs(shape, target.kv_cache, None)
+        buffers.store(target.score(inputs.tokens, inputs.rows), inputs)
+    logits, best, top = buffers.outputs_of(shape, 2, 4)
     assert logits.shape[:2] == best.shape == (2, 4) and best.device.type == "meta"
     assert top is not None and top.shape == (2, 4, 2, SUCCESSORS) and top.device.type == "meta"
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.compiled.addresses import inlined, kernel
+from ssd.compiled.addresses import kernel
 from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise, UInt64, gumbel_at
 from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, MAX_OFFERED, MODEL, Draft, DraftRequest, Prices, SamplingRow
@@ -35,23 +35,13 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Candidates:
-    """Of R rows M tokens each, the one to draft first.
-
-    ``token_ids`` : int64[R, M], the target's. ``chances`` : float64[R, M], the chance that each comes if the
-    target has the head's law: its own probability where the request is greedy, else what the known noise makes of that
-    at the request's temperature; 0 where the request's rules leave a token out.
-    """
-
-    token_ids: npt.NDArray[np.int64]
-    chances: npt.NDArray[np.float64]
-
-
 def candidates(
     logits: torch.Tensor, rows: Sequence[SamplingRow], draft_to_target: torch.Tensor | None, vocab_size: int
-) -> Candidates:
-    """The most promising tokens after the contexts of ``rows``, which have no draft.
+) -> tuple[Ints, Floats]:
+    """The most promising tokens after the contexts of ``rows``, which have no draft: int64[R, M], that to draft first.
+
+    And the chance that each comes if the target has the network's law, float64[R, M]: its own probability where the
+    request is greedy, else what the known noise makes of that; 0 where the request's rules leave a token out.
 
     logits : [R, Vd], the head's. draft_to_target : the target's id of each token it scores, int64[Vd]; None where it
     scores the target's own. vocab_size : of the target; what a head scores beyond is left out.
@@ -83,17 +73,7 @@ def candidates(
         top_p = np.array([row.params.top_p for row in rows])
         min_p = np.array([row.params.min_p for row in rows])
         _favour(token_ids, logs, is_sampled, keys, top_k, top_p, min_p)
-    return Candidates(token_ids, np.exp(logs))
-
-
-@inlined
-def _foreseen(log: float, noisy: float) -> float:
-    """The logarithm of the chance of a token of log-probability ``log`` whose noisy score, ``log`` and noise, is known.
-
-    The greatest score of the others is Gumbel distributed (Maddison et al. 2014, section 3): with probability p and
-    noise g it is exp(-exp(-(log(p / (1 - p)) + g))).
-    """
-    return math.expm1(log) * math.exp(-noisy) if noisy > -np.inf else -np.inf
+    return token_ids, np.exp(logs)
 
 
 @kernel
@@ -108,8 +88,9 @@ def _favour(
 ) -> None:
     """Bring the candidates of sampled rows, which come by probability, into the order of their noisy scores, in place.
 
-    What top-k, top-p and min-p rule out goes to the end, with no chance; the others get that of `_foreseen`. O(R M^2):
-    M is small.
+    What top-k, top-p and min-p rule out goes to the end, with no chance. The greatest score of all others is Gumbel
+    distributed (Maddison et al. 2014, section 3): so with probability p and noise g a token comes with the chance
+    exp(-exp(-(log(p / (1 - p)) + g))). O(R M^2): M is small.
     """
     num_rows, most = token_ids.shape
     noisy = np.empty(most)
@@ -134,7 +115,7 @@ def _favour(
                 place -= 1
             noisy[place], token_ids[row, place], logs[row, place] = score, token, log
         for i in range(most):
-            logs[row, i] = _foreseen(logs[row, i], noisy[i])
+            logs[row, i] = math.expm1(logs[row, i]) * math.exp(-noisy[i]) if noisy[i] > -np.inf else -np.inf
 
 
 _SIBLINGS = 3
@@ -318,13 +299,13 @@ class NetworkDrafter:
     def _choose(self, logits: torch.Tensor, rows: Sequence[_Row]) -> None:
         """Note the candidates of the next depth of each row, and go on with the first of them."""
         sampling = [row.sampling_row() for row in rows]
-        found = candidates(logits, sampling, self._slots.draft_to_target, self._vocab_size)
+        token_ids, chances = candidates(logits, sampling, self._slots.draft_to_target, self._vocab_size)
         for b, row in enumerate(rows):
-            row.state.text[len(row.request.context) + row.depth] = found.token_ids[b, 0]
-            own = found.chances[b, :1]
+            row.state.text[len(row.request.context) + row.depth] = token_ids[b, 0]
+            own = chances[b, :1]
             row.chance *= float(self._chances_of(row.sampling.params.greedy).estimate(own)[0])
-            row.token_ids.append(found.token_ids[b])
-            row.chances.append(found.chances[b])
+            row.token_ids.append(token_ids[b])
+            row.chances.append(chances[b])
 
     def _pays(self, row: _Row) -> bool:
         """Whether one more token is worth its price, going by what is known before it is drafted."""

@@ -138,8 +138,8 @@ class Way:
     kind: Any
     """The class of the target: a subclass of ``Target`` made from (model, num_slots, max_length)."""
     reason: str = ""
-    bytes_per_token: int | None = None
-    """Of the slot KV cache; None where the model keeps its own."""
+    bytes_per_token: int = 0
+    """Of keys and values; those of rows grow with them, but room for all is kept. 0 of states, which do not grow."""
     tolerance: float = MOST_CHANGE
     """Greatest relative error of logits that is put down to rounding."""
 
@@ -173,7 +173,9 @@ def find_way(model: PreTrainedModel, *, fuse: bool = False) -> Way:
             reason = first_line(failure)
         model.set_attn_implementation(own)
         if _error(RowTarget, model, expected) < limit:
-            return Way(RowTarget, reason)
+            target = RowTarget(model, 1, PROBE_LENGTH)
+            target.prefill([0], np.ones((1, PROBE_LENGTH - 1), np.int64), [PROBE_LENGTH - 1])
+            return Way(RowTarget, reason, target.bytes_per_token(0))
     single = _error(RecurrentTarget, model, expected)
     # A state that is forgotten shows little in a short text: so several tokens a pass must come as near as one.
     if _error(ReplayTarget, model, expected) < min(limit, max(MOST_CHANGE, 2 * single)):
@@ -194,13 +196,6 @@ def keeps_state(model: PreTrainedModel) -> bool:
     if getattr(model, "_is_stateful", False):
         return True
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in declared_layers(model))
-
-
-def row_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of KV cache per token where rows are computed one by one; it grows with them, but room for all is kept."""
-    target = RowTarget(model, 1, PROBE_LENGTH)
-    target.prefill([0], np.ones((1, PROBE_LENGTH - 1), np.int64), [PROBE_LENGTH - 1])
-    return target.bytes_per_token(0)
 
 
 def _slots(model: PreTrainedModel, expected: list[torch.Tensor], limit: float) -> Way:
