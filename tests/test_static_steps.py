@@ -17,9 +17,9 @@ from ssd.model.kv.kv_cache import SlotKVCache
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.steps.buffers import StepShape
+from ssd.model.steps.probe import Candidate, attach_first, steps_error
 from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticMoves, StaticSteps, Step, eagerly
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.steps_probe import Candidate, attach_first, steps_error
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
 from tests.static_targets import RECORDERS, pair_of_targets

@@ -28,10 +28,10 @@ from ssd.model.loading.memory import (
     weight_bytes,
 )
 from ssd.model.loading.threads import one_thread_if_small
+from ssd.model.steps.probe import attach_steps
 from ssd.model.target import Target
 from ssd.model.ways.find_way import find_way, verifies_trees
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.steps_probe import attach_steps
 from ssd.text.load_tokenizer import HubOptions
 
 log = logging.getLogger(__name__)
