@@ -230,7 +230,7 @@ class House:
             return
         fed = np.array([[self.texts[slot][-1], *draft]], np.int64)
         count = fed.shape[1]
-        self.target.forward_trees([slot], fed, [count], np.array([[-1, *([0] * len(draft))]]))
+        self.target.forward([slot], fed, [count], parents=np.array([[-1, *([0] * len(draft))]]))
         path = [0, 1 + accepted % len(draft)] if draft else [0]
         self.target.keep_paths([slot], [count], [np.array(path)])
         self.texts[slot] += [*fed[0, path[1:]].tolist(), 3 + accepted]

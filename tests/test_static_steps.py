@@ -77,7 +77,7 @@ def random_walk(plain: SlotTarget, static: SlotTarget, seed: int, num_actions: i
                 parents = np.array(
                     [[-1, *(int(random.integers(0, node)) for node in range(1, max(counts)))] for _ in slots]
                 )
-                outputs = [target.forward_trees(slots, tokens, counts, parents) for target in (plain, static)]
+                outputs = [target.forward(slots, tokens, counts, parents=parents) for target in (plain, static)]
             (expected, nothing), (found, chosen) = ((output.logits, output.chosen) for output in outputs)
             assert nothing is None and chosen is not None
             assert_same_top(outputs[0], outputs[1], counts)

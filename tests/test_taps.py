@@ -114,7 +114,7 @@ def test_a_kept_path_keeps_its_features(is_static: bool) -> None:
     parents = node_parents([np.array([-1, -1, 1, 0, 2], np.int32)], 6)
     for slot in (1, 3):
         target.prefill([slot], pad_rows([prefix]), [6])
-    target.forward_trees([1, 3], np.stack([nodes, nodes]), [6, 6], np.repeat(parents, 2, 0))
+    target.forward([1, 3], np.stack([nodes, nodes]), [6, 6], parents=np.repeat(parents, 2, 0))
     paths = [np.array([0, 2, 3, 5]), np.array([0, 1, 4])]
     target.keep_paths([1, 3], [6, 6], paths)
     for slot, path in zip((1, 3), paths, strict=True):

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
 from ssd.config import Exact
 from ssd.model.kv.kv_cache import FeatureStore
+from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.sampler import PassOutput
@@ -52,7 +53,7 @@ class Target(ABC):
     can_keep_prefixes: bool = True
     """Whether any beginning of a slot can be copied, and gone back to at little cost."""
     can_verify_trees: bool = False
-    """Whether ``forward_trees`` and ``keep_paths`` are to be had."""
+    """Whether passes may be over trees."""
     way: str
     """How the model is driven, for logs."""
 
@@ -133,30 +134,26 @@ class Target(ABC):
 
     @torch.inference_mode()
     def forward(
-        self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], noise: Noise | None = None
+        self,
+        slots: Sequence[int],
+        tokens: TokenMatrix,
+        counts: Sequence[int],
+        noise: Noise | None = None,
+        parents: TokenMatrix | None = None,
     ) -> PassOutput:
         """Append tokens to slots and score every position in one pass.
 
         slots : B distinct slots. tokens : int64[B, T], row b valid in its first ``counts[b]`` (>= 1) entries, the
         rest any valid token id. noise : where the target `takes_noise`, what the pass chooses tokens with.
+        parents : where it `can_verify_trees`, int64[B, T], of each token the index of the one it goes on from, smaller
+        than its own; -1 of the first and of no other. A row of 0, 1, 2 ... is a chain. Each token is scored after the
+        path to it. The slots then hold trees: ``keep_paths`` must follow.
         """
         assert noise is None or self.takes_noise
-        return self._feed(slots, tokens, counts, **({} if noise is None else {"noise": noise}))
-
-    def forward_trees(
-        self,
-        slots: Sequence[int],
-        tokens: TokenMatrix,
-        counts: Sequence[int],
-        parents: TokenMatrix,
-        noise: Noise | None = None,
-    ) -> PassOutput:
-        """As ``forward``, but each row is a tree: its token t is scored after the path to it instead of all before it.
-
-        parents : int64[B, T], of each token the index of the one it goes on from, smaller than its own; -1 of the first
-        and of no other. A row of 0, 1, 2 ... is a chain. The slots then hold trees: ``keep_paths`` must follow.
-        """
-        raise NotImplementedError(f"driven {self.way}, a model verifies chains only")
+        more: dict[str, Any] = {} if noise is None else {"noise": noise}
+        if parents is not None:
+            more["trees"] = TreeShape.build(parents)
+        return self._feed(slots, tokens, counts, **more)
 
     def keep_paths(self, slots: Sequence[int], counts: Sequence[int], paths: Sequence[npt.NDArray[np.int64]]) -> None:
         """Keep the tokens on one path of each row of the pass just made, as if they alone had been fed, in its order.

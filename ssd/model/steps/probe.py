@@ -131,10 +131,7 @@ def _scored(
     """A pass that leaves the slots as they were."""
     rows = list(slots[: len(counts)])
     held = [target.length(slot) for slot in rows]
-    if parents is None:
-        output = target.forward(rows, tokens, counts)
-    else:
-        output = target.forward_trees(rows, tokens, counts, parents)
+    output = target.forward(rows, tokens, counts, parents=parents)
     for slot, length in zip(rows, held, strict=True):
         target.rollback(slot, length)
     return output

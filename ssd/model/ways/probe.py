@@ -60,7 +60,7 @@ def as_trees(target: Target, slot: int, text: Ints, expected: torch.Tensor, rand
             parents.append(path[-1])
             path.append(len(nodes))
             nodes.append(int(token))
-        logits = target.forward_trees([slot], np.array([nodes]), [len(nodes)], np.array([parents])).logits[0]
+        logits = target.forward([slot], np.array([nodes]), [len(nodes)], parents=np.array([parents])).logits[0]
         found.append((logits[path].clone(), expected[place : place + len(part)]))
         target.keep_paths([slot], [len(nodes)], [np.array(path)])
         place += len(part)

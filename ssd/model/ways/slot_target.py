@@ -92,18 +92,6 @@ class SlotTarget(Target):
         return self.steps is not None and self.steps.takes_noise
 
     @torch.inference_mode()
-    def forward_trees(
-        self,
-        slots: Sequence[int],
-        tokens: TokenMatrix,
-        counts: Sequence[int],
-        parents: TokenMatrix,
-        noise: Noise | None = None,
-    ) -> PassOutput:
-        """Score the tokens of trees, see ``Target``."""
-        return self._feed(slots, tokens, counts, trees=TreeShape.build(parents), noise=noise)
-
-    @torch.inference_mode()
     def keep_paths(self, slots: Sequence[int], counts: Sequence[int], paths: Sequence[npt.NDArray[np.int64]]) -> None:
         """Move keys and values of the paths together, those that are not in place yet, and lower the lengths."""
         moves: list[npt.NDArray[np.int64]] = []
