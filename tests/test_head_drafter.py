@@ -436,6 +436,7 @@ def test_no_room_and_foreign_tokens_mean_no_draft_of_a_model() -> None:
         (draft,) = drafter.propose([ask(0, "a", context)])
         assert leading_chain(np.array(draft.parents_of_all())) == length
         drafter.finish("a")
+    assert not len(drafter.propose([ask(1, "b", [5, 6])])[0].token_ids), "the target has more slots"
 
 
 @cache

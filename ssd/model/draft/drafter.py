@@ -208,7 +208,7 @@ class NetworkDrafter:
 
     def seconds_to_begin(self, request: DraftRequest) -> float:
         """Expected time to read what is new in the context; 0 where that is little or not known."""
-        return self._slots.seconds_to_read(request) if request.slot is not None and request.slot >= 0 else 0.0
+        return self._slots.seconds_to_read(request) if self._has_slot(request) else 0.0
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -269,13 +269,17 @@ class NetworkDrafter:
 
     def _row(self, index: int, request: DraftRequest) -> _Row | None:
         limit = min(request.limit, self._slots.target.max_length - len(request.context), MAX_OFFERED)
-        if request.slot is None or request.slot < 0 or limit < 1:
+        if limit < 1 or not self._has_slot(request):
             return None
         state = self._slots.follow(request)
         if state is None:
             return None
         prices = self._price if request.prices is None else request.prices
         return _Row(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, prices, state)
+
+    def _has_slot(self, request: DraftRequest) -> bool:
+        """A draft model may have fewer than the target, where memory lacks."""
+        return request.slot is not None and 0 <= request.slot < len(self._slots.states)
 
     def _go_on(self, rows: list[_Row]) -> list[_Row]:
         """Draft token by token; the rows whose text has been read."""
