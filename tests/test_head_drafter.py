@@ -424,7 +424,7 @@ def test_what_comes_of_drafts_says_what_the_next_are_worth(right: int) -> None:
         (draft,) = drafter.propose([ask(0, "a", [5, 6, 7])])
         drafter.observe("a", draft, min(right, leading_chain(np.array(draft.parents_of_all()))))
     after = drafter._chances_of(True).estimate(np.array([0.5]))[0]
-    assert after < 0.5 * before if right == 0 else after > before
+    assert after < before if right == 0 else after > before
 
 
 # -- draft models ------------------------------------------------------------------------------------------------
