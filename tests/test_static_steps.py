@@ -10,17 +10,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
+from ssd.drafting.successors import SUCCESSORS
 from ssd.model.kv.kv_cache import SlotKVCache
+from ssd.model.layers.tap import FINAL
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import PassOutput
-from ssd.model.steps.buffers import StepShape
+from ssd.model.steps.buffers import StepBuffers, StepShape
 from ssd.model.steps.probe import Candidate, attach_first, steps_error
 from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticMoves, StaticSteps, Step, eagerly
 from ssd.model.ways.slot_target import SlotTarget
-from tests.architectures import ARCHITECTURES, SLOTS
+from tests.architectures import ARCHITECTURES, SLOTS, UNTAPPED
+from tests.heads import everything
 from tests.models import VOCAB, tiny_model
 from tests.static_targets import RECORDERS, pair_of_targets
 
@@ -312,3 +317,63 @@ def test_recordings_share_what_libraries_keep() -> None:
     before = torch.cuda.memory_allocated(device)
     kept += [graphs(multiplies) for _ in range(8)]
     assert torch.cuda.memory_allocated(device) - before < 1 << 20
+
+
+# -- a step asks nothing of the host ---------------------------------------------------------------------------------
+
+# What transformers has to say about tiny settings.
+
+ASKS_THE_HOST = {
+    "GPT-2": "item",  # looks for the padding token in its input; published checkpoints have none
+    "Phi-3.5-MoE": "host's memory",  # scales its rotary frequencies with a constant kept on the host
+}
+"""Architectures that are run eagerly, and how that shows."""
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Raises where a tensor in the host's memory meets one on the device; single numbers travel with the launch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        places = {tensor.device.type for tensor in tensors if tensor.ndim or tensor.device.type == "meta"}
+        if len(places) > 1:
+            raise RuntimeError(f"{func} takes from the host's memory")
+        return result
+
+
+@torch.inference_mode()
+def run_without_data(name: str, *, is_tree: bool) -> None:
+    """A step of the architecture that keeps hidden states, on the meta device; raises where it needs a value."""
+    model = tiny_model(name).to(torch.bfloat16).to("meta")  # grouped products take no other type there
+    target = SlotTarget(model, 4, 64, 8)
+    layers = UNTAPPED[name][0] if name in UNTAPPED else (0, 1, FINAL)
+    target.keep_features(everything(layers, model.config.get_text_config().hidden_size))
+    shape = StepShape(2, 4, 64, is_tree)
+    buffers = StepBuffers(4, 32, 8, target.device, keeps_top=True)
+    with NothingFromTheHost():
+        inputs = buffers.inputs(shape, target.kv_cache, None)
+        buffers.store(target.score(inputs.tokens, inputs.rows), inputs)
+    logits, best, top = buffers.outputs_of(shape, 2, 4)
+    assert logits.shape[:2] == best.shape == (2, 4) and best.device.type == "meta"
+    assert top is not None and top.shape == (2, 4, 2, SUCCESSORS) and top.device.type == "meta"
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("architecture", [name for name, each in ARCHITECTURES.items() if each.kind is SLOTS])
+def test_a_step_asks_nothing_of_the_host(architecture: str, is_tree: bool) -> None:
+    if architecture in ASKS_THE_HOST:
+        with pytest.raises(RuntimeError, match=ASKS_THE_HOST[architecture]):
+            run_without_data(architecture, is_tree=is_tree)
+    else:
+        run_without_data(architecture, is_tree=is_tree)
+
+
+def test_what_asks_the_host_is_noticed() -> None:
+    values = torch.ones(3, device="meta")
+    with NothingFromTheHost():
+        with pytest.raises(RuntimeError, match="item"):
+            values.sum().item()
+        with pytest.raises(RuntimeError, match="host's memory"):
+            values.copy_(torch.ones(3))
+        values.add_(1.0)
