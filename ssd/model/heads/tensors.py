@@ -122,15 +122,12 @@ _NAMED = 4
 _EXPERT = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)$")
 
 
-def number(config: Config, *names: str) -> int | None:
-    """The first of these fields that the configuration has; None where it has none. Raises ModelError unless >= 1."""
-    for name in names:
-        value = config.get(name)
-        if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
-                raise ModelError(f"its config.json says {name}: {str(value)[:40]!r}: a number is expected")
-            return value
-    return None
+def number(config: Config, name: str) -> int | None:
+    """A field of the configuration; None where it has none. Raises ModelError unless >= 1."""
+    value: Any = config.get(name)
+    if value is not None and (type(value) is not int or not 1 <= value < 1 << 31):
+        raise ModelError(f"its config.json says {name}: {str(value)[:40]!r}: a number is expected")
+    return value
 
 
 def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str]) -> None:

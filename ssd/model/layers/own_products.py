@@ -48,15 +48,12 @@ def _is_collection(module: nn.Module) -> bool:
     return _multiplies(module) and any(each is not None and each.dim() == 3 for each in module._parameters.values())
 
 
-class _Thread(threading.local):
-    is_inside = False
-
-
-_this = _Thread()
+_this = threading.local()
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if _this.is_inside:  # a router among its experts: what is exact twice over would be tried on what is exact already
+    # A router among its experts: what is exact twice over would be tried on what is exact already.
+    if getattr(_this, "is_inside", False):
         return type(module).forward(module, *args, **kwargs)
     _this.is_inside = True
     try:
