@@ -146,7 +146,7 @@ def _by_tree(target: Target, text: Text, random: np.random.Generator) -> tuple[i
             parents.append(path[-1])
             path.append(len(nodes))
             nodes.append(token)
-        logits = target.forward_trees([0], np.array([nodes]), [len(nodes)], np.array([parents])).logits[0]
+        logits = target.forward([0], np.array([nodes]), [len(nodes)], parents=np.array([parents])).logits[0]
         found.append(logits[path].clone())
         target.keep_paths([0], [len(nodes)], [np.array(path)])
     return _different(torch.cat(found), wanted)

@@ -79,11 +79,8 @@ class RecitingTarget(SlotTarget):
         self._texts: Texts = np.zeros((num_slots, max_length + max_width + 1), np.int64)
         self._is_recorded = False
         self.steps = StaticSteps(
-            self.score,
-            self.kv_cache,
-            max_length=max_length,
-            max_width=max_width,
-            record=self._recorded,
+            self,
+            self._recorded,
             tolerance=1e-4,
             sampler=lambda logits, _keys, _temperatures: logits.argmax(-1),
             name="recited",

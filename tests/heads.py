@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from ssd.model.heads.drafter import HeadDrafter, tapped_by
-from ssd.model.heads.head import FINAL, Head, ParallelHead, RecurrentHead
-from ssd.model.heads.networks import Eagle3Head
+from ssd.model.draft.drafter import HeadDrafter, tapped_by
+from ssd.model.heads.head import Head
+from ssd.model.heads.networks import Eagle3Head, MedusaHead
 from ssd.model.kv.attention import ATTENTION_NAME
-from ssd.model.layers.tap import Tapped
+from ssd.model.layers.tap import FINAL, Tapped
 from ssd.model.loading.load_target import open_target
 from ssd.model.ways.slot_target import SlotTarget
 from tests.models import tiny_model
@@ -27,7 +27,7 @@ def forgetful_model(**changes: Any) -> PreTrainedModel:
     return model
 
 
-class PerfectHead(RecurrentHead):
+class PerfectHead(Head):
     """Knows what a forgetful model will say: it is one."""
 
     feature_layers = (1,)
@@ -45,21 +45,10 @@ class PerfectHead(RecurrentHead):
         return logits, features
 
 
-class RandomParallelHead(ParallelHead):
-    """Linear layers over the final hidden state."""
-
-    feature_layers = (FINAL,)
-
-    def __init__(self, hidden_size: int, vocab_size: int, num_tokens: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.feature_size, self.num_tokens, self.vocab_size = hidden_size, num_tokens, vocab_size
-        self.out = torch.nn.Linear(hidden_size, num_tokens * vocab_size)
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits [B, num_tokens, V]."""
-        logits: torch.Tensor = self.out(features)
-        return logits.unflatten(-1, (self.num_tokens, self.vocab_size))
+def random_medusa(hidden_size: int, vocab_size: int, num_tokens: int = 3) -> MedusaHead:
+    """Three tokens ahead, by weights that say nothing."""
+    torch.manual_seed(2)
+    return MedusaHead(hidden_size, vocab_size, num_tokens)
 
 
 def random_eagle3(

@@ -8,9 +8,8 @@ from transformers import PreTrainedModel
 
 from ssd.model.kv.kv_cache import AttentionKernel
 from ssd.model.sampling.sampler import Sampler
-from ssd.model.steps.static_steps import CudaGraphs, Recorder, eagerly
+from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticSteps, eagerly
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.steps_probe import make_steps
 
 RECORDERS = [
     "eagerly",
@@ -42,7 +41,7 @@ def pair_of_targets(
         if model._can_set_experts_implementation():
             model.set_experts_implementation("batched_mm")  # the usual one asks the host where types are not bfloat16
     plain, static = (SlotTarget(model, num_slots, max_length, max_width) for _ in range(2))
-    static.steps = make_steps(
+    static.steps = StaticSteps(
         static, recorder_of(recorder), tolerance=1e-4, kernel=kernel, sampler=sampler, keeps_top=True
     )
     return plain, static

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -23,7 +22,7 @@ from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import open_target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
-from tests.models import VOCAB, tiny_model
+from tests.models import tiny_model
 from tests.whole_answers import answers_of
 
 TEXTS = ["import os\n", "class Queue:\n    def __init__(self):\n", "def add(a, b):\n    return", "x = [1, 2, 3]\nfor"]
@@ -162,29 +161,6 @@ def test_neighbours_with_other_adapters_change_no_bit_of_an_answer(
     for turn in "ab":  # the second time with drafts of what was said
         named = [replace(request, request_id=f"{turn} {request.request_id}") for request in requests]
         assert answers_of(engine, named) == alone
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_with_an_adapter_has_the_same_bits_in_any_pass(dtype: torch.dtype, tmp_path: Path) -> None:
-    for seed, (name, settings) in enumerate(SETTINGS.items()):
-        make_adapter(tiny_model(), tmp_path / name, seed, **settings)
-    model = tiny_model().to(dtype)
-    adapters = load_adapters(model, {name: str(tmp_path / name) for name in SETTINGS})
-    target = open_target(model, num_slots=4, max_length=64, adapters=adapters, exact="on")
-    texts = np.random.default_rng(1).integers(0, VOCAB, (4, 30))
-    names: list[str | None] = ["one", "two", None, "one"]
-    target.adapters[:] = names
-    together = target.forward([0, 1, 2, 3], texts, [30] * 4).logits.clone()
-    for slot in range(4):
-        target.rollback(slot, 0)
-    assert not torch.equal(together[0], together[3])
-    for row, adapter in enumerate(names):
-        target.adapters[0] = adapter
-        parts = [
-            target.forward([0], texts[row : row + 1, first : first + 5], [5]).logits[0] for first in range(0, 30, 5)
-        ]
-        target.rollback(0, 0)
-        assert torch.equal(torch.cat(parts), together[row])
 
 
 def test_keys_and_values_of_an_adapter_are_not_used_for_another(engine: Engine, codec: TextCodec) -> None:

@@ -10,7 +10,6 @@ import tomllib
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -22,17 +21,6 @@ from ssd.model.loading.load_target import load_model
 
 END_OF_TEXT_ID = 0
 HELD_OUT_ONE_IN = 24
-ODD_TEXTS = [
-    "",
-    " ",
-    "  leading and trailing  ",
-    "\t\ttabs\r\nand\rreturns\n\n\n",
-    "don 't do n't , really ?",
-    "1234567890 0x1F 3.14e-10",
-    "naïve „quotes“ 中文 🙂\u200d👩",
-    "\x00\x01\x7f\ufffd\ud7ff\U0010ffff",
-    "".join(map(chr, range(256))),
-]
 
 
 @cache
@@ -43,13 +31,6 @@ def model() -> Any:
 @cache
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(MODEL_PATH)
-
-
-def greedy(prompt: str, num_tokens: int) -> list[int]:
-    inputs = tokenizer()(prompt, return_tensors="pt", add_special_tokens=False)
-    output = model().generate(**inputs, do_sample=False, max_new_tokens=num_tokens)
-    new: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
-    return new
 
 
 def test_importing_the_path_loads_no_torch() -> None:
@@ -65,22 +46,15 @@ def test_all_packages_are_installed() -> None:
     assert sorted(listed) == sorted({".".join(folder.parts) for folder in folders})
 
 
-def test_everything_together_is_at_most_12_megabytes() -> None:
-    files = {file.name: file.stat().st_size for file in MODEL_PATH.iterdir() if file.is_file()}
-    assert sum(files.values()) <= 12_000_000, files
-    assert {"MODEL_CARD.md", "CORPUS.json", "PYTHON-LICENSE.txt", "NOTICES.txt", "chat_template.jinja"} <= set(files)
+def test_what_is_installed_is_small() -> None:
+    for directory, most in ((MODEL_PATH, 12_000_000), (HEAD_PATH, 3_000_000)):
+        assert sum(file.stat().st_size for file in directory.iterdir() if file.is_file()) <= most
 
 
 def test_plain_loading_computes_in_float32_and_stores_no_head() -> None:
     assert model().dtype == torch.float32
     assert model().lm_head.weight is model().model.embed_tokens.weight
     assert model().config.max_position_embeddings >= 1024
-
-
-@pytest.mark.parametrize("text", ODD_TEXTS)
-def test_decoding_gives_back_the_text(text: str) -> None:
-    ids = tokenizer()(text)["input_ids"]
-    assert tokenizer().decode(ids) == text
 
 
 def test_no_token_is_prepended_and_end_of_text_is_one_token() -> None:
@@ -100,12 +74,6 @@ def test_chat_template_renders_what_training_rendered() -> None:
     assert rendered == ("<|system|>Be brief.<|user|>Write f.<|assistant|>def f(): pass\n<|endoftext|><|user|>  Again. ")
     prompt = tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == rendered + "<|assistant|>"
-
-
-def test_an_answer_ends_in_end_of_text() -> None:
-    question = [{"role": "user", "content": "Write `close`: Close the file."}]
-    prompt = tokenizer().apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    assert greedy(prompt, 200)[-1] == END_OF_TEXT_ID
 
 
 def test_record_lists_every_file_with_its_hash() -> None:
@@ -135,13 +103,6 @@ def head() -> Eagle3Head:
     assert isinstance(loaded, Eagle3Head)
     loaded.config._attn_implementation = "sdpa"
     return loaded
-
-
-def test_weights_and_description_are_at_most_3_megabytes() -> None:
-    assert sum(file.stat().st_size for file in HEAD_PATH.iterdir()) <= 3_000_000
-    assert {"README.md", "config.json", "model.safetensors", "training.jsonl"} == {
-        file.name for file in HEAD_PATH.iterdir()
-    }
 
 
 def test_it_reads_three_hidden_states_and_drafts_frequent_tokens() -> None:

@@ -20,11 +20,9 @@ from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import SamplingRow
 from ssd.engine.sequence import secret_of
-from ssd.model.sampling.sampler import PassOutput, argmax_with_noise
+from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
-from tests.models import tiny_model
 from tests.reference.law import law_of_outputs
-from tests.reference.target import exact_law
 from tests.statistics import assert_follows
 
 VOCAB = 3
@@ -200,47 +198,4 @@ def test_answers_in_different_namespaces_are_independent() -> None:
 # -- two requests that draw with the same noise ------------------------------------------------------------------------
 
 
-def chance_to_agree(one: np.ndarray, other: np.ndarray) -> float:
-    """That one draw of Gumbel noise gives two laws the same token: of token i where all others' noise is low enough
-    for both, one exponential race with the rates max(p_j / p_i, q_j / q_i)."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rates = [np.maximum(one / one[i], other / other[i]).sum() for i in range(len(one)) if one[i] and other[i]]
-    return float(sum(1 / rate for rate in rates))
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_two_laws_agree_as_often_as_the_bound_says(seed: int) -> None:
-    """At least (1 - TV) / (1 + TV), Daliri et al. 2024; with noise of their own two laws agree sum(p q)."""
-    random = np.random.default_rng(seed)
-    size = int(random.integers(2, 40))
-    one = random.normal(0, 2, size).astype(np.float32)
-    other = one + random.normal(0, [0.1, 1.0, 3.0][seed % 3], size).astype(np.float32)
-    laws = [exact_law(logits, PLAIN) for logits in (one, other)]
-    keys = np.concatenate([noise.keys(np.zeros(1, np.int32)) for noise in coupled(7 + seed, 8)])
-    tokens = [argmax_with_noise(torch.from_numpy(logits).expand(DRAWS, -1), keys) for logits in (one, other)]
-    agreed, expected = float((tokens[0] == tokens[1]).mean()), chance_to_agree(*laws)
-    assert abs(agreed - expected) <= 4.9 * (expected * (1 - expected) / DRAWS) ** 0.5  # 1e-6, on both sides
-    distance = float(np.abs(laws[0] - laws[1]).sum()) / 2
-    assert expected >= (1 - distance) / (1 + distance) - 1e-9
-    assert expected >= float((laws[0] * laws[1]).sum())
-
-
 # -- as many tokens as a service draws ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["coupled", "of seeds"])
-def test_a_million_tokens_of_one_prompt_come_as_often_as_the_model_says(kind: str) -> None:
-    """The next token after one prompt, each with a fresh secret, or as ever with a fresh seed."""
-    model, prompt = tiny_model(), np.array([5, 9, 7, 9, 5, 9], np.int32)
-    with torch.inference_mode():
-        logits = model(input_ids=torch.from_numpy(prompt)[None].long(), use_cache=False).logits[0, -1]
-    counts = np.zeros(len(logits), np.int64)
-    for part in range(100):
-        drawn = secrets(part, 10_000)
-        make = SequenceNoise.seeded if kind == "of seeds" else SequenceNoise.coupled
-        keys = np.concatenate([make(secret, 0).keys(prompt) for secret in drawn])
-        counts += np.bincount(argmax_with_noise(logits.expand(len(keys), -1), keys), minlength=len(counts))
-    assert counts.sum() == 1_000_000
-    law = torch.softmax(logits.double(), -1).tolist()
-    assert_follows(Counter(dict(enumerate(counts.tolist()))), dict(enumerate(law)))

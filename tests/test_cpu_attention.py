@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.model.kv.attention import cpu_attention
-from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
+from ssd.model.kv.kv_cache import AttentionRules, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from tests.reference.attention import attended
 
@@ -65,9 +65,9 @@ class Case:
         """Of ``new`` positions of these slots, whose keys and values are stored already."""
         trees = None if parents is None else TreeShape.build(parents)
         rows = SlotRows.build(cache, slots, new, CPU, trees)
-        rules = {"window": self.window, "chunk": self.chunk, "softcap": self.softcap, "sinks": self.sinks}
+        rules = AttentionRules(self.dim**-0.5, self.window, self.chunk, self.softcap, self.sinks)
         keys, values = cache._layers[0]
-        return cpu_attention(query, keys, values, rows, scale=self.dim**-0.5, **rules)  # type: ignore[arg-type]
+        return cpu_attention(query, keys, values, rows, rules)
 
 
 cases = st.builds(

@@ -101,9 +101,8 @@ def read_as_trees(
         parents.append(above)
         paths.append(np.array(path))
     counts = [len(tree) for tree in trees]
-    found = target.forward_trees(
-        slots, pad_rows([np.array(t) for t in trees]), counts, pad_rows([np.array(p) for p in parents])
-    ).logits.clone()
+    fed, above_each = (pad_rows([np.array(row) for row in rows]) for rows in (trees, parents))
+    found = target.forward(slots, fed, counts, parents=above_each).logits.clone()
     target.keep_paths(slots, counts, paths)
     return found, paths
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
-from ssd.model.heads import layouts as faster
-from ssd.model.heads.head import RecurrentHead
 from ssd.model.heads.layouts import load_head, require_drivable, say
-from ssd.model.heads.networks import MTPHead
-from ssd.model.layers.replace import Replaced, parents
+from ssd.model.heads.networks import FusedHead
 from ssd.model.loading.load_target import load_model
 from tests import published_heads as published
 from tests.models import VOCAB, tiny_model
@@ -160,7 +157,7 @@ def test_a_module_lies_among_the_tensors_of_its_target(tmp_path: Path) -> None:
     )
     model = load_model(tmp_path, dtype="float32", device="cpu")
     assert model.num_parameters() == target().num_parameters()
-    assert isinstance(load_head(tmp_path, model), MTPHead)
+    assert isinstance(load_head(tmp_path, model), FusedHead)
 
 
 def test_a_head_is_not_changed_with_its_files(tmp_path: Path) -> None:
@@ -171,24 +168,6 @@ def test_a_head_is_not_changed_with_its_files(tmp_path: Path) -> None:
         file.seek(5000)
         file.write(bytes(20000))
     assert all(map(torch.equal, say(head, target()), wanted))
-
-
-def test_layers_that_say_something_else_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = published.write(tmp_path, *eagle())
-    monkeypatch.setattr(faster, "CPU_LAYERS", ())
-    wanted = say(load_head(directory, target()), target())
-
-    def halve(model: torch.nn.Module) -> Iterator[Replaced]:
-        for parent in parents(model):
-            down = getattr(parent, "down_proj", None)
-            if isinstance(down, torch.nn.Linear):
-                half = torch.nn.Linear(down.in_features, down.out_features, bias=False)
-                half.weight.data = down.weight.data / 2
-                parent.down_proj = half
-                yield Replaced(parent, "down_proj", lambda down=down: down)  # type: ignore[misc]
-
-    monkeypatch.setattr(faster, "CPU_LAYERS", (halve,))
-    assert all(map(torch.equal, say(load_head(directory, target()), target()), wanted))
 
 
 class Mischief:
@@ -263,8 +242,4 @@ def load_or_refuse(directory: Path) -> None:
     except ModelError as error:
         assert len(str(error).splitlines()) == 1
         return
-    if isinstance(head, RecurrentHead):
-        require_drivable(head, target())
-    else:
-        with torch.inference_mode():
-            assert head(torch.zeros(1, HIDDEN)).shape[2:] == (VOCAB,)
+    require_drivable(head, target())

@@ -135,8 +135,7 @@ def in_forward(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseExcep
 
         return fail
 
-    for name in ("forward", "forward_trees"):
-        monkeypatch.setattr(engine.target, name, failing(getattr(engine.target, name)))
+    monkeypatch.setattr(engine.target, "forward", failing(engine.target.forward))
 
 
 def in_moving_paths(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseException) -> None:
@@ -388,7 +387,7 @@ def test_a_target_that_computes_nothing_any_more_ends_the_engine(
         def failing(*_arguments: Any, **_options: Any) -> Any:
             raise kind("the device is gone")
 
-        for name in ("forward", "forward_trees", "prefill"):
+        for name in ("forward", "prefill"):
             monkeypatch.setattr(engine.target, name, failing)
         for request in requests_of():
             engine.submit(request)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from ssd.bundled import MODEL_PATH
-from ssd.text.json_schema import JSON_OPTIONS, closed
+from ssd.text.grammar_compiler import JSON_OPTIONS, closed
 
 NAMES = st.sampled_from(["a", "b", "properties", "allOf"])
 VALUES = st.recursive(

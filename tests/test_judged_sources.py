@@ -34,8 +34,8 @@ from tests.reference import acceptance as slow
 from tests.reference import drafting as reference
 from tests.reference.successors import entries_of_row
 from tests.test_acceptance import asked_of, check_draft, levels_of
+from tests.test_row_choice import gumbel_of
 from tests.test_search import contexts, sequences
-from tests.test_sequence_noise import gumbel_of
 from tests.test_successors import scored_pass
 
 Offered = list[tuple[int, int, float, int]]

@@ -89,7 +89,7 @@ def test_a_wrong_kernel_is_found_out(
         setattr(parent, name, again())
     wrong = (lambda self, x: x.new_ones(*x.shape[:-1], self.out_features)) if kind is PackedLinear else _shifted
     monkeypatch.setattr(kind, "__call__", wrong)
-    monkeypatch.setattr("ssd.model.layers.vector_layers._norms_agree", lambda *_: True)
+    monkeypatch.setattr("ssd.model.layers.vector_layers.agrees", lambda *_: True)
     with caplog.at_level(logging.WARNING):
         assert not replace(model, expected)
     assert kinds(model) & {PackedLinear, FusedMember, FusedNorm, FusedRotary} == set()

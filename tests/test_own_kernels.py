@@ -13,7 +13,6 @@ from tests.triton_here import DEVICE, caches_as_on_a_device, runs_loops
 
 # isort: split
 from ssd.model.exact import settle
-from ssd.model.exact.own_kernels import OwnKernels
 from ssd.model.ways.slot_target import SlotTarget
 from tests.models import VOCAB, tiny_model
 
@@ -26,14 +25,13 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Any:
     with caches_as_on_a_device():
         target = SlotTarget(deepcopy(tiny_model()).to(DEVICE), 2, 48, 12)
         target.can_verify_trees = True
-        kernels = OwnKernels(target)
 
         def asked(target: SlotTarget) -> tuple[int, str]:
             return (0, "some positions differ") if target.kv_cache.kernel is None else ask(target)
 
         ask = settle._asked
         monkeypatch.setattr(settle, "_asked", asked)
-        monkeypatch.setattr(settle, "_own_kernels", lambda _: kernels)
+        monkeypatch.setattr(settle, "_with_own_kernels", lambda _: target)
         monkeypatch.setattr(settle, "_found", {})
         monkeypatch.setattr(settle, "_file", lambda _: None)
         yield target

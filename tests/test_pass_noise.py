@@ -84,11 +84,9 @@ def check_batch(target: SlotTarget, rows: list[SamplingRow]) -> None:
     slots, counts = list(range(len(rows))), [row.width for row in rows]
     noise = noise_of(rows, fed.shape[1])
     assert (noise is not None) == any(row.params.temperature in (0.3, 1.0) and plain(row) for row in rows)
-    if any(row.draft.parents is not None for row in rows):
-        parents = node_parents([row.draft.parents for row in rows], fed.shape[1])
-        output = target.forward_trees(slots, fed, counts, parents, noise)
-    else:
-        output = target.forward(slots, fed, counts, noise)
+    has_trees = any(row.draft.parents is not None for row in rows)
+    parents = node_parents([row.draft.parents for row in rows], fed.shape[1]) if has_trees else None
+    output = target.forward(slots, fed, counts, noise, parents)
     for slot in slots:
         target.rollback(slot, 0)
     assert output.chosen is not None and output.noise is noise

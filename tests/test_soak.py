@@ -16,7 +16,7 @@ from ssd.drafting import Arbiter
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.engine import Engine, FinishReason, Request
 from ssd.engine.sequence import Sequence
-from ssd.model.draft.model import DraftModelDrafter
+from ssd.model.draft.drafter import DraftModelDrafter
 from ssd.model.loading.load_target import open_target
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
@@ -140,7 +140,7 @@ def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(
         assert threading.active_count() == threads
         assert kv_cache_bytes(target) == kv_bytes
         assert engine.check() == [] and not engine.has_work()
-        assert model_drafter.num_free_slots == SLOTS
+        assert not model_drafter._last
         assert not suffix._learned and not suffix._verified and not suffix._workspace._state_of
         gc.collect()
         assert not [found for found in gc.get_objects() if type(found) is Sequence]

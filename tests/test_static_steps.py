@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
+from ssd.drafting.successors import SUCCESSORS
 from ssd.model.kv.kv_cache import SlotKVCache
+from ssd.model.layers.tap import FINAL
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import PassOutput
-from ssd.model.steps.buffers import StepShape
+from ssd.model.steps.buffers import StepBuffers, StepShape
+from ssd.model.steps.probe import Candidate, attach_first, steps_error
 from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticMoves, StaticSteps, Step, eagerly
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.steps_probe import Candidate, attach_first, make_steps, steps_error
-from tests.architectures import ARCHITECTURES, SLOTS
+from tests.architectures import ARCHITECTURES, SLOTS, UNTAPPED
+from tests.heads import everything
 from tests.models import VOCAB, tiny_model
 from tests.static_targets import RECORDERS, pair_of_targets
 
@@ -77,7 +82,7 @@ def random_walk(plain: SlotTarget, static: SlotTarget, seed: int, num_actions: i
                 parents = np.array(
                     [[-1, *(int(random.integers(0, node)) for node in range(1, max(counts)))] for _ in slots]
                 )
-                outputs = [target.forward_trees(slots, tokens, counts, parents) for target in (plain, static)]
+                outputs = [target.forward(slots, tokens, counts, parents=parents) for target in (plain, static)]
             (expected, nothing), (found, chosen) = ((output.logits, output.chosen) for output in outputs)
             assert nothing is None and chosen is not None
             assert_same_top(outputs[0], outputs[1], counts)
@@ -144,7 +149,7 @@ def shape_of(
 
 def test_shapes_are_few_and_large_passes_have_none() -> None:
     target = SlotTarget(tiny_model(), 24, 1000, 65)
-    steps = make_steps(target, eagerly, tolerance=1e-4)
+    steps = StaticSteps(target, eagerly, tolerance=1e-4)
     assert shape_of(steps, 1, 1, 0) == (1, 1, 256, False)
     assert shape_of(steps, 3, 5, 200) == (4, 8, 256, False)
     assert shape_of(steps, 3, 5, 249) == (4, 8, 512, False)
@@ -189,7 +194,7 @@ def test_what_cannot_be_recorded_or_differs_is_run_plainly_and_said_once(
     record: Callable[[Step], Step], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, static = pair_of_targets(tiny_model())
-    static.steps = make_steps(static, record, tolerance=1e-4)
+    static.steps = StaticSteps(static, record, tolerance=1e-4)
     for token in (5, 6, 7):
         expected, found = (target.forward([2], np.array([[token]]), [1]) for target in (plain, static))
         assert torch.equal(expected.logits, found.logits) and found.chosen is None
@@ -203,15 +208,9 @@ def test_the_probe_finds_steps_that_compute_something_else() -> None:
     assert steps_error(static) < 1e-4
     for slot in range(static.num_slots):
         static.rollback(slot, 0)
-    score = static.score
-    static.steps = StaticSteps(
-        lambda tokens, rows: score(tokens, rows) + rows.starts[:, :, None],
-        static.kv_cache,
-        max_length=static.max_length,
-        max_width=static.max_width,
-        record=eagerly,
-        tolerance=1e-4,
-    )
+    score: Any = static.score
+    static.steps = steps = StaticSteps(static, eagerly, tolerance=1e-4)
+    cast(Any, steps)._score = lambda tokens, rows: score(tokens, rows) + rows.starts[:, :, None]
     assert steps_error(static) > 0.1
 
 
@@ -318,3 +317,63 @@ def test_recordings_share_what_libraries_keep() -> None:
     before = torch.cuda.memory_allocated(device)
     kept += [graphs(multiplies) for _ in range(8)]
     assert torch.cuda.memory_allocated(device) - before < 1 << 20
+
+
+# -- a step asks nothing of the host ---------------------------------------------------------------------------------
+
+# What transformers has to say about tiny settings.
+
+ASKS_THE_HOST = {
+    "GPT-2": "item",  # looks for the padding token in its input; published checkpoints have none
+    "Phi-3.5-MoE": "host's memory",  # scales its rotary frequencies with a constant kept on the host
+}
+"""Architectures that are run eagerly, and how that shows."""
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Raises where a tensor in the host's memory meets one on the device; single numbers travel with the launch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        places = {tensor.device.type for tensor in tensors if tensor.ndim or tensor.device.type == "meta"}
+        if len(places) > 1:
+            raise RuntimeError(f"{func} takes from the host's memory")
+        return result
+
+
+@torch.inference_mode()
+def run_without_data(name: str, *, is_tree: bool) -> None:
+    """A step of the architecture that keeps hidden states, on the meta device; raises where it needs a value."""
+    model = tiny_model(name).to(torch.bfloat16).to("meta")  # grouped products take no other type there
+    target = SlotTarget(model, 4, 64, 8)
+    layers = UNTAPPED[name][0] if name in UNTAPPED else (0, 1, FINAL)
+    target.keep_features(everything(layers, model.config.get_text_config().hidden_size))
+    shape = StepShape(2, 4, 64, is_tree)
+    buffers = StepBuffers(4, 32, 8, target.device, keeps_top=True)
+    with NothingFromTheHost():
+        inputs = buffers.inputs(shape, target.kv_cache, None)
+        buffers.store(target.score(inputs.tokens, inputs.rows), inputs)
+    logits, best, top = buffers.outputs_of(shape, 2, 4)
+    assert logits.shape[:2] == best.shape == (2, 4) and best.device.type == "meta"
+    assert top is not None and top.shape == (2, 4, 2, SUCCESSORS) and top.device.type == "meta"
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("architecture", [name for name, each in ARCHITECTURES.items() if each.kind is SLOTS])
+def test_a_step_asks_nothing_of_the_host(architecture: str, is_tree: bool) -> None:
+    if architecture in ASKS_THE_HOST:
+        with pytest.raises(RuntimeError, match=ASKS_THE_HOST[architecture]):
+            run_without_data(architecture, is_tree=is_tree)
+    else:
+        run_without_data(architecture, is_tree=is_tree)
+
+
+def test_what_asks_the_host_is_noticed() -> None:
+    values = torch.ones(3, device="meta")
+    with NothingFromTheHost():
+        with pytest.raises(RuntimeError, match="item"):
+            values.sum().item()
+        with pytest.raises(RuntimeError, match="host's memory"):
+            values.copy_(torch.ones(3))
+        values.add_(1.0)

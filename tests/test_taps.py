@@ -12,9 +12,9 @@ from ssd.errors import ModelError
 from ssd.model.kv.tree import node_parents
 from ssd.model.layers.tap import FINAL, Tapped, require_tap
 from ssd.model.loading.load_target import open_target
+from ssd.model.steps.static_steps import StaticSteps
 from ssd.model.target import pad_rows
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.steps_probe import make_steps
 from tests.architectures import ARCHITECTURES, SLOTS, UNTAPPED
 from tests.heads import everything
 from tests.models import VOCAB, tiny_model
@@ -94,7 +94,7 @@ def test_recorded_passes_store_what_plain_ones_do(recorder: str) -> None:
     if recorder != "eagerly":
         model = model.to("cuda")
     plain, static = tapping(model), tapping(model)
-    static.steps = make_steps(static, recorder_of(recorder), tolerance=1e-4)
+    static.steps = StaticSteps(static, recorder_of(recorder), tolerance=1e-4)
     texts = [text(11), text(14, seed=1), text(9, seed=2)]
     for target in (plain, static):
         read_in_parts(target, [2, 0, 3], texts)
@@ -109,12 +109,12 @@ def test_a_kept_path_keeps_its_features(is_static: bool) -> None:
     target = tapping(model)
     target.can_verify_trees = True
     if is_static:
-        target.steps = make_steps(target, recorder_of("eagerly"), tolerance=1e-4)
+        target.steps = StaticSteps(target, recorder_of("eagerly"), tolerance=1e-4)
     prefix, nodes = text(6), text(6, seed=3)
     parents = node_parents([np.array([-1, -1, 1, 0, 2], np.int32)], 6)
     for slot in (1, 3):
         target.prefill([slot], pad_rows([prefix]), [6])
-    target.forward_trees([1, 3], np.stack([nodes, nodes]), [6, 6], np.repeat(parents, 2, 0))
+    target.forward([1, 3], np.stack([nodes, nodes]), [6, 6], parents=np.repeat(parents, 2, 0))
     paths = [np.array([0, 2, 3, 5]), np.array([0, 1, 4])]
     target.keep_paths([1, 3], [6, 6], paths)
     for slot, path in zip((1, 3), paths, strict=True):

@@ -19,9 +19,8 @@ from ssd.drafting.successors import SUCCESSORS
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import packed_top, top_tokens, unpacked
-from ssd.model.steps.static_steps import eagerly
+from ssd.model.steps.static_steps import StaticSteps, eagerly
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.steps_probe import make_steps
 from ssd.retrieval.cache import CacheSet
 from tests.models import tiny_model
 from tests.reference.top_tokens import top_of
@@ -142,7 +141,7 @@ def test_a_drafter_is_told_what_every_pass_said(way: str, shape: Any, overlap: b
     target = open_target(tiny_model(architecture), num_slots=3, max_length=96, max_draft_tokens=6)
     if kind:
         assert isinstance(target, SlotTarget)
-        target.steps = make_steps(target, eagerly, tolerance=1e-3, keeps_top=kind != "static")
+        target.steps = StaticSteps(target, eagerly, tolerance=1e-3, keeps_top=kind != "static")
     target.runs_beside_host = overlap
     witness = Witness(draft)
     with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:

@@ -130,9 +130,8 @@ def test_a_pass_over_trees_gives_the_logits_of_every_path_and_keeps_one(architec
             rows[slot] = random.integers(3, VOCAB, 1 + size).tolist()
         counts = [len(row) for row in rows.values()]
         padded = np.array([row + [0] * (max(counts) - len(row)) for row in rows.values()])
-        logits = target.forward_trees(
-            list(texts), padded, counts, node_parents(list(drafts.values()), max(counts))
-        ).logits
+        nodes = node_parents(list(drafts.values()), max(counts))
+        logits = target.forward(list(texts), padded, counts, parents=nodes).logits
         paths = []
         for b, (slot, row) in enumerate(rows.items()):
             parents = drafts[slot]
@@ -171,7 +170,7 @@ def test_only_what_is_not_in_place_is_moved(monkeypatch: pytest.MonkeyPatch) -> 
     )
     tokens, parents = np.array([[5, 6, 7, 8, 9]] * 2), np.array([[-1, 0, 0, 1, 2]] * 2)
     for paths in ([[0, 1], [0]], [[0, 1, 3], [0, 2]]):
-        target.forward_trees([0, 1], tokens, [5, 5], parents)
+        target.forward([0, 1], tokens, [5, 5], parents=parents)
         target.keep_paths([0, 1], [5, 5], [np.array(path) for path in paths])
     assert moved == [[[0, 1], [5, 3], [4, 2]]]  # slots, from, to
     assert [target.length(slot) for slot in (0, 1)] == [5, 3]

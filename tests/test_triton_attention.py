@@ -22,7 +22,7 @@ from tests.triton_here import DEVICE, HAS_GPU, caches_as_on_a_device, runs_loops
 # isort: split
 from ssd.model.kv import triton_attention as kernels
 from ssd.model.kv.attention import slot_attention
-from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
+from ssd.model.kv.kv_cache import AttentionRules, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.kv.triton_attention import exact_triton_attention, split_keys_of, triton_attention
 from tests.compile_kernels import variants
@@ -148,8 +148,7 @@ def test_a_query_has_the_same_bits_alone_and_among_others(
         rows = SlotRows.build(kv_cache, slots, width, DEVICE)
         some = torch.stack([queries[slot, start : start + width] for slot, start in zip(slots, starts, strict=True)])
         return exact_triton_attention(
-            some.transpose(1, 2), stored[0], stored[1], rows,
-            scale=0.3, window=window, chunk=chunk, softcap=softcap, sinks=sinks,
+            some.transpose(1, 2), stored[0], stored[1], rows, AttentionRules(0.3, window, chunk, softcap, sinks),
         )  # fmt: skip
 
     slots = data.draw(st.permutations(range(num_slots)))[: data.draw(st.integers(1, num_slots))]

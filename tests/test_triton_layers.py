@@ -22,11 +22,12 @@ from ssd.model.layers.fused_linear import fuse_linears
 from ssd.model.layers.replace import Replaced, plain_logits, replace_layers
 from ssd.model.layers.triton_layers import (
     TritonNorm,
-    TritonRotary,
     fuse_gates_by_triton,
     fuse_norms_by_triton,
     silu_times,
+    turn_by_triton,
 )
+from ssd.model.layers.vector_layers import FusedRotary
 from ssd.model.loading.take_weights import take_weights
 from ssd.model.ways.find_way import device_layers
 from tests.models import tiny_model
@@ -96,7 +97,8 @@ def test_queries_and_keys_are_turned_as_the_library_turns_them(
     )
     cos, sin = (torch.randn(batch, width, dim).to(DEVICE, dtype) for _ in range(2))
     with torch.inference_mode():
-        for found, want in zip(TritonRotary(_never)(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
+        rotary = FusedRotary(_never, turn_by_triton)
+        for found, want in zip(rotary(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
             assert found.dtype == dtype
             assert dtype == torch.float32 or torch.equal(found, want)
             torch.testing.assert_close(found, want)
@@ -104,25 +106,6 @@ def test_queries_and_keys_are_turned_as_the_library_turns_them(
 
 def _never(*_: Any, **__: Any) -> Any:
     raise AssertionError("the usual case was given away")
-
-
-@pytest.mark.parametrize("case", ["types differ", "partial", "axis"])
-def test_what_is_not_the_usual_case_is_the_librarys(case: str) -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 8)
-    angles = [torch.randn(2, 4, 8) for _ in range(2)]
-    options: dict[str, Any] = {}
-    if case == "types differ":
-        q, k = q.half(), k.half()
-    elif case == "partial":
-        angles = [angle[..., :1] for angle in angles]
-    else:
-        q, k, options = q.transpose(1, 2), k.transpose(1, 2), {"unsqueeze_dim": 2}
-    rotary = TritonRotary(apply_rotary_pos_emb)
-    for found, want in zip(
-        rotary(q, k, *angles, **options), apply_rotary_pos_emb(q, k, *angles, **options), strict=True
-    ):
-        assert torch.equal(found, want)
 
 
 @settings(max_examples=20)

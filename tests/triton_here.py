@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ssd.model.kv.attention import KERNELS
-from ssd.model.kv.kv_cache import SlotKVCache
+from ssd.model.kv.kv_cache import LAYOUTS
 
 HAS_GPU = torch.cuda.is_available()
 pytest.importorskip("triton", reason="triton is not installed; it comes with CUDA builds of torch")
@@ -47,7 +47,6 @@ runs_loops = pytest.mark.skipif(
 def caches_as_on_a_device() -> Iterator[None]:
     """Keys laid out, and torch attending, as on a GPU: a CPU has a layout and a kernel of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlotKVCache, "_allocate_keys", SlotKVCache._allocate)
-        patch.setattr(SlotKVCache, "_allocate_values", SlotKVCache._allocate)
+        patch.delitem(LAYOUTS, "cpu", raising=False)
         patch.delitem(KERNELS, "cpu", raising=False)
         yield

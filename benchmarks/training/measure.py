@@ -23,7 +23,7 @@ from benchmarks.training.corpus import (
     held_out_documents,
     render,
 )
-from ssd.model.heads.head import RecurrentHead
+from ssd.model.heads.head import Head
 from ssd.model.layers.tap import Tap
 
 # A small model decoded greedily soon repeats itself, and repeated text is what a retrieval drafter predicts best. The
@@ -157,7 +157,7 @@ Entry t stands for the token two places after t.
 
 @torch.inference_mode()
 def chains(
-    head: RecurrentHead, tokens: torch.Tensor, hidden: list[torch.Tensor], vocab_size: int, depth: int, draw: Draw
+    head: Head, tokens: torch.Tensor, hidden: list[torch.Tensor], vocab_size: int, depth: int, draw: Draw
 ) -> list[torch.Tensor]:
     """The first ``depth`` tokens that a head drafts behind every position of rows, int64[B, T - 1] each.
 
@@ -180,7 +180,7 @@ def chains(
 
 
 def unroll(
-    head: RecurrentHead, next_tokens: torch.Tensor, features: torch.Tensor, num_steps: int, draw: Draw | None
+    head: Head, next_tokens: torch.Tensor, features: torch.Tensor, num_steps: int, draw: Draw | None
 ) -> Iterator[torch.Tensor]:
     """Logits [B, n, Vd] of each step.
 
@@ -210,7 +210,7 @@ DEPTH = 4
 """Tokens of the chain that is measured."""
 
 
-def acceptance(target: PreTrainedModel, head: RecurrentHead, texts: Written) -> dict[str, Any]:
+def acceptance(target: PreTrainedModel, head: Head, texts: Written) -> dict[str, Any]:
     """Share of chains whose first d tokens the target wrote too, for each d, and their sum: accepted tokens a pass.
 
     Under "most_probable" each token is the head's most probable one; under "outside_loops" too, over chains that do not

@@ -14,7 +14,7 @@ from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from server.tools.readers import Written
 from server.tools.reasoning import begins_inside
 from server.tools.values import Functions
-from ssd.text.json_schema import JSON_OPTIONS, closed
+from ssd.text.grammar_compiler import JSON_OPTIONS, closed
 
 _PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum", "const"})
 """Keywords of a string's schema that a string without quotation marks can be held to."""

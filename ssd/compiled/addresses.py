@@ -61,11 +61,6 @@ def kernel(function: _F) -> _F:
     return _compiled(function)
 
 
-def summing_kernel(function: _F) -> _F:
-    """As ``kernel``, but sums are taken in any order, and so several at a time."""
-    return _compiled(function, fastmath={"reassoc", "contract"})
-
-
 def inlined(function: _F) -> _F:
     """As ``kernel``, for small functions that only other kernels call; LLVM inlines them."""
     return _compiled(function, forceinline=True)
@@ -208,7 +203,6 @@ float64_array: Callable[[int, int], Float64s] = array_of(types.float64, 8)
 
 Int64 = Annotated[int, np.int64]
 Uint64 = Annotated[int, np.uint64]
-Int32 = Annotated[int, np.int32]
 Float64 = Annotated[float, np.float64]
 Address = Annotated[int, np.int64]
 """Of an array or a record whose owner outlives every call that is given this one."""

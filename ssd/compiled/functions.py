@@ -147,18 +147,17 @@ def apply(builder: Any, kind: int, number: Any, source: Any, target: Any, count:
     builder.position_at_end(after)
 
 
-@of_kinds(types.int64, types.int64, types.int64, types.float32)
-def widen(builder: Any, kind: int, source: Any, target: Any, count: Any, factor: Any) -> None:
-    """``target[i] = source[i] * factor``, float32 from ``kind``: (source, target, count, factor)."""
-    by = splat(builder, factor)
-    over_numbers(builder, count, [(source, kind)], [(target, 0)], lambda x: [builder.fmul(x, by)])
+def _scaled(source_kind: int | None, target_kind: int | None) -> Any:
+    @of_kinds(types.int64, types.int64, types.int64, types.float32)
+    def scale(builder: Any, kind: int, source: Any, target: Any, count: Any, factor: Any) -> None:
+        by, (read_as, write_as) = splat(builder, factor), (kind if k is None else k for k in (source_kind, target_kind))
+        over_numbers(builder, count, [(source, read_as)], [(target, write_as)], lambda x: [builder.fmul(x, by)])
+
+    return scale
 
 
-@of_kinds(types.int64, types.int64, types.int64, types.float32)
-def narrow(builder: Any, kind: int, source: Any, target: Any, count: Any, factor: Any) -> None:
-    """``target[i] = source[i] * factor``, ``kind`` from float32: (source, target, count, factor)."""
-    by = splat(builder, factor)
-    over_numbers(builder, count, [(source, 0)], [(target, kind)], lambda x: [builder.fmul(x, by)])
+widen, narrow = _scaled(None, 0), _scaled(0, None)
+"""``target[i] = source[i] * factor``: float32 of ``kind``, and ``kind`` of float32: (source, target, count, factor)."""
 
 
 @of_kinds(types.boolean, *[types.int64] * 4, types.float32)
@@ -208,64 +207,65 @@ def turn(builder: Any, kind: int, x: Any, cos: Any, sin: Any, target: Any, half:
     over_numbers(builder, half, sources, [(target, kind), (at(builder, target, second), kind)], of)
 
 
-@intrinsic
-def highest_of(_typing: Any, _address: Any, _vectors: Any, _least: Any) -> Any:
-    """The highest of ``least`` and so many vectors of float32; no number where one is none."""
+def _over_vectors(result: Any) -> Callable[[Callable[..., Any]], Any]:
+    """For kernels: ``generate(builder, address, vectors, number)`` over so many vectors of float32 at an address."""
 
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        address, vectors, least = args
+    def make(generate: Callable[..., Any]) -> Any:
+        def typed(_typing: Any, _address: Any, _vectors: Any, _number: Any) -> Any:
+            def build(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+                found = generate(builder, *args)
+                return context.get_dummy_value() if result is types.none else found
 
-        def higher(x: Any, y: Any) -> Any:
-            is_y = builder.or_(builder.fcmp_ordered("olt", x, y), builder.fcmp_unordered("uno", y, y))
-            return builder.select(is_y, y, x)
+            return result(types.int64, types.int64, types.float32), build
 
-        def body(index: Any, highest: Sequence[Any]) -> Sequence[Any]:
-            return [higher(highest[0], read(builder, at(builder, address, (index, 4 * LANES)), 0))]
+        typed.__name__ = generate.__name__
+        return intrinsic(typed)
 
-        (found,) = loop(builder, vectors, [splat(builder, least)], body)
-        return folded(builder, found, higher)
-
-    return types.float32(types.int64, types.int64, types.float32), generate
+    return make
 
 
-@intrinsic
-def exp_and_sum(_typing: Any, _address: Any, _vectors: Any, _highest: Any) -> Any:
-    """``e ** (x - highest)`` in the place of every x of so many vectors of float32; returns their sum, in 16 lanes."""
+@_over_vectors(types.float32)
+def highest_of(builder: Any, address: Any, vectors: Any, least: Any) -> Any:
+    """The highest of ``least`` and all numbers; no number where one is none."""
 
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        address, vectors, highest = args
-        subtracted = splat(builder, highest)
+    def higher(x: Any, y: Any) -> Any:
+        is_y = builder.or_(builder.fcmp_ordered("olt", x, y), builder.fcmp_unordered("uno", y, y))
+        return builder.select(is_y, y, x)
 
-        def body(index: Any, total: Sequence[Any]) -> Sequence[Any]:
-            place = at(builder, address, (index, 4 * LANES))
-            found = _exp(builder, builder.fsub(read(builder, place, 0), subtracted))
-            write(builder, found, place, 0)
-            return [builder.fadd(total[0], found)]
+    def body(index: Any, highest: Sequence[Any]) -> Sequence[Any]:
+        return [higher(highest[0], read(builder, at(builder, address, (index, 4 * LANES)), 0))]
 
-        (total,) = loop(builder, vectors, [constant(0.0)], body)
-        return folded(builder, total, builder.fadd)
-
-    return types.float32(types.int64, types.int64, types.float32), generate
+    (found,) = loop(builder, vectors, [splat(builder, least)], body)
+    return folded(builder, found, higher)
 
 
-@intrinsic
-def cap(_typing: Any, _address: Any, _vectors: Any, _limit: Any) -> Any:
-    """``limit * tanh(x / limit)`` in the place of every x of so many vectors of float32."""
+@_over_vectors(types.float32)
+def exp_and_sum(builder: Any, address: Any, vectors: Any, highest: Any) -> Any:
+    """``e ** (x - highest)`` in the place of every x; returns their sum, in 16 lanes."""
+    subtracted = splat(builder, highest)
 
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        address, vectors, limit = args
-        limits = splat(builder, limit)
+    def body(index: Any, total: Sequence[Any]) -> Sequence[Any]:
+        place = at(builder, address, (index, 4 * LANES))
+        found = _exp(builder, builder.fsub(read(builder, place, 0), subtracted))
+        write(builder, found, place, 0)
+        return [builder.fadd(total[0], found)]
 
-        def body(index: Any, _carried: Sequence[Any]) -> Sequence[Any]:
-            place = at(builder, address, (index, 4 * LANES))
-            x = builder.fdiv(read(builder, place, 0), limits)
-            write(builder, builder.fmul(_tanh(builder, x), limits), place, 0)
-            return []
+    (total,) = loop(builder, vectors, [constant(0.0)], body)
+    return folded(builder, total, builder.fadd)
 
-        loop(builder, vectors, [], body)
-        return context.get_dummy_value()
 
-    return types.none(types.int64, types.int64, types.float32), generate
+@_over_vectors(types.none)
+def cap(builder: Any, address: Any, vectors: Any, limit: Any) -> None:
+    """``limit * tanh(x / limit)`` in the place of every x."""
+    limits = splat(builder, limit)
+
+    def body(index: Any, _carried: Sequence[Any]) -> Sequence[Any]:
+        place = at(builder, address, (index, 4 * LANES))
+        x = builder.fdiv(read(builder, place, 0), limits)
+        write(builder, builder.fmul(_tanh(builder, x), limits), place, 0)
+        return []
+
+    loop(builder, vectors, [], body)
 
 
 _WORTH_A_THREAD = 1 << 21

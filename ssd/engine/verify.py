@@ -108,10 +108,7 @@ class Pass:
         if target.takes_noise and not batch.is_plain:
             self._is_chosen = batch.chooses_by_position and not self._has_trees
             noise = batch.noise(lengths, width) if self._is_chosen else noise_of(self._rows, width)
-        if self._parents is not None:
-            self._output = target.forward_trees(batch.slot_list, self._fed, self._count_list, self._parents, noise)
-        else:
-            self._output = target.forward(batch.slot_list, self._fed, self._count_list, noise)
+        self._output = target.forward(batch.slot_list, self._fed, self._count_list, noise, self._parents)
         for grammar, tokens in self._ruled:
             if not grammar.was_late:
                 grammar.begin(tokens)

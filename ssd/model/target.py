@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
 from ssd.config import Exact
 from ssd.model.kv.kv_cache import FeatureStore
+from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.sampler import PassOutput
@@ -52,7 +53,7 @@ class Target(ABC):
     can_keep_prefixes: bool = True
     """Whether any beginning of a slot can be copied, and gone back to at little cost."""
     can_verify_trees: bool = False
-    """Whether ``forward_trees`` and ``keep_paths`` are to be had."""
+    """Whether passes may be over trees."""
     way: str
     """How the model is driven, for logs."""
 
@@ -74,6 +75,7 @@ class Target(ABC):
         self.adapters: list[str | None] = [None] * num_slots
         """Of each slot, the adapter that its tokens are computed with; to be set while the slot is empty."""
         self.exactness = Exactness()
+        self._held: Int64s = np.zeros(num_slots, np.int64)
         self._fed: npt.NDArray[np.int32] = np.full((num_slots, max_length), -1, np.int32)
 
     @property
@@ -81,9 +83,13 @@ class Target(ABC):
         """Whether passes that choose tokens do so with noise; where not, none may be given."""
         return False
 
-    @abstractmethod
     def length(self, slot: int) -> int:
         """Tokens the slot holds."""
+        return int(self._held[slot])
+
+    def lengths_of(self, slots: Sequence[int]) -> Int64s:
+        """Tokens that each of these slots holds, int64[B]."""
+        return self._held[list(slots)]
 
     @abstractmethod
     def rollback(self, slot: int, length: int) -> None:
@@ -104,6 +110,7 @@ class Target(ABC):
         start = self.length(slot)
         assert self.can_keep_prefixes and slot != source and start <= length <= self.length(source)
         self._copy(source, slot, start, length)
+        self._held[slot] = length
         self._fed[slot, start:length] = self._fed[source, start:length]
 
     def fed_tokens(self, slot: int) -> npt.NDArray[np.int32]:
@@ -111,16 +118,11 @@ class Target(ABC):
         return self._fed[slot, : self.length(slot)]
 
     def _feed(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
-        self._note_fed(slots, tokens, counts)
-        return self._append(slots, tokens, counts, **kwargs)
-
-    def _note_fed(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
-        starts = self.lengths_of(slots)
-        _note(self._fed, np.array(slots), starts, np.ascontiguousarray(tokens, np.int64), np.array(counts))
-
-    def lengths_of(self, slots: Sequence[int]) -> Int64s:
-        """Tokens that each of these slots holds, int64[B]."""
-        return np.array([self.length(slot) for slot in slots])
+        starts, rows, more = self.lengths_of(slots), np.array(slots), np.array(counts)
+        _note(self._fed, rows, starts, np.ascontiguousarray(tokens, np.int64), more)
+        output = self._append(slots, tokens, counts, **kwargs)
+        self._held[rows] = starts + more
+        return output
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
         """Append to ``slot``, which holds ``start`` tokens, positions ``start`` to ``end`` of ``source``."""
@@ -128,34 +130,30 @@ class Target(ABC):
 
     @abstractmethod
     def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
-        """Append ``counts[b]`` tokens to each slot; logits [B, T or fewer, V]."""
+        """Append ``counts[b]`` tokens, which are noted, to what each slot holds; logits [B, T or fewer, V]."""
 
     @torch.inference_mode()
     def forward(
-        self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], noise: Noise | None = None
+        self,
+        slots: Sequence[int],
+        tokens: TokenMatrix,
+        counts: Sequence[int],
+        noise: Noise | None = None,
+        parents: TokenMatrix | None = None,
     ) -> PassOutput:
         """Append tokens to slots and score every position in one pass.
 
         slots : B distinct slots. tokens : int64[B, T], row b valid in its first ``counts[b]`` (>= 1) entries, the
         rest any valid token id. noise : where the target `takes_noise`, what the pass chooses tokens with.
+        parents : where it `can_verify_trees`, int64[B, T], of each token the index of the one it goes on from, smaller
+        than its own; -1 of the first and of no other. A row of 0, 1, 2 ... is a chain. Each token is scored after the
+        path to it. The slots then hold trees: ``keep_paths`` must follow.
         """
         assert noise is None or self.takes_noise
-        return self._feed(slots, tokens, counts, **({} if noise is None else {"noise": noise}))
-
-    def forward_trees(
-        self,
-        slots: Sequence[int],
-        tokens: TokenMatrix,
-        counts: Sequence[int],
-        parents: TokenMatrix,
-        noise: Noise | None = None,
-    ) -> PassOutput:
-        """As ``forward``, but each row is a tree: its token t is scored after the path to it instead of all before it.
-
-        parents : int64[B, T], of each token the index of the one it goes on from, smaller than its own; -1 of the first
-        and of no other. A row of 0, 1, 2 ... is a chain. The slots then hold trees: ``keep_paths`` must follow.
-        """
-        raise NotImplementedError(f"driven {self.way}, a model verifies chains only")
+        more: dict[str, Any] = {} if noise is None else {"noise": noise}
+        if parents is not None:
+            more["trees"] = TreeShape.build(parents)
+        return self._feed(slots, tokens, counts, **more)
 
     def keep_paths(self, slots: Sequence[int], counts: Sequence[int], paths: Sequence[npt.NDArray[np.int64]]) -> None:
         """Keep the tokens on one path of each row of the pass just made, as if they alone had been fed, in its order.

@@ -230,14 +230,11 @@ class TextCodec:
 
     def encode_completion_example(self, prompt: str, completion: str) -> Example:
         """A prompt as ``/v1/completions`` would encode it, and what the model answered."""
-        return self._example(self.encode_prompt(prompt), completion)
+        return self.encode_answer_example(self.encode_prompt(prompt), completion)
 
     def encode_answer_example(self, prompt_ids: list[int], completion: str) -> Example:
         """What the model answered to a prompt that is ids already."""
-        return self._example(prompt_ids, completion)
-
-    def _example(self, prompt: list[int], completion: str) -> Example:
-        return Example(self._close(prompt + self.encode_completion(completion)), len(prompt))
+        return Example(self._close(prompt_ids + self.encode_completion(completion)), len(prompt_ids))
 
     def _close(self, token_ids: list[int]) -> list[int]:
         if self.eos_token_id is None or (token_ids and token_ids[-1] == self.eos_token_id):

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.errors import RequestError
+from ssd.text.grammar_memory import Opened
 
 Mask = npt.NDArray[np.bool_]
 
@@ -34,17 +35,6 @@ _YIELDS = 4
 """A costly mask lets shorter ones go first that come within so many times of what it takes."""
 _IDLE_S = 1.0
 _MOST_REMEMBERED = 1024
-
-
-class OpenGrammar(Protocol):
-    """A compiled grammar that somebody uses; its memory is theirs while they hold it."""
-
-    @property
-    def costs_s(self) -> float:
-        """What it takes to begin, of a processor's time."""
-
-    def start(self) -> Any:
-        """A matcher at the beginning."""
 
 
 class _Trial:
@@ -77,7 +67,7 @@ class GrammarState:
 
     def __init__(
         self,
-        open_it: Callable[[bool], OpenGrammar | None],
+        open_it: Callable[[bool], Opened | None],
         eos_token_ids: Sequence[int],
         vocab_size: int,
         param: str,
@@ -89,7 +79,7 @@ class GrammarState:
         ``param`` : the client's name for the grammar. ``tenant`` : whose turn it is to make masks.
         """
         self._open_it = open_it
-        self._open: OpenGrammar | None = None
+        self._open: Opened | None = None
         self._tenant = tenant
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = vocab_size

@@ -36,14 +36,6 @@ class Marks(NamedTuple):
         return text
 
 
-class Marked(NamedTuple):
-    """What a chat template is given; ``marks`` is None where nothing had to be marked."""
-
-    messages: list[dict[str, Any]]
-    variables: dict[str, Any]
-    marks: Marks | None
-
-
 class _Kept(NamedTuple):
     """Tokens that are kept apart, and everything one of them begins with."""
 
@@ -75,19 +67,24 @@ class SpecialTokens:
         self._control_ids = frozenset(self._ids[content] for content in self._special) - harmless
         self._kept = lru_cache(maxsize=8)(self._find_kept)
 
-    def mark(self, messages: list[dict[str, Any]], variables: dict[str, Any], template: str) -> Marked:
-        """What ``template`` is to be given. O(characters). Raises RequestError where it could not be encoded."""
+    def mark(
+        self, messages: list[dict[str, Any]], variables: dict[str, Any], template: str
+    ) -> tuple[list[dict[str, Any]], dict[str, Any], Marks | None]:
+        """Messages and variables as ``template`` is to be given them; no marks where nothing had to be marked.
+
+        O(characters). Raises RequestError where it could not be encoded.
+        """
         spoken, given = self._kept(""), self._kept(template)
         parts = [(message, spoken if message.get("role") == "assistant" else given) for message in messages]
         parts += [({name: value}, given) for name, value in variables.items()]
         if not any(self._marks_of(text, kept) for part, kept in parts for text in _strings(part)):
-            return Marked(messages, variables, None)
+            return messages, variables, None
         if self._twin is None:
             raise _impossible()
         marks = _unused(template, *(text for part, _ in parts for text in _strings(part)))
         marked = [_changed(part, partial(self._marked, kept=kept, marks=marks)) for part, kept in parts]
         number = len(messages)
-        return Marked(marked[:number], {name: value for part in marked[number:] for name, value in part.items()}, marks)
+        return marked[:number], {name: value for part in marked[number:] for name, value in part.items()}, marks
 
     def encode(self, text: str, marks: Marks) -> list[int]:
         """Ids of a rendered text. Raises RequestError where the tokenizer makes control tokens of plain text."""

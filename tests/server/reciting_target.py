@@ -98,10 +98,11 @@ class RecitingTarget(WholeTarget):
         """There are no weights."""
 
     def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
-        self._extend(slots, tokens, counts)
+        if not kwargs.get("is_scored", True):
+            return PassOutput(torch.empty(0))
         logits = torch.zeros(len(slots), int(max(counts)), self.vocab_size)
         for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
-            text = self._texts[slot]
+            text = self._fed[slot, : self.length(slot) + int(count)].tolist()
             for place in range(int(count)):
                 logits[row, place, self._next(text[: len(text) - int(count) + place + 1])] = 50.0
         return PassOutput(logits)

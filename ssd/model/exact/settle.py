@@ -1,7 +1,7 @@
 """Whether this model, on this machine, says the same bits of a position in every pass; and making it so.
 
 On a CPU linear layers get the numbers of rows that keep the bits, found with their own weights (`find_rows`); the rest
-of a model's layers keeps them by how it computes. On CUDA libraries' products and attention give way to `OwnKernels`
+of a model's layers keeps them by how it computes. On CUDA libraries' products and attention give way to kernels of ours
 where they do not keep them. Then the whole model is asked (`different_positions`). What was found is kept beside the
 machine code of kernels, for the next process with the same model, machine, types and threads.
 """
@@ -13,13 +13,13 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
@@ -28,19 +28,14 @@ from ssd.config import Exact
 from ssd.errors import ModelError, first_line
 from ssd.model.layers.adapted_linear import AdaptedLinear
 from ssd.model.layers.packed_linear import PLAIN, PackedLinear, RowPlan, find_rows, packed_linears
-from ssd.model.target import Exactness, Target, TokenMatrix, pad_rows
+from ssd.model.target import Exactness, Target
+from ssd.model.ways.probe import Pairs, alone, as_trees, scored, together
 from ssd.model.ways.slot_target import SlotTarget
-
-if TYPE_CHECKING:
-    from ssd.model.exact.own_kernels import OwnKernels
-
 
 _LENGTHS = (61, 38, 17)
 """Of the texts, each in a slot of its own; and the most of them that are read."""
-_PASS_WIDTHS = (1, 2, 5, 16, 3, 33, 8)
 _PREFILLS = ((7, 40), (1, 9), (16, 55))
 """Tokens at once, and all tokens, that are read before what is scored."""
-_TREE_EVERY = 3
 
 
 @torch.inference_mode()
@@ -57,89 +52,26 @@ def different_positions(target: Target) -> Iterator[tuple[str, int, int]]:
     slots = list(range(target.num_slots))[-len(texts) :][::-1]
     for slot, adapter in zip(slots, cycle([*sorted(target.adapter_names), None]), strict=False):
         target.adapters[slot] = adapter
-    expected = [_alone(target, slot, text) for slot, text in zip(slots, texts, strict=True)]
+    expected = [alone(target, slot, text) for slot, text in zip(slots, texts, strict=True)]
 
-    found = torch.cat(list(_in_parts(target, slots[0], texts[0], _PASS_WIDTHS)))
-    yield _compared("several widths", [(found, expected[0])])
-    yield _compared("rows beside each other", _together(target, slots, texts, expected))
+    yield _compared("several widths", together(target, slots[:1], texts[:1], expected))
+    yield _compared("rows beside each other", together(target, slots, texts, expected))
     text, slot = texts[0], slots[0]
     for chunk, read in _PREFILLS:
         read = min(read, len(text) - 1)
         for first in range(0, read, chunk):
             part = text[first : min(first + chunk, read)]
             target.prefill([slot], part[None], [len(part)])
-        after = _scored(target, slot, text[read:])
+        after = scored(target, slot, text[read:])
         target.rollback(slot, 0)
         yield _compared(f"behind a prefill by {chunk}", [(after, expected[0][read:])])
     if target.can_verify_trees:
-        yield _compared("paths of trees", list(_trees(target, slots[0], texts[0], expected[0], random)))
+        yield _compared("paths of trees", as_trees(target, slots[0], texts[0], expected[0], random))
     for slot in slots:
         target.adapters[slot] = None
 
 
-def _alone(target: Target, slot: int, text: npt.NDArray[np.int64]) -> torch.Tensor:
-    found = _scored(target, slot, text)
-    target.rollback(slot, 0)
-    return found
-
-
-def _scored(target: Target, slot: int, tokens: npt.NDArray[np.int64]) -> torch.Tensor:
-    return target.forward([slot], tokens[None], [len(tokens)]).logits[0].clone()
-
-
-def _in_parts(target: Target, slot: int, text: npt.NDArray[np.int64], widths: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Logits of all positions, by passes of these widths in turn."""
-    place = turn = 0
-    while place < len(text):
-        part = text[place : place + widths[turn % len(widths)]]
-        yield _scored(target, slot, part)
-        place, turn = place + len(part), turn + 1
-    target.rollback(slot, 0)
-
-
-def _together(
-    target: Target, slots: Sequence[int], texts: Sequence[npt.NDArray[np.int64]], expected: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of what rows say that are fed beside each other, some more tokens than others, and what was expected."""
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    places, turn = [0] * len(texts), 0
-    while rows := [b for b, text in enumerate(texts) if places[b] < len(text)]:
-        parts = [texts[b][places[b] :][: _PASS_WIDTHS[(turn + b) % len(_PASS_WIDTHS)]] for b in rows]
-        tokens: TokenMatrix = pad_rows(parts)
-        logits = target.forward([slots[b] for b in rows], tokens, [len(part) for part in parts]).logits
-        for row, (b, part) in enumerate(zip(rows, parts, strict=True)):
-            found.append((logits[row, : len(part)].clone(), expected[b][places[b] : places[b] + len(part)]))
-            places[b] += len(part)
-        turn += 1
-    for slot in slots:
-        target.rollback(slot, 0)
-    return found
-
-
-def _trees(
-    target: Target, slot: int, text: npt.NDArray[np.int64], expected: torch.Tensor, random: np.random.Generator
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The text as the path of trees that have other nodes between."""
-    place = 0
-    while place < len(text):
-        part = text[place : place + 9]
-        nodes, parents, path = [int(part[0])], [-1], [0]
-        room = target.max_length - place - len(part)
-        for token in part[1:]:
-            if len(nodes) - len(path) < room and random.integers(_TREE_EVERY):
-                nodes.append(int(random.integers(0, target.vocab_size)))
-                parents.append(int(random.integers(0, len(nodes) - 1)))
-            parents.append(path[-1])
-            path.append(len(nodes))
-            nodes.append(int(token))
-        found = target.forward_trees([slot], np.array([nodes]), [len(nodes)], np.array([parents])).logits[0]
-        yield found[path].clone(), expected[place : place + len(part)]
-        target.keep_paths([slot], [len(nodes)], [np.array(path)])
-        place += len(part)
-    target.rollback(slot, 0)
-
-
-def _compared(what: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[str, int, int]:
+def _compared(what: str, pairs: Pairs) -> tuple[str, int, int]:
     differ = sum(int((found != wanted).any(-1).sum()) for found, wanted in pairs)
     return what, sum(len(found) for found, _ in pairs), differ
 
@@ -162,11 +94,11 @@ def settle_exactness(target: Target, wanted: Exact) -> None:
     alone. ``target`` must be empty, and is left so. Raises ModelError where it is "on" and cannot be. At most a second
     for a small model.
     """
-    layers, kernels = packed_linears(target.model), _own_kernels(target)
+    layers, kernels, has_trees = packed_linears(target.model), _with_own_kernels(target), target.can_verify_trees
     _use(layers, {})
     if kernels is not None:
-        kernels.use(False)
-    has_trees = target.can_verify_trees
+        kernels.use_own_kernels(False)
+        has_trees = target.can_verify_trees
     if wanted == "off":
         target.exactness = Exactness(wanted, False, "switched off")
         return
@@ -176,13 +108,10 @@ def settle_exactness(target: Target, wanted: Exact) -> None:
         found = _look(target, layers, kernels)
         _keep(key, found)
     _found[key] = found
-    plans = {name: RowPlan(*plan) for name, plan in found["plans"].items()}
     differ, compared, cost = str(found["differ"]), int(found["compared"]), float(found["cost"])
-    _use(layers, plans)
-    if kernels is not None:
-        if found["kernels"] and not differ and wanted == "auto" and has_trees:
-            differ = "it would take trees of drafts from it; --exact on has it with chains"
-        kernels.use(found["kernels"] and not differ)
+    takes_kernels = bool(found["kernels"])
+    if not differ and takes_kernels and wanted == "auto" and has_trees:
+        differ = "it would take trees of drafts from it; --exact on has it with chains"
     if differ and wanted == "on":
         raise ModelError(
             f"--exact on: {type(target.model).__name__}, driven {target.way}, is not exact to the bit here: {differ}. "
@@ -190,27 +119,19 @@ def settle_exactness(target: Target, wanted: Exact) -> None:
         )
     if wanted == "auto" and not differ and cost > _MOST_COST:
         differ = f"it would take {cost:.0%} more time; --exact on has it"
-    if differ:
-        _use(layers, {})
-        if kernels is not None:
-            kernels.use(False)
+    _use(layers, {} if differ else {name: RowPlan(*plan) for name, plan in found["plans"].items()})
+    if kernels is not None:
+        kernels.use_own_kernels(takes_kernels and not differ)
     target.exactness = Exactness(wanted, not differ, differ, compared, cost)
 
 
-def _own_kernels(target: Target) -> OwnKernels | None:
-    """Those for a target on CUDA, the same each time; None where there is no Triton."""
-    if target.device.type != "cuda" or not isinstance(target, SlotTarget):
-        return None
-    if target.own_kernels is None:
-        try:
-            from ssd.model.exact.own_kernels import OwnKernels
-        except ImportError:  # it comes with CUDA builds of torch
-            return None
-        target.own_kernels = OwnKernels(target)
-    return target.own_kernels
+def _with_own_kernels(target: Target) -> SlotTarget | None:
+    """One that can compute by kernels of ours: on CUDA, where triton is installed; None otherwise."""
+    can = target.device.type == "cuda" and isinstance(target, SlotTarget) and find_spec("triton") is not None
+    return target if can and isinstance(target, SlotTarget) else None
 
 
-def _look(target: Target, layers: list[PackedLinear], kernels: OwnKernels | None) -> dict[str, Any]:
+def _look(target: Target, layers: list[PackedLinear], kernels: SlotTarget | None) -> dict[str, Any]:
     plans: dict[str, RowPlan] = {}
     for layer in layers:
         name = _name(layer)
@@ -222,7 +143,7 @@ def _look(target: Target, layers: list[PackedLinear], kernels: OwnKernels | None
     cost, takes_kernels = 0.0, kernels is not None and bool(differ)
     if kernels is not None and takes_kernels:
         before = _least(target)
-        kernels.use(True)
+        kernels.use_own_kernels(True)
         compared, differ = _asked(target)
         if not differ:
             cost = _share(_least(target), before)

@@ -1,295 +1,406 @@
-"""The layouts in which draft heads are published: EAGLE's, Medusa's, and modules for multi-token prediction.
+"""The layouts in which draft heads are published, as a table: EAGLE's, Medusa's, modules for multi-token prediction.
 
-The latter lie among the tensors of the target's own checkpoint.
+The latter lie among the tensors of the target's own checkpoint. A layout is known by its tensors' names, and says by
+which configuration its network is made and what its tensors are called.
+
+Which hidden states EAGLE-3 reads is counted in two ways. A speculators configuration counts as vLLM does: layer k is
+what comes out of the first k layers. ``eagle_config`` counts as SGLang does (set_eagle3_layers_to_capture): layer k is
+what the layer of index k puts out. Both have the same default (EAGLE's modeling_llama_kv.py).
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from ssd.errors import ModelError, first_line
-from ssd.model.heads.eagle_layouts import EAGLE_LAYOUTS
-from ssd.model.heads.head import Head, ParallelHead, RecurrentHead, TargetParts
-from ssd.model.heads.networks import DecoderLayer, MedusaHead, MTPHead, decoder_layers
+from ssd.model.heads.head import Head, TargetParts
+from ssd.model.heads.networks import Eagle3Head, FusedHead, MedusaHead, decoder_layers, llama_layers
 from ssd.model.heads.tensors import (
     Config,
-    Layout,
     TensorFiles,
     Tensors,
-    fill_by_name,
+    fill,
     find_directory,
     has,
     number,
+    read,
     read_config,
     require,
     require_same,
     shapes_of,
 )
+from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.layers.replace import MOST_CHANGE, MOST_CHANGE_LOW_PRECISION, replace_layers
 from ssd.model.ways.find_way import CPU_LAYERS
 from ssd.text.load_tokenizer import HubOptions
 
-_Parts = TypeVar("_Parts")
+Matches = Sequence[re.Match[str]]
+Names = Mapping[str, str]
+"""What stands in a checkpoint before a name, by what stands before ours; the longest that fits holds."""
 
 
-def _by_names(
-    name: str,
-    find: Callable[[Collection[str]], _Parts | None],
-    build: Callable[[Config, Tensors, PreTrainedModel, _Parts], Head],
-) -> Layout:
-    """A layout that is known by what ``find`` makes of the tensors' names, which is also what its head is built by."""
-
-    def built(config: Config, tensors: Tensors, target: PreTrainedModel) -> Head:
-        parts = find(tensors)
-        assert parts is not None
-        return build(config, tensors, target, parts)
-
-    return Layout(name, lambda names: find(names) is not None, built)
-
-
-_MAP = "token_map"
-_DIGITS = 2
-"""Of an index at most: nobody trains a hundred heads."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Naming:
-    """``block`` : the names of a block's tensors but for "weight" and "bias", with head and block as groups.
-
-    ``prefixes`` : what may stand before all names. ``blocks``, ``output`` : as format strings.
+class Layout(NamedTuple):
+    """A way to publish draft heads. A head has it that has a tensor of each of the ``known_by``, and none ``without``:
+    names, as regular expressions. ``build`` : of configuration, tensors, the target and all matches of the first name.
     """
 
-    block: re.Pattern[str]
-    prefixes: tuple[str, ...]
-    blocks: str
-    output: str
+    name: str
+    known_by: tuple[str, ...]
+    build: Callable[[Config, Tensors, PreTrainedModel, Matches], Head]
+    without: tuple[str, ...] = ()
 
-    def find(self, names: Collection[str]) -> _Found | None:
-        """What there is of heads; None where there are none."""
-        for prefix in self.prefixes:
-            pairs = set()
-            for name in names:
-                match = self.block.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
-                if match is not None and max(len(match[1]), len(match[2])) <= _DIGITS:
-                    pairs.add((int(match[1]), int(match[2])))
-            if pairs:
-                return _Found(self, prefix, 1 + max(head for head, _ in pairs), 1 + max(block for _, block in pairs))
-        return None
+    def matches(self, names: Collection[str]) -> list[re.Match[str]]:
+        """What of ``names`` its first name is; nothing where they have another layout."""
+        first, *others = (_matching(each, names) for each in self.known_by)
+        return first if all(others) and not any(_matching(each, names) for each in self.without) else []
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    naming: _Naming
-    prefix: str
-    num_heads: int
-    num_layers: int
+def _matching(pattern: str, names: Collection[str]) -> list[re.Match[str]]:
+    return [match for name in sorted(names) if (match := re.fullmatch(pattern, name))]
 
 
-_OWN = _Naming(
-    re.compile(r"(\d+)\.(\d+)\.linear\.weight"), ("", "medusa_head.", "medusa_heads.", "medusa."),
-    "{head}.{block}.linear", "{head}.{num_layers}.weight",
-)  # fmt: skip
-"""FasterDecoding's own (medusa_model_legacy.py); text-generation-inference reads the same names (layers/medusa.py).
+def _filled(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel, **more: torch.Tensor) -> Head:
+    """The head with its tensors; ``more`` : those that are made. Raises ModelError."""
+    shapes = {name: size for name, size in shapes_of(head).items() if name not in more}
 
-The last of each is its output layer; later versions train none and read with the target's.
-"""
-_VLLM = _Naming(
-    re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight"), ("", "medusa_heads."),
-    "blocks.{head}.layers.{block}", "lm_heads.{head}.weight",
-)  # fmt: skip
-"""vLLM's (models/medusa.py): blocks may have no bias, the output layers may be one, and of frequent tokens only."""
+    def theirs(ours: str) -> str:
+        prefix = max((prefix for prefix in names if ours.startswith(prefix)), key=len, default="")
+        return names.get(prefix, "") + ours.removeprefix(prefix)
 
-
-def _build_medusa(config: Config, tensors: Tensors, target: PreTrainedModel, found: _Found) -> MedusaHead:
-    require_same(config, target, ("hidden_size", "vocab_size"))
-    naming = found.naming
-    own = target.config.get_text_config()
-
-    def name(pattern: str, head: int, block: int = 0) -> str:
-        return found.prefix + pattern.format(head=head, block=block, num_layers=found.num_layers)
-
-    outputs = [head for head in range(found.num_heads) if name(naming.output, head) in tensors]
-    token_map = _token_map(tensors, found.prefix + _MAP, own.vocab_size)
-    with torch.device("meta"):
-        head = MedusaHead(
-            own.hidden_size,
-            own.vocab_size,
-            found.num_heads,
-            found.num_layers,
-            bias=name(naming.blocks, 0) + ".bias" in tensors,
-            target=None if outputs else TargetParts(target),
-            shares_output=outputs == [0] and bool(config.get("original_lm_head")),
-            token_map=None if token_map is None or not outputs else token_map.to(target.device),
-        )
-    names = {}
-    for ours in shapes_of(head):
-        kind, *rest = ours.split(".")
-        if kind == "blocks":
-            names[ours] = name(naming.blocks, int(rest[0]), int(rest[1])) + "." + rest[-1]
-        else:
-            names[ours] = name(naming.output, int(rest[0]))
-    chosen = _Chosen(tensors, {name(naming.output, i) for i in outputs}, token_map, own.vocab_size)
-    fill_by_name(head, chosen, names, target)
+    found = read(tensors, {theirs(ours): size for ours, size in shapes.items()})
+    fill(head, {**{ours: found[theirs(ours)] for ours in shapes}, **more}, target)
     return head
 
 
-def _token_map(tensors: Tensors, name: str, vocab_size: int) -> torch.Tensor | None:
-    if name not in tensors:
-        return None
-    found = tensors[name]
-    if found.dim() != 1 or found.dtype.is_floating_point or not 1 <= len(found) <= vocab_size:
-        raise ModelError(f"its {name} is no list of token ids: download it again")
-    if not 0 <= int(found.min()) <= int(found.max()) < vocab_size:
+def _without_memory(make: Callable[[], Head]) -> Head:
+    """A head made on the meta device. Raises ModelError, whatever the numbers of a configuration lead to."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except Exception as failure:
+        raise ModelError(f"its config.json describes no layer: {first_line(failure)}") from failure
+
+
+# -- EAGLE -----------------------------------------------------------------------------------------------------------
+
+_MOST_LAYERS, _MOST_LAYERS_READ = 8, 16
+_MOST_HEAD_DIM = 1 << 12
+"""Of what a configuration asks for, so that nothing is built that no head has."""
+_FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
+    "vocab_size", "attention_bias", "mlp_bias",
+)  # fmt: skip
+"""What is taken of a configuration: what shapes the layers."""
+
+
+def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
+    """What a configuration says of a head's layers, which attend by the slots; raises ModelError."""
+    if (number(config, "head_dim") or 1) > _MOST_HEAD_DIM:
+        raise ModelError(f"its config.json says head_dim {config['head_dim']}: {_MOST_HEAD_DIM} is the most")
+    fields: dict[str, Any] = {name: config[name] for name in _FIELDS if config.get(name) is not None}
+    fields.setdefault("hidden_size", target.config.get_text_config().hidden_size)
+    fields.setdefault("num_hidden_layers", 1)
+    try:
+        found = LlamaConfig(**json.loads(json.dumps(fields)))
+    except Exception as failure:
+        raise ModelError(f"its config.json cannot be read: {first_line(failure)}") from failure
+    if not 1 <= found.num_hidden_layers <= _MOST_LAYERS:
+        raise ModelError(f"it says num_hidden_layers {found.num_hidden_layers}: 1 to {_MOST_LAYERS} are read")
+    found._attn_implementation = ATTENTION_NAME
+    return found
+
+
+def _inner_config(config: Config) -> dict[str, Any]:
+    inner = config.get("transformer_layer_config")
+    if not isinstance(inner, dict):
+        raise ModelError("its config.json lacks transformer_layer_config: download the head again")
+    return inner
+
+
+def _eagle(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matches, names: Names) -> Head:
+    if "fc." in names:  # speculators
+        if config.get("layernorms") or "embedding_layernorm.weight" in tensors:
+            raise ModelError(
+                "it has layer norms around EAGLE's layer (layernorms: true in its config.json), which is not "
+                "read: take one without them, or an EAGLE-3 head"
+            )
+        kind = config.get("transformer_layer_architecture", "LlamaDecoderLayer")
+        if kind != "LlamaDecoderLayer":
+            raise ModelError(f"its layer is a {str(kind)[:60]}: only LlamaDecoderLayer is read")
+        config = {**_inner_config(config), "num_hidden_layers": 1}
+    require_same(config, target, ("hidden_size", "vocab_size"))
+    shape = _llama_config(config, target)
+    layer = names.get("layers.0.", "layers.{}.")
+    require(tensors, [f"{layer.format(index)}self_attn.q_proj.weight" for index in range(shape.num_hidden_layers)])
+    qkv_bias = not shape.attention_bias and f"{layer.format(0)}self_attn.q_proj.bias" in tensors
+
+    def made() -> Head:
+        bias = names.get("fc.", "fc.") + "bias" in tensors
+        head = FusedHead(target, llama_layers(shape, qkv_bias=qkv_bias), shape, bias=bias)
+        head.turn_by(shape, target.device)
+        return head
+
+    return _filled(_without_memory(made), tensors, names, target)
+
+
+_EMBED = "embed_tokens.weight"
+_UNREAD = {"t2d", "d2t", _EMBED, "verifier_lm_head.weight", "verifier_norm.weight"}
+"""Tensors that need not become part of the head, beside buffers of positions."""
+
+
+def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matches, names: Names) -> Head:
+    own = target.config.get_text_config()
+    layer, eagle = config, config.get("eagle_config")
+    listed = eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None
+    if names:  # speculators
+        layer, listed = _inner_config(config), config.get("eagle_aux_hidden_state_layer_ids") or None
+        if config.get("norm_before_fc"):
+            raise ModelError("norm_before_fc, a norm of the hidden states before they are fused, is not read")
+        config = {"vocab_size": layer.get("vocab_size"), "norm_before_residual": True, **config}
+    require_same(config, target, ("vocab_size",))
+    if (wide := number(config, "target_hidden_size")) not in (None, own.hidden_size):
         raise ModelError(
-            f"its {name} has token {int(found.max())}, the model has {vocab_size}: it was made for another"
+            f"it was made for another model: its config.json says target_hidden_size {wide}, the model has "
+            f"{own.hidden_size}. Take the head that was trained for this model"
         )
-    return found.long()
+    if number(layer, "num_hidden_layers") not in (None, 1):
+        raise ModelError("it has several layers (num_hidden_layers), and one is read: take a head with one")
+    shape = _llama_config({**layer, "vocab_size": own.vocab_size, "num_hidden_layers": 1}, target)
+    mapping, made = _mapping(tensors, own.vocab_size), {}
+    if mapping is not None:
+        if (wanted := number(config, "draft_vocab_size")) not in (None, len(mapping)):
+            raise ModelError(f"draft_vocab_size is {wanted}, but d2t has {len(mapping)} entries: download it again")
+        made["d2t"] = mapping - torch.arange(len(mapping))
+        made["t2d"] = torch.zeros(own.vocab_size, dtype=torch.bool).index_fill_(0, mapping, True)
+    embed = _embeddings(tensors, target, shape)
+    layers = _layers_read(target, listed, 0 if names else 1)
+    head = _without_memory(
+        lambda: Eagle3Head(
+            shape,
+            embed,
+            layers,
+            target_hidden_size=own.hidden_size,
+            draft_vocab_size=None if mapping is None else len(mapping),
+            norm_before_residual=bool(config.get("norm_before_residual")),
+        )
+    )
+    theirs = {name.replace("midlayer.", names.get("midlayer.", "midlayer.")) for name in shapes_of(head)}
+    unknown = {name for name in set(tensors) - theirs - _UNREAD if "rotary" not in name}
+    if unknown:
+        raise ModelError(f"it has tensors that are not read, {', '.join(sorted(unknown)[:4])}: take another head")
+    return _filled(head, tensors, names, target, **made)
 
 
-class _Chosen(Mapping[str, torch.Tensor]):
-    """Tensors, of those in ``outputs`` only the rows of tokens that can be drafted."""
+def _mapping(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
+    """The target's id of each drafted one, int64[Vd]; the checkpoint has what to add to the drafted one."""
+    if "d2t" not in tensors:
+        return None
+    offsets = tensors["d2t"]
+    if offsets.ndim != 1 or offsets.dtype.is_floating_point or not len(offsets):
+        raise ModelError("d2t is no list of numbers: download it again")
+    return _within(offsets.to(torch.int64) + torch.arange(len(offsets)), "d2t", vocab_size)
 
-    def __init__(self, tensors: Tensors, outputs: set[str], token_map: torch.Tensor | None, vocab_size: int) -> None:
-        self._tensors, self._outputs, self._token_map, self._vocab_size = tensors, outputs, token_map, vocab_size
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        if self._token_map is not None and name in self._outputs and len(tensor) == self._vocab_size:
-            tensor = tensor[self._token_map]
-        return tensor
+def _within(token_ids: torch.Tensor, name: str, vocab_size: int) -> torch.Tensor:
+    if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
+        raise ModelError(
+            f"{name} names tokens outside 0..{vocab_size - 1}: it was made for a model with another vocabulary. Take "
+            "the head that was trained for this model"
+        )
+    return token_ids
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
 
-    def __len__(self) -> int:
-        return len(self._tensors)
+def _embeddings(
+    tensors: Tensors, target: PreTrainedModel, shape: LlamaConfig
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The head's own embeddings of token ids where it brings others than the target's, which are used elsewhere."""
+    own: Any = target.get_input_embeddings()
+    hidden_size = target.config.get_text_config().hidden_size
+    if _EMBED in tensors:
+        weight = read(tensors, {_EMBED: (shape.vocab_size, shape.hidden_size)})[_EMBED]
+        weight = weight.to(target.device, target.dtype)
+        ids = torch.arange(shape.vocab_size, device=target.device)
+        if shape.hidden_size != hidden_size or not torch.equal(own(ids), weight):
+            return lambda token_ids: torch.nn.functional.embedding(token_ids, weight)
+    elif shape.hidden_size != hidden_size:
+        raise ModelError(
+            f"its layer has hidden_size {shape.hidden_size}, the model {hidden_size}, "
+            f"and it brings no {_EMBED} of its own: it was made for another model, or its files are not all there"
+        )
+    return lambda token_ids: target.get_input_embeddings()(token_ids)
 
-    def __contains__(self, name: object) -> bool:  # without reading the tensor
-        return name in self._tensors
 
+def _layers_read(target: PreTrainedModel, listed: Any = None, before: int = 0) -> tuple[int, ...]:
+    """Behind so many layers each: the usual choice, or those ``listed`` and ``before`` more."""
+    count = target.config.get_text_config().num_hidden_layers
+    if listed is None:
+        if count < 6:
+            raise ModelError(
+                f"config.json does not say which layers it reads, and the model has {count}: too few for the usual "
+                "choice. Take the head that was trained for this model"
+            )
+        return 2, count // 2, count - 3
+    if (
+        not isinstance(listed, list)
+        or not 1 <= len(listed) <= _MOST_LAYERS_READ
+        or not all(isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 1 << 15 for index in listed)
+    ):
+        raise ModelError("eagle_aux_hidden_state_layer_ids in config.json is no list of layers: download it again")
+    return tuple(before + index for index in listed)
+
+
+# -- Medusa ----------------------------------------------------------------------------------------------------------
+
+
+def _medusa(
+    config: Config, tensors: Tensors, target: PreTrainedModel, blocks: Matches, block: str, output: str
+) -> Head:
+    """``blocks`` : prefix, head and number of each. block, output : what their names are, but for "weight" and "bias":
+    as format strings of head, block and number of blocks.
+    """
+    require_same(config, target, ("hidden_size", "vocab_size"))
+    own, prefix = target.config.get_text_config(), blocks[0][1]
+    num_heads, num_layers = (1 + max(int(each[part]) for each in blocks if each[1] == prefix) for part in (2, 3))
+
+    def theirs(pattern: str, head: int, at: int = 0) -> str:
+        return prefix + pattern.format(head=head, block=at, num_layers=num_layers)
+
+    outputs = [head for head in range(num_heads) if theirs(output, head) + "weight" in tensors]
+    mapping, num_drafted = None, own.vocab_size
+    if outputs and (name := f"{prefix}token_map") in tensors:
+        found, rows = tensors[name], len(tensors[theirs(output, outputs[0]) + "weight"])
+        if found.dim() != 1 or found.dtype.is_floating_point or not 1 <= len(found) <= own.vocab_size:
+            raise ModelError(f"its {name} is no list of token ids: download it again")
+        if rows != own.vocab_size:  # else they score every token
+            mapping, num_drafted = _within(found.long(), name, own.vocab_size), len(found)
+    head = _without_memory(
+        lambda: MedusaHead(
+            own.hidden_size,
+            num_drafted,
+            num_heads,
+            num_layers,
+            bias=theirs(block, 0) + "bias" in tensors,
+            target=None if outputs else TargetParts(target),
+            shares_output=outputs == [0] and bool(config.get("original_lm_head")),
+        )
+    )
+    names = {f"outputs.{i}.": theirs(output, i) for i in range(num_heads)}
+    names |= {f"blocks.{i}.{j}.linear.": theirs(block, i, j) for i in range(num_heads) for j in range(num_layers)}
+    head.draft_to_target = None if mapping is None else mapping.to(target.device)
+    return _filled(head, tensors, names, target)
+
+
+# -- multi-token prediction ------------------------------------------------------------------------------------------
 
 _ALONE = "model.layers.0."
 """Where a module stands that was taken out of its checkpoint, as SGLang publishes DeepSeek's: it counts itself only."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """What a layout calls the parts of a module.
-
-    ``layer`` : what stands before the names of the decoder layer's tensors. ``norm`` : None where there is none.
+def _mtp(
+    config: Config, tensors: Tensors, target: PreTrainedModel, projects: Matches, parts: tuple[str, ...],
+    hidden_first: bool = False,
+) -> Head:  # fmt: skip
+    """``parts`` : what stands before the layer's names, and the names of both norms and perhaps the last one, without
+    "weight". ``projects`` : the number of the layer where it has one. Of several modules, which were trained for one
+    token each, the first is used for all.
     """
-
-    embedding: str
-    hidden: str
-    project: str
-    layer: str
-    norm: str | None
-    hidden_first: bool = False
-
-    def parts(self) -> dict[str, str]:
-        """Names in a checkpoint by those in `MTPHead`, but for the layer's."""
-        named = {"norm_embedding": self.embedding, "norm_hidden": self.hidden, "project": self.project}
-        if self.norm is not None:
-            named["norm"] = self.norm
-        return {f"{ours}.weight": theirs for ours, theirs in named.items()}
-
-
-def _deepseek(index: int) -> _Names:
-    """DeepSeek-V3, GLM-4.5: after the last layer one more (vLLM, deepseek_mtp.py and glm4_moe_mtp.py).
-
-    What is stored of the embeddings and the output layer is a copy of the target's, as the paper says, and not read.
-    ``index`` : of that layer.
-    """
-    at = f"model.layers.{index}."
-    return _Names(
-        at + "enorm.weight", at + "hnorm.weight", at + "eh_proj.weight", at, at + "shared_head.norm.weight"
-    )  # fmt: skip
-
-
-_QWEN = _Names(
-    "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight", "mtp.layers.0.",
-    "mtp.norm.weight",
-)  # fmt: skip
-"""Qwen3-Next, Qwen3.5 (vLLM, qwen3_next_mtp.py)."""
-
-
-def _layernorms(at: str, *, hidden_first: bool) -> _Names:
-    return _Names(
-        f"{at}token_layernorm.weight", f"{at}hidden_layernorm.weight", f"{at}input_proj.weight", at,
-        f"{at}final_layernorm.weight", hidden_first,
-    )  # fmt: skip
-
-
-_MIMO = _layernorms("model.mtp_layers.0.", hidden_first=True)
-"""MiMo (vLLM, mimo_mtp.py)."""
-_SPECULATORS = _layernorms("mtp_layers.0.", hidden_first=False)
-"""The speculators format (speculators, models/mtp/model_definitions.py)."""
-_ERNIE = _Names(
-    "model.mtp_emb_norm.0.weight", "model.mtp_hidden_norm.0.weight", "model.mtp_linear_proj.0.weight",
-    "model.mtp_block.0.", None,
-)  # fmt: skip
-"""ERNIE 4.5 (vLLM, ernie_mtp.py)."""
-
-_DEEPSEEK_PROJECT = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
-
-
-def _deepseek_names(names: Collection[str]) -> _Names | None:
-    """Of the first module; None where there is none."""
-    found = sorted(int(match[1]) for name in names if (match := _DEEPSEEK_PROJECT.fullmatch(name)))
-    return _deepseek(found[0]) if found else None
-
-
-def _mtp(name: str, parts: _Names) -> Layout:
-    return _by_names(name, lambda names: parts if parts.project in names else None, _build_mtp)
-
-
-def _build_mtp(config: Config, tensors: Tensors, target: PreTrainedModel, parts: _Names) -> MTPHead:
-    layer_config = config.get("transformer_layer_config", config)
-    same = (
-        ("hidden_size", "vocab_size") if parts.layer == _ALONE else ("hidden_size", "vocab_size", "num_hidden_layers")
-    )
-    require_same(layer_config if isinstance(layer_config, dict) else {}, target, same)
+    project = min(projects, key=lambda match: [int(group) for group in match.groups()])
+    at, embedding, hidden, *last = (part.format(*project.groups()) for part in parts)
+    inner = config.get("transformer_layer_config", config)
+    fields = ("hidden_size", "vocab_size", *(() if at == _ALONE else ("num_hidden_layers",)))
+    require_same(inner if isinstance(inner, dict) else {}, target, fields)
     number(config, "num_nextn_predict_layers")
-    require(tensors, parts.parts().values())
-    head = MTPHead(
-        target, _fitting(target, tensors, parts.layer), hidden_first=parts.hidden_first, has_norm=parts.norm is not None
-    )
-    names = {**parts.parts(), **{f"layer.{name}": parts.layer + name for name in shapes_of(head.layer)}}
-    fill_by_name(head, tensors, names, target)
-    return head
-
-
-def _fitting(target: PreTrainedModel, tensors: Tensors, prefix: str) -> DecoderLayer:
-    """The last layer of the target that has the module's tensors: a mixture of experts, or a dense one."""
+    names = {
+        "layers.0.": at,
+        "norm_embedding.": embedding,
+        "norm_hidden.": hidden,
+        "fc.": project[0].removesuffix("weight"),
+    }
+    names |= dict(zip(["norm."], last, strict=False))
+    require(tensors, [f"{name}weight" for ours, name in names.items() if ours != "layers.0."])
     layers = decoder_layers(target)
-    for layer in layers:
-        if all(has(tensors, name) for name in shapes_of(layer.layer, prefix)):
-            return layer
-    return layers[0]  # whose missing tensors are then named
+    # A mixture of experts, or a dense layer: where none has the module's tensors, what is missing is named.
+    fitting = (each for each in layers if all(has(tensors, name) for name in shapes_of(each.layer, at)))
+    like = next(fitting, layers[0])
+    head = FusedHead(
+        target, [like.layer], like.config, layer_type=like.layer_type, norm=like.norm, has_last_norm=bool(last),
+        hidden_first=hidden_first,
+    )  # fmt: skip
+    return _filled(head, tensors, names, target)
 
+
+def _norms(at: str) -> tuple[str, ...]:
+    return at, f"{at}token_layernorm.", f"{at}hidden_layernorm.", f"{at}final_layernorm."
+
+
+_N = "model.layers.{}."
 
 LAYOUTS: tuple[Layout, ...] = (
-    *EAGLE_LAYOUTS,
-    _by_names("Medusa, FasterDecoding's (0.0.linear.weight)", _OWN.find, _build_medusa),
-    _by_names("Medusa, vLLM's (blocks.0.layers.0.weight)", _VLLM.find, _build_medusa),
-    _by_names("MTP module of DeepSeek-V3 and GLM-4.5 (model.layers.N.eh_proj)", _deepseek_names, _build_mtp),
-    _mtp("MTP module of Qwen3-Next and Qwen3.5 (mtp.fc)", _QWEN),
-    _mtp("MTP module of MiMo (model.mtp_layers.0.input_proj)", _MIMO),
-    _mtp("MTP module of ERNIE 4.5 (model.mtp_linear_proj.0)", _ERNIE),
-    _mtp("speculators, mtp (mtp_layers.0.input_proj)", _SPECULATORS),
-)
+    Layout("EAGLE-3 (fc, midlayer)", (r"fc\.weight", r"midlayer\..*"), partial(_eagle3, names={})),
+    Layout(
+        "speculators, eagle3 (fc, layers.0 with hidden_norm)", (r"fc\.weight", r"layers\.0\.hidden_norm\.weight"),
+        partial(_eagle3, names={"midlayer.": "layers.0."}),
+    ),
+    # EAGLE-3 has a midlayer, or speaks of a reduced vocabulary, or has norms before the attention of its first layer.
+    Layout(
+        "EAGLE and EAGLE-2 (fc, layers.0 without a norm before its attention)",
+        (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight"), partial(_eagle, names={}),
+        without=("d2t", r"layers\.0\.(input_layernorm|hidden_norm)\.weight"),
+    ),
+    Layout(
+        "speculators, eagle (fusion_fc, transformer)", (r"fusion_fc\.weight",),
+        partial(_eagle, names={"fc.": "fusion_fc.", "layers.0.": "transformer."}),
+    ),
+    # medusa_model_legacy.py; text-generation-inference reads the same names (layers/medusa.py). The last of each is its
+    # output layer; later versions train none and read with the target's.
+    Layout(
+        "Medusa, FasterDecoding's (0.0.linear.weight)",
+        (r"(|medusa_head\.|medusa_heads\.|medusa\.)(\d{1,2})\.(\d{1,2})\.linear\.weight",),
+        partial(_medusa, block="{head}.{block}.linear.", output="{head}.{num_layers}."),
+    ),
+    # models/medusa.py: blocks may have no bias, the output layers may be one, and of frequent tokens only.
+    Layout(
+        "Medusa, vLLM's (blocks.0.layers.0.weight)",
+        (r"(|medusa_heads\.)blocks\.(\d{1,2})\.layers\.(\d{1,2})\.weight",),
+        partial(_medusa, block="blocks.{head}.layers.{block}.", output="lm_heads.{head}."),
+    ),
+    # vLLM's deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py, mimo_mtp.py and ernie_mtp.py. What is stored of the
+    # embeddings and the output layer is a copy of the target's, as DeepSeek's paper says, and not read.
+    Layout(
+        "MTP module of DeepSeek-V3 and GLM-4.5 (model.layers.N.eh_proj)", (r"model\.layers\.(\d+)\.eh_proj\.weight",),
+        partial(_mtp, parts=(_N, f"{_N}enorm.", f"{_N}hnorm.", f"{_N}shared_head.norm.")),
+    ),
+    Layout(
+        "MTP module of Qwen3-Next and Qwen3.5 (mtp.fc)", (r"mtp\.fc\.weight",),
+        partial(_mtp, parts=("mtp.layers.0.", "mtp.pre_fc_norm_embedding.", "mtp.pre_fc_norm_hidden.", "mtp.norm.")),
+    ),
+    Layout(
+        "MTP module of MiMo (model.mtp_layers.0.input_proj)", (r"model\.mtp_layers\.0\.input_proj\.weight",),
+        partial(_mtp, parts=_norms("model.mtp_layers.0."), hidden_first=True),
+    ),
+    Layout(
+        "MTP module of ERNIE 4.5 (model.mtp_linear_proj.0)", (r"model\.mtp_linear_proj\.0\.weight",),
+        partial(_mtp, parts=("model.mtp_block.0.", "model.mtp_emb_norm.0.", "model.mtp_hidden_norm.0.")),
+    ),
+    # models/mtp/model_definitions.py
+    Layout(
+        "speculators, mtp (mtp_layers.0.input_proj)", (r"mtp_layers\.0\.input_proj\.weight",),
+        partial(_mtp, parts=_norms("mtp_layers.0.")),
+    ),
+)  # fmt: skip
 """Tried in order; the first that matches is taken."""
 
-
-_LENGTH = 2
+_LENGTH, _SHOWN = 2, 6
 
 
 @torch.inference_mode()
@@ -302,15 +413,12 @@ def say(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, _LENGTH, target.config.get_text_config().hidden_size, generator=generator)
     features = head.combine([hidden.to(device, dtype)] * len(head.feature_layers))
-    if isinstance(head, ParallelHead):
-        return [features, head(features[:, -1])]
-    assert isinstance(head, RecurrentHead)
     cache = SlotKVCache(1, _LENGTH, device)
     rows = SlotRows.build(cache, [0], _LENGTH, device)
     logits, following = head(torch.zeros_like(rows.positions), features, rows.positions, slot_rows=rows)
-    if not cache.bytes_per_token:
+    if head.attends and not cache.bytes_per_token:
         raise TypeError("its layers attend in another way")
-    return [features, logits, following]
+    return [each for each in (features, logits, following) if each.numel()]
 
 
 def require_drivable(head: Head, target: PreTrainedModel) -> None:
@@ -323,34 +431,13 @@ def require_drivable(head: Head, target: PreTrainedModel) -> None:
         ) from failure
 
 
-def make_faster(head: Head, target: PreTrainedModel) -> None:
-    """On a CPU, replace the head's layers by those that compute the same faster, and check that it says the same.
-
-    A pass over several rows or positions takes two thirds of the time. O(weights).
-    """
-    if target.device.type != "cpu":
-        return
-    can_be = [each.isfinite() for each in say(head, target)]  # tokens that cannot be drafted have minus infinity
-
-    def said(head: Head) -> list[torch.Tensor]:
-        found = say(head, target)
-        if not all(torch.equal(each.isfinite(), finite) for each, finite in zip(found, can_be, strict=True)):
-            raise ValueError("other tokens can be drafted")
-        return [each.float()[finite] for each, finite in zip(found, can_be, strict=True)]
-
-    tolerance = MOST_CHANGE if target.dtype == torch.float32 else MOST_CHANGE_LOW_PRECISION
-    replace_layers(head, CPU_LAYERS, expected=said(head), tolerance=tolerance, say=said)
-
-
-_SHOWN = 6
-
-
 @torch.inference_mode()
 def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions | None = None) -> Head:
     """The draft head of a directory or hub id, in the dtype and on the device of ``model``, ready to draft for it.
 
-    hub : where an id is fetched from. Raises ModelError with what to do: files that are not there or torn, a layout
-    that is not known, a head of another model.
+    On a CPU its layers are replaced by those that compute the same faster: a pass over several rows or positions takes
+    two thirds of the time. hub : where an id is fetched from. Raises ModelError with what to do: files that are not
+    there or torn, a layout that is not known, a head of another model.
     """
     directory = find_directory(name_or_path, hub)
     config, tensors = read_config(directory), TensorFiles(directory)
@@ -364,7 +451,7 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
             f"{len(names)} tensors: {some}{' ...' if len(names) > _SHOWN else ''}. Convert it, or leave it out"
         )
     try:
-        head = layout.build(config, tensors, model).eval().requires_grad_(False)
+        head = layout.build(config, tensors, model, layout.matches(names)).eval().requires_grad_(False)
         require_drivable(head, model)
     except ModelError as error:
         raise ModelError(f"draft head {str(name_or_path)!r}, {layout.name}: {error}") from error
@@ -374,5 +461,11 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
             f"draft head {str(name_or_path)!r}, {layout.name}: its config.json and its tensors do not make a head: "
             f"{first_line(error)[:200]}. Download it again"
         ) from error
-    make_faster(head, model)
+    if model.device.type == "cpu":
+        tolerance = MOST_CHANGE if model.dtype == torch.float32 else MOST_CHANGE_LOW_PRECISION
+
+        def said(head: Head) -> list[torch.Tensor]:
+            return [each.float() for each in say(head, model)]
+
+        replace_layers(head, CPU_LAYERS, expected=said(head), tolerance=tolerance, say=said)
     return head

@@ -5,71 +5,80 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from ssd.errors import ModelError, first_line
-from ssd.model.heads.head import FINAL, ParallelHead, RecurrentHead, TargetParts
+from ssd.model.heads.head import Head, TargetParts
 from ssd.model.kv.attention import ATTENTION_NAME
+from ssd.model.layers.tap import FINAL
 
 
-class EagleHead(RecurrentHead):
-    """Llama layers over ``fc(concat(embedding of the next token, hidden state))`` that say the next hidden state.
+class FusedHead(Head):
+    """Decoder layers over ``fc(concat(embedding of the next token, hidden state))`` that say the next hidden state.
 
-    The target's embeddings and output layer are used. The first layer has no norm before its attention. What comes out
-    stands for a hidden state behind the target's final norm, so nothing follows but the output layer (EAGLE's
-    cnets1.py, vLLM's llama_eagle.py). ``config`` : of the layers, their positions, and the name of their attention.
+    EAGLE's first head (cnets1.py, vLLM's llama_eagle.py) has Llama layers and no norms: what comes out stands for a
+    hidden state behind the target's final norm. A module for multi-token prediction is one more layer of the target's
+    own kind, with a norm before either half of the concatenation and one at the end, whose output is the next features
+    too: what it is fed first, the target's hidden state behind the final norm, has passed a norm as well. So do SGLang
+    (deepseek_nextn.py) and vLLM (qwen3_next_mtp.py, and for GLM deepseek_mtp.py; that of 2025 leaves the norm out
+    there). The target's embeddings and output layer are used.
     """
 
-    def __init__(self, config: LlamaConfig, target: PreTrainedModel, *, bias: bool, qkv_bias: bool = False) -> None:
-        """``bias`` : of ``fc``. ``qkv_bias`` : of queries, keys and values, as in layers made after Qwen2's."""
+    def __init__(
+        self, target: PreTrainedModel, layers: Sequence[nn.Module], config: Any, *, layer_type: str | None = None,
+        norm: nn.Module | None = None, has_last_norm: bool = False, bias: bool = False, hidden_first: bool = False,
+    ) -> None:  # fmt: skip
+        """``layer_type`` : which of the target's several kinds of positions the layers use, None where there is one.
+
+        norm : copied for each norm of a module; None for EAGLE's. bias : of ``fc``. hidden_first : whether features
+        come first in the concatenation. Made without memory, on the meta device.
+        """
         super().__init__()
-        self.feature_layers, self.feature_size, self.config = (FINAL,), config.hidden_size, config
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.layers[0].input_layernorm = nn.Identity()
-        if qkv_bias:
-            for layer in self.layers:
-                for name in ("q_proj", "k_proj", "v_proj"):
-                    plain = getattr(layer.self_attn, name)
-                    setattr(layer.self_attn, name, nn.Linear(plain.in_features, plain.out_features))
-        self._target = TargetParts(target)
-        with target.device:  # it is no part of the state, which a caller may make without memory
-            self.rotary = LlamaRotaryEmbedding(config)
+        size: int = target.config.get_text_config().hidden_size
+        self.feature_layers, self.feature_size, self.config = (FINAL,), size, config
+        self.hidden_first, self._layer_type, self._target = hidden_first, layer_type, TargetParts(target)
+        with torch.device("meta"):
+            self.fc = nn.Linear(2 * size, size, bias=bias)
+        self.layers = nn.ModuleList(layers)
+        self.norm_embedding, self.norm_hidden = (copy.deepcopy(norm or nn.Identity()) for _ in range(2))
+        self.norm = copy.deepcopy(norm) if norm is not None and has_last_norm else nn.Identity()
 
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits over the target's vocabulary and the next hidden states.
-
-        ``logits_to_keep`` among ``attention`` : of the last positions only, where a long text is read.
-        """
+        """Logits over the target's vocabulary and the next hidden states."""
         keep: int = attention.pop("logits_to_keep", 0)
-        embedded = self._target.embed(token_ids).to(features.dtype)
-        hidden = self.fc(torch.cat([embedded, features], dim=-1))
-        rotation = self.rotary(hidden, position_ids)
+        embedded = self.norm_embedding(self._target.embed(token_ids).to(features.dtype))
+        hidden = self.norm_hidden(features)
+        hidden = self.fc(torch.cat([hidden, embedded] if self.hidden_first else [embedded, hidden], dim=-1))
+        if self.rotary is not None:
+            rotation = self.rotary(hidden, position_ids)
+        else:
+            rotation = self._target.rotation(hidden, position_ids, self._layer_type)
         for layer in self.layers:
-            hidden = layer(hidden, position_embeddings=rotation, position_ids=position_ids, **attention)
+            out = layer(hidden, position_embeddings=rotation, position_ids=position_ids, **attention)
+            hidden = out[0] if isinstance(out, tuple) else out
+        hidden = self.norm(hidden)
         return self._target.logits(hidden[:, -keep:]), hidden
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Frequencies rounded to two bytes turn late positions by wrong angles.
-        self.rotary = LlamaRotaryEmbedding(self.config).to(self.fc.weight.device)
-        return self
+
+def llama_layers(config: LlamaConfig, *, qkv_bias: bool) -> list[nn.Module]:
+    """EAGLE's, of which the first has no norm before its attention. qkv_bias : of layers made after Qwen2's."""
+    layers: list[Any] = [LlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers)]
+    layers[0].input_layernorm = nn.Identity()
+    for layer in layers if qkv_bias else ():
+        for name in ("q_proj", "k_proj", "v_proj"):
+            plain = getattr(layer.self_attn, name)
+            setattr(layer.self_attn, name, nn.Linear(plain.in_features, plain.out_features))
+    return layers
 
 
-class Eagle3Head(RecurrentHead):
+class Eagle3Head(Head):
     """One Llama layer that reads what the target made of a token, and the embedding of the token after it.
 
     config : shape and rotary positions of the layer, and by which name transformers finds its attention function:
@@ -98,7 +107,6 @@ class Eagle3Head(RecurrentHead):
         norm_before_residual: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config
         self.feature_layers = tuple(feature_layers)
         self.feature_size: int = config.hidden_size
         self.norm_before_residual = norm_before_residual
@@ -108,7 +116,7 @@ class Eagle3Head(RecurrentHead):
         self.midlayer = _MiddleLayer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size or config.vocab_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.turn_by(config, self.fc.weight.device)
         if draft_vocab_size is not None:
             self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
@@ -131,11 +139,9 @@ class Eagle3Head(RecurrentHead):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits over the draft vocabulary, [B, T, Vd], and the features to go on with, those before the last norm.
-
-        ``logits_to_keep`` among ``attention`` : of the last positions only, where a long text is read.
-        """
+        """Logits over the draft vocabulary, [B, T, Vd], and the features to go on with, those before the last norm."""
         keep: int = attention.pop("logits_to_keep", 0)
+        assert self.rotary is not None
         embedded = self._embed[0](token_ids).to(features.dtype)
         rotation = self.rotary(features, position_ids)
         features = self.midlayer(embedded, features, rotation, self.norm_before_residual, attention)
@@ -145,9 +151,7 @@ class Eagle3Head(RecurrentHead):
         self.draft_to_target = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Frequencies rounded to two bytes turn late positions by wrong angles.
-        self.rotary = LlamaRotaryEmbedding(self.config).to(self.fc.weight.device)
+        super()._apply(fn, recurse)
         if self.draft_to_target is not None:
             self._read_vocabulary()
         return self
@@ -184,56 +188,51 @@ class _MiddleLayer(nn.Module):
         return out
 
 
-class MedusaHead(ParallelHead):
+class MedusaHead(Head):
     """For each of several tokens ahead a few residual blocks over the last hidden state, then an output layer.
 
-    ``blocks.{i}.{j}.linear`` and ``outputs.{i}`` are block j and output layer of the i-th.
+    ``blocks.{i}.{j}.linear`` and ``outputs.{i}`` are block j and output layer of the i-th. The target itself says what
+    comes first after the last position that it was fed, and none knows what the others say: so what the blocks made of
+    that position is what a draft goes on with, [B, T, tokens left, hidden size].
     """
 
-    token_map: torch.Tensor | None
-    """int64[Vd], the target's id of each token that can be drafted; None where all can."""
+    attends = False
+    num_tokens: int
 
     def __init__(
         self,
         hidden_size: int,
-        vocab_size: int,
+        num_drafted: int,
         num_heads: int,
         num_layers: int = 1,
         *,
         bias: bool = True,
         target: TargetParts | None = None,
         shares_output: bool = False,
-        token_map: torch.Tensor | None = None,
     ) -> None:
-        """``num_layers`` : blocks of each. ``bias`` : of the blocks.
+        """``num_drafted`` : tokens that can be drafted. ``num_layers`` : blocks of each. ``bias`` : of the blocks.
 
         target : whose output layer all heads share; None where they have their own, one each, or one for all if
-        ``shares_output``. token_map : as above.
+        ``shares_output``.
         """
         super().__init__()
         self.feature_layers, self.feature_size, self.num_tokens = (FINAL,), hidden_size, num_heads
-        self.vocab_size = vocab_size
         self.blocks = nn.ModuleList(
             nn.Sequential(*(_Block(hidden_size, bias) for _ in range(num_layers))) for _ in range(num_heads)
         )
-        self._target = target
         outputs = 0 if target is not None else 1 if shares_output else num_heads
-        num_drafted = vocab_size if token_map is None else len(token_map)
         self.outputs = nn.ModuleList(nn.Linear(hidden_size, num_drafted, bias=False) for _ in range(outputs))
-        self.register_buffer("token_map", token_map, persistent=False)
+        self._target = target
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits, [B, num_tokens, V]; minus infinity for tokens that cannot be drafted."""
-        hidden = [block(features) for block in self.blocks]
+    def forward(
+        self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the next of the heads says, [B, T, Vd], and what is left for the others."""
+        left = features if features.dim() == 4 else torch.stack([block(features) for block in self.blocks], 2)
+        hidden = left[:, :, 0]
         if self._target is not None:
-            return self._target.logits(torch.stack(hidden, dim=1))
-        shared = len(self.outputs) == 1
-        logits = torch.stack([self.outputs[0 if shared else i](each) for i, each in enumerate(hidden)], dim=1)
-        if self.token_map is None:
-            return logits
-        all_tokens = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
-        all_tokens[..., self.token_map] = logits
-        return all_tokens
+            return self._target.logits(hidden), left[:, :, 1:]
+        return self.outputs[-left.shape[2] if len(self.outputs) > 1 else 0](hidden), left[:, :, 1:]
 
 
 class _Block(nn.Module):
@@ -245,68 +244,17 @@ class _Block(nn.Module):
         return x + nn.functional.silu(self.linear(x))
 
 
-class MTPHead(RecurrentHead):
-    """One more decoder layer of the target's own kind, over hidden state and embedding of the next token.
-
-    ``project(concat(norm_embedding(embedding), norm_hidden(features)))`` goes through ``layer`` and ``norm``; that is
-    what the target's output layer reads, and the next features: what the module is fed first, the target's hidden state
-    behind the final norm, has passed a norm as well. So do SGLang (deepseek_nextn.py) and vLLM (qwen3_next_mtp.py, and
-    for GLM deepseek_mtp.py; that of 2025 leaves the norm out there). A checkpoint with several modules was trained for
-    one token each; the first is used for all.
-
-    ``hidden_first`` : whether features come first in the concatenation. ``norm`` : None where there is none, as with
-    ERNIE 4.5. ``config`` : the layer's; its attention is found by the name that stands there.
-    """
-
-    def __init__(self, target: PreTrainedModel, like: DecoderLayer, *, hidden_first: bool, has_norm: bool) -> None:
-        """``like`` : a layer as the module's. Made without memory, on the meta device."""
-        super().__init__()
-        size: int = target.config.get_text_config().hidden_size
-        self.feature_layers, self.feature_size = (FINAL,), size
-        self.hidden_first, self.config = hidden_first, like.config
-        self.norm_embedding, self.norm_hidden = copy.deepcopy(like.norm), copy.deepcopy(like.norm)
-        with torch.device("meta"):
-            self.project = nn.Linear(2 * size, size, bias=False)
-        self.layer = like.layer
-        self.norm = copy.deepcopy(like.norm) if has_norm else None
-        self._target, self._layer_type = TargetParts(target), like.layer_type
-
-    def forward(
-        self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits over the target's vocabulary and the next features.
-
-        ``logits_to_keep`` among ``attention`` : of the last positions only, where a long text is read.
-        """
-        keep: int = attention.pop("logits_to_keep", 0)
-        embedded = self.norm_embedding(self._target.embed(token_ids).to(features.dtype))
-        hidden = self.norm_hidden(features)
-        both = [hidden, embedded] if self.hidden_first else [embedded, hidden]
-        projected = self.project(torch.cat(both, dim=-1))
-        out = self.layer(
-            projected,
-            position_embeddings=self._target.rotation(projected, position_ids, self._layer_type),
-            position_ids=position_ids,
-            **attention,
-        )
-        hidden = out[0] if isinstance(out, tuple) else out
-        if self.norm is not None:
-            hidden = self.norm(hidden)
-        return self._target.logits(hidden[:, -keep:]), hidden
-
-
-class DecoderLayer:
+class DecoderLayer(NamedTuple):
     """A decoder layer of a target's kind and a norm as its last, both without memory.
 
     ``layer`` : its attention writes to layer 0 of a cache of its own. ``layer_type`` : which of several kinds of
     positions it uses, None where there is one kind.
     """
 
-    def __init__(self, layer: nn.Module, norm: nn.Module, config: Any, layer_type: str | None) -> None:
-        for module in layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = 0  # type: ignore[assignment]
-        self.layer, self.norm, self.config, self.layer_type = layer, norm, config, layer_type
+    layer: nn.Module
+    norm: nn.Module
+    config: Any
+    layer_type: str | None
 
 
 def decoder_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
@@ -314,17 +262,19 @@ def decoder_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
 
     Raises ModelError where the target is built in another way.
     """
+    refused = f"a module for multi-token prediction cannot be driven beside {type(target).__name__}"
     config = copy.deepcopy(target.config)
     try:
         with torch.device("meta"):
-            model = type(target)(config)
+            model: Any = type(target)(config)
         model.set_attn_implementation(ATTENTION_NAME)
-        decoder = TargetParts(model).decoder
+        decoder = model.get_decoder()
         layers, norm = list(decoder.layers), decoder.norm
     except Exception as failure:  # whatever an architecture does: there is no module for it
-        raise ModelError(
-            f"{_no_module(target)}: its layers are built in another way ({first_line(failure)})"
-        ) from failure
+        raise ModelError(f"{refused}: its layers are built in another way ({first_line(failure)})") from failure
+    for module in decoder.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = 0
     types = list(getattr(decoder.config, "layer_types", None) or [None] * len(layers))
     named = "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
     found = [
@@ -333,9 +283,5 @@ def decoder_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
         if kind in (None, "full_attention")
     ]
     if not found:
-        raise ModelError(f"{_no_module(target)}: none of its layers attends to the whole text")
+        raise ModelError(f"{refused}: none of its layers attends to the whole text")
     return found[::-1]
-
-
-def _no_module(target: PreTrainedModel) -> str:
-    return f"an MTPHead cannot be driven beside {type(target).__name__}"

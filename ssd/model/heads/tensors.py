@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,6 @@ Config = Mapping[str, Any]
 """A directory's config.json, as it was read: nothing in it is checked."""
 Tensors = Mapping[str, torch.Tensor]
 """All tensors of a directory by name; one is read when it is asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A way to publish draft heads.
-
-    ``name`` : for errors. ``matches`` : whether a directory with tensors of these names has it. ``build`` : its head
-    for a target, in the target's dtype, on its device; raises ModelError.
-    """
-
-    name: str
-    matches: Callable[[Collection[str]], bool]
-    build: Callable[[Config, Tensors, PreTrainedModel], Head]
 
 
 _PATTERNS = ("config.json", "*.safetensors", "*.bin", "*.pt")
@@ -133,21 +119,15 @@ def _torn(path: Path, error: Exception) -> str:
 
 
 _NAMED = 4
-_SCALE = "_scale_inv"
-_BLOCK = 128
-"""Rows and columns that share a scale in DeepSeek's checkpoints of eight bits."""
 _EXPERT = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)$")
 
 
-def number(config: Config, *names: str) -> int | None:
-    """The first of these fields that the configuration has; None where it has none. Raises ModelError unless >= 1."""
-    for name in names:
-        value = config.get(name)
-        if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
-                raise ModelError(f"its config.json says {name}: {str(value)[:40]!r}: a number is expected")
-            return value
-    return None
+def number(config: Config, name: str) -> int | None:
+    """A field of the configuration; None where it has none. Raises ModelError unless >= 1."""
+    value: Any = config.get(name)
+    if value is not None and (type(value) is not int or not 1 <= value < 1 << 31):
+        raise ModelError(f"its config.json says {name}: {str(value)[:40]!r}: a number is expected")
+    return value
 
 
 def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str]) -> None:
@@ -165,13 +145,12 @@ def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str])
 def read(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """The tensors of these names and shapes.
 
-    Experts that are stored one by one are stacked, weights of eight bits with a scale for each block are multiplied
-    out. Raises ModelError that names what is missing, or has another shape.
+    Experts that are stored one by one are stacked. Raises ModelError that names what is missing, or has another shape.
     """
     require(tensors, shapes)
     found = {}
     for name, shape in shapes.items():
-        found[name] = tensor = _read(tensors, name, shape)
+        found[name] = tensor = _read(tensors, name, shape[0] if shape else 0)
         if tensor.shape != shape:
             raise ModelError(
                 f"its tensor {name} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}: it was "
@@ -204,51 +183,32 @@ def shapes_of(module: nn.Module, prefix: str = "") -> dict[str, tuple[int, ...]]
     return {prefix + name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
-def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> None:
-    """Give a module, made on the meta device, its tensors; parameters in the target's dtype, on its device."""
-    buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
+def fill(head: Head, tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> None:
+    """Give a head, made on the meta device, its tensors; parameters in the target's dtype, on its device."""
+    buffers = {name: buffer.dtype for name, buffer in head.named_buffers()}
     state = {
         name: tensor.to(device=target.device, dtype=buffers.get(name, target.dtype))
         for name, tensor in tensors.items()
     }  # fmt: skip
-    module.load_state_dict(state, assign=True)
-    module.requires_grad_(False).eval()
-
-
-def fill_by_name(head: Head, tensors: Tensors, names: Mapping[str, str], target: PreTrainedModel) -> None:
-    """Give the head its tensors. ``names`` : in the checkpoint, by its own. Raises ModelError."""
-    shapes = shapes_of(head)
-    found = read(tensors, {names[ours]: shape for ours, shape in shapes.items()})
-    fill(head, {ours: found[names[ours]] for ours in shapes}, target)
+    head.load_state_dict(state, assign=True)
+    if head.rotary is not None:
+        head.turn_by(head.config, target.device)  # they were made without data
 
 
 def _parts(name: str) -> tuple[str, ...]:
     return ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
 
 
-def _read(tensors: Tensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _read(tensors: Tensors, name: str, num_experts: int) -> torch.Tensor:
     if name in tensors:
-        return _plain(tensors, name)
-    expert = _EXPERT.match(name)
-    assert expert is not None
-    names = [[f"{expert[1]}{index}.{part}.weight" for part in _parts(expert[2])] for index in range(shape[0])]
-    require(tensors, [name for each in names for name in each])
-    try:
-        return torch.stack([torch.cat([_plain(tensors, name) for name in each]) for each in names])
-    except RuntimeError as error:
-        raise ModelError(f"its experts {expert[1]}* differ in shape: its files are not whole") from error
-
-
-def _plain(tensors: Tensors, name: str) -> torch.Tensor:
-    tensor = tensors[name]
-    if name + _SCALE not in tensors:
-        if not tensor.dtype.is_floating_point:
+        if not (tensor := tensors[name]).dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ModelError(f"its tensor {name} is quantised to {tensor.dtype}, which is not read")
         return tensor
-    scale: Any = tensors[name + _SCALE]
-    if tensor.dim() != 2 or scale.shape != tuple(-(-size // _BLOCK) for size in tensor.shape):
-        raise ModelError(f"its tensor {name} and its scales do not belong together: download it again")
-    for axis in (0, 1):
-        scale = scale.repeat_interleave(_BLOCK, axis).narrow(axis, 0, tensor.shape[axis])
-    whole: torch.Tensor = tensor.float() * scale.float()
-    return whole
+    expert = _EXPERT.match(name)
+    assert expert is not None
+    names = [[f"{expert[1]}{index}.{part}.weight" for part in _parts(expert[2])] for index in range(num_experts)]
+    require(tensors, [name for each in names for name in each])
+    try:
+        return torch.stack([torch.cat([_read(tensors, name, 0) for name in each]) for each in names])
+    except RuntimeError as error:
+        raise ModelError(f"its experts {expert[1]}* differ in shape: its files are not whole") from error

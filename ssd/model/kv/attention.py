@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from ssd.compiled.addresses import float32_array, inlined, int64_array, kernel, require, uint8_array
 from ssd.compiled.functions import cap, exp_and_sum, highest_of, narrow, spread, widen
 from ssd.compiled.vectors import KINDS, LANES, TILE_ROWS, TILE_VECTORS, tile
-from ssd.model.kv.kv_cache import AttentionKernel, SlotRows
+from ssd.model.kv.kv_cache import AttentionKernel, AttentionRules, SlotRows
 
 _QUERIES = 16
 """Of a task: they share what is read."""
@@ -34,21 +34,13 @@ _HUGE = 1 << 62
 
 
 def cpu_attention(
-    query: torch.Tensor,
-    stored_keys: torch.Tensor,
-    stored_values: torch.Tensor,
-    rows: SlotRows,
-    *,
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
     """`AttentionKernel` for float32, bfloat16 and float16; scores and sums are float32.
 
     Keys lie as `SlotKVCache` keeps them on a CPU: their last axis but one is the dense one. O(keys visible) a query.
     """
+    scale, window, chunk, softcap, sinks = rules
     batch, heads, width, dim = query.shape
     kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
     assert stored_keys.stride(2) == 1 and stored_values.stride(3) == 1 and stored_keys.stride(3) % LANES == 0
@@ -273,14 +265,13 @@ def slot_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     chunk = chunk_size(module)
     slot_rows.kv_cache.reach[layer] = sliding_window if chunk is None else chunk
-    if needs_temperature(module):
-        query = query * temperature_ratio(module, slot_rows.positions).to(query.dtype)
+    if (ratio := temperature_ratio(module, slot_rows.positions)) is not None:
+        query = query * ratio.to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     kernel = slot_rows.kv_cache.kernel or slot_rows.kernel or KERNELS.get(query.device.type)
     if kernel is not None:
         stored = slot_rows.kv_cache.store(layer, slot_rows, key, value)
-        rules: dict[str, Any] = {"window": sliding_window, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
-        return kernel(query, *stored, slot_rows, scale=scale, **rules), None
+        return kernel(query, *stored, slot_rows, AttentionRules(scale, sliding_window, chunk, softcap, s_aux)), None
     keys, values = slot_rows.kv_cache.write(layer, slot_rows, key, value)
     batch, heads, width, _dim = query.shape
     kv_heads = keys.shape[1]
@@ -330,26 +321,21 @@ def chunk_size(module: torch.nn.Module) -> int | None:
     """Chunk of a layer with chunked attention, where the model has any."""
     config: Any = getattr(module, "config", None)
     chunk: int | None = getattr(config, "attention_chunk_size", None)
-    if chunk is None:
-        return None
     layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
+    if chunk is None or layer_types is None or layer_types[module.layer_idx] != "chunked_attention":
         return None
-    return chunk if layer_types[module.layer_idx] == "chunked_attention" else None
+    return chunk
 
 
-def needs_temperature(module: Any) -> bool:
-    """Whether the layer scales its queries by their position."""
-    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+def temperature_ratio(module: Any, positions: torch.Tensor) -> torch.Tensor | None:
+    """What queries at ``positions``, int64[B, T], still need to be scaled by, float32[B, 1, T, 1]; None: nothing.
 
-
-def temperature_ratio(module: Any, positions: torch.Tensor) -> torch.Tensor:
-    """What queries at ``positions``, int64[B, T], still need to be scaled by, float32[B, 1, T, 1].
-
-    The layer counts positions from the length of transformers' cache, of which there is none here: it has scaled them
-    as positions 0..T-1. The scale is 1 + attn_scale * log(1 + floor((position + 1) / floor_scale)), after Nakanishi
-    2025 (Scalable-Softmax).
+    A layer that scales them counts positions from the length of transformers' cache, of which there is none here: it
+    has scaled them as positions 0..T-1. The scale is 1 + attn_scale * log(1 + floor((position + 1) / floor_scale)),
+    after Nakanishi 2025 (Scalable-Softmax).
     """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return None
     taken = torch.arange(positions.shape[1], device=positions.device)
     return (_temperature(module, positions) / _temperature(module, taken))[:, None, :, None]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,8 @@ class SlotKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``write``, but returns all the layer holds, two tensors [num_slots, num_kv_heads, max_length, dim]."""
         if layer not in self._layers:
-            self._layers[layer] = (self._allocate_keys(keys), self._allocate_values(values))
+            layout = LAYOUTS.get(self.device.type, _plain)
+            self._layers[layer] = layout(keys, values, self.num_slots, self.max_length)
         stored_keys, stored_values = self._layers[layer]
         rows.put(keys, stored_keys)
         rows.put(values, stored_values)
@@ -76,58 +77,27 @@ class SlotKVCache:
 
     def move_at(self, at: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """``move`` by tensors on the device, int64[n]; pairs (slot, target) that are equal must have equal sources."""
-        for stored in self._tensors():
+        for stored in self.tensors():
             stored[at, :, target] = stored[at, :, source]
 
     def copy(self, source: int, slot: int, start: int, end: int) -> None:
         """Overwrite positions ``start`` to ``end`` of ``slot`` with those of ``source``; lengths stay as they are."""
-        for stored in self._tensors():
+        for stored in self.tensors():
             stored[slot, :, start:end] = stored[source, :, start:end]
-
-    def spoil(self, slot: int, position: int) -> None:
-        """Change what every layer holds at one position that holds no text."""
-        for stored in self._tensors():
-            stored[slot, :, position] += 1
-
-    def is_equal(self, slot: int, first: int, second: int) -> bool:
-        """Whether two positions hold the same in every layer."""
-        return all(torch.equal(stored[slot, :, first], stored[slot, :, second]) for stored in self._tensors())
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes one position of one slot takes over all layers written so far."""
         return sum(
-            t.shape[1] * (t.stride(2) if t.stride(3) == 1 else t.shape[3]) * t.element_size() for t in self._tensors()
+            t.shape[1] * (t.stride(2) if t.stride(3) == 1 else t.shape[3]) * t.element_size() for t in self.tensors()
         )
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor]:
         """All that is kept, of each position: [num_slots, ..., max_length, ...]."""
         for pair in self._layers.values():
             yield from pair
         if self.features is not None:
             yield self.features.stored
-
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, not empty: a masked key has weight 0, but 0 * NaN of uninitialised memory is NaN.
-        shape = (self.num_slots, like.shape[1], self.max_length, like.shape[3])
-        return torch.zeros(shape, dtype=like.dtype, device=self.device)
-
-    def _allocate_keys(self, like: torch.Tensor) -> torch.Tensor:
-        """On a CPU with the numbers of one dimension side by side, for vectors of keys, see `cpu_attention`."""
-        if self.device.type != "cpu":
-            return self._allocate(like)
-        length = -(-self.max_length // LANES) * LANES
-        if length % 1024 == 0:  # lines a power of two apart share few places of a processor's cache
-            length += LANES
-        shape = (self.num_slots, like.shape[1], like.shape[3], length)
-        return torch.zeros(shape, dtype=like.dtype)[..., : self.max_length].transpose(2, 3)
-
-    def _allocate_values(self, like: torch.Tensor) -> torch.Tensor:
-        """On a CPU in whole vectors."""
-        if self.device.type != "cpu":
-            return self._allocate(like)
-        shape = (self.num_slots, like.shape[1], self.max_length, -(-like.shape[3] // LANES) * LANES)
-        return torch.zeros(shape, dtype=like.dtype)[..., : like.shape[3]]
 
     @staticmethod
     def _read(stored: torch.Tensor, rows: SlotRows) -> torch.Tensor:
@@ -136,28 +106,45 @@ class SlotKVCache:
         return stored[:, :, : rows.num_keys].index_select(0, rows.slots)
 
 
-class AttentionKernel(Protocol):
-    """Attention over a layer's slots in place, each row over its own keys: no copies, no mask."""
+Pair = tuple[torch.Tensor, torch.Tensor]
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        stored_keys: torch.Tensor,
-        stored_values: torch.Tensor,
-        rows: SlotRows,
-        *,
-        scale: float,
-        window: int | None,
-        chunk: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attention from new positions, whose keys and values are stored already.
 
-        query : [B, num_heads, T, head_dim]. stored_keys, stored_values : what `SlotKVCache.store` returns.
-        window, chunk : as in `SlotRows.mask`. softcap, sinks : as in `slot_attention`. Returns [B, T, num_heads,
-        value_dim], contiguous.
-        """
+# Zeros, not empty: a masked key has weight 0, but 0 * NaN of uninitialised memory is NaN.
+def _plain(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
+    """Room for a layer's keys and values, like these."""
+    stored = [each.new_zeros(num_slots, each.shape[1], length, each.shape[3]) for each in (keys, values)]
+    return stored[0], stored[1]
+
+
+def _in_vectors(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
+    """The numbers of one dimension of keys side by side, and values in whole vectors, see `cpu_attention`."""
+    room, size = -(-length // LANES) * LANES, values.shape[3]
+    if room % 1024 == 0:  # lines a power of two apart share few places of a processor's cache
+        room += LANES
+    stored = keys.new_zeros(num_slots, keys.shape[1], keys.shape[3], room)[..., :length].transpose(2, 3)
+    return stored, values.new_zeros(num_slots, values.shape[1], length, -(-size // LANES) * LANES)[..., :size]
+
+
+LAYOUTS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor, int, int], Pair]]] = {"cpu": _in_vectors}
+"""How keys and values lie on a type of device; plainly elsewhere."""
+
+
+class AttentionRules(NamedTuple):
+    """What a layer multiplies scores by, and whom a query may see: as in `SlotRows.mask` and `slot_attention`."""
+
+    scale: float
+    window: int | None
+    chunk: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "SlotRows", AttentionRules], torch.Tensor]
+"""Attention over a layer's slots in place, each row over its own keys: no copies, no mask.
+
+From new positions, [B, num_heads, T, head_dim], over what `SlotKVCache.store` returns, theirs included: [B, T,
+num_heads, value_dim], contiguous.
+"""
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.model.kv.kv_cache import SlotRows
+from ssd.model.kv.kv_cache import AttentionRules, SlotRows
 
 _MOST_SPLITS = 32
 _BLOCKS_PER_PROCESSOR = 2
@@ -32,16 +32,7 @@ NUM_STAGES = 2
 
 
 def triton_attention(
-    query: torch.Tensor,
-    stored_keys: torch.Tensor,
-    stored_values: torch.Tensor,
-    rows: SlotRows,
-    *,
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
     """`AttentionKernel` for float32, bfloat16 and float16; scores and sums are float32.
 
@@ -53,24 +44,16 @@ def triton_attention(
     groups = heads // kv_heads
     tiles = tiles_of(query.dtype, dim, value_dim, groups * width, is_tree=rows.sees is not None)
     num_tiles = triton.cdiv(groups * width, tiles.queries)
-    most_keys = min(rows.num_keys, *(limit + width for limit in (window, chunk) if limit is not None), 1 << 31)
+    most_keys = min(
+        rows.num_keys, *(limit + width for limit in (rules.window, rules.chunk) if limit is not None), 1 << 31
+    )
     most_splits = min(triton.cdiv(most_keys, tiles.keys), _MOST_SPLITS)
     splits = num_splits(query.device, batch * kv_heads * num_tiles, most_splits)
-    rules = _Rules(scale, window, chunk, softcap, sinks)
     return _launched(query, stored_keys, stored_values, rows, rules, tiles, splits=splits, all_splits=splits)
 
 
 def exact_triton_attention(
-    query: torch.Tensor,
-    stored_keys: torch.Tensor,
-    stored_values: torch.Tensor,
-    rows: SlotRows,
-    *,
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
     """As `triton_attention`, but the bits of a query of a chain depend on nothing else that a pass computes.
 
@@ -81,7 +64,6 @@ def exact_triton_attention(
     value_dim, length = stored_values.shape[3], stored_keys.shape[2]
     split_keys = split_keys_of(length)
     splits = triton.cdiv(min(rows.num_keys, length), split_keys)
-    rules = _Rules(scale, window, chunk, softcap, sinks)
     tiles = tiles_of(query.dtype, dim, value_dim, _EXACT_QUERIES, is_tree=rows.sees is not None)
     all_splits = triton.next_power_of_2(triton.cdiv(length, split_keys))
     most = max(1, _MOST_PARTIAL // (len(query) * heads * splits * value_dim))
@@ -108,22 +90,12 @@ def _part(rows: SlotRows, first: int, most: int) -> SlotRows:
     return replace(rows, starts=rows.starts + first, positions=rows.positions[:, first : first + most].contiguous())
 
 
-class _Rules(NamedTuple):
-    """What `AttentionKernel` takes by name."""
-
-    scale: float
-    window: int | None
-    chunk: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-
 def _launched(
     query: torch.Tensor,
     stored_keys: torch.Tensor,
     stored_values: torch.Tensor,
     rows: SlotRows,
-    rules: _Rules,
+    rules: AttentionRules,
     tiles: Tiles,
     *,
     splits: int,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -20,28 +20,8 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Made(Protocol):
-    """A linear layer that can say what it was made of."""
-
-    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight, [out, in], and bias, [out], as they came. O(size)."""
-        ...
-
-
-class Product(Made, Protocol):
-    """One that computes by itself, and may be given other weights."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x : [..., in]. Returns [..., out]."""
-        ...
-
-    def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Compute with others from now on, of the same shapes and type. ``weight`` may be kept. O(size)."""
-        ...
-
-
-MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
-"""Of weight [out, in] and bias [out]."""
+MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Any]
+"""Of weight [out, in] and bias [out] what computes the product, see `PlainProduct`."""
 
 
 class PlainProduct:
@@ -145,7 +125,7 @@ def is_plain(module: Any, dtypes: Sequence[torch.dtype]) -> TypeGuard[nn.Linear]
     )
 
 
-def linear_again(layer: Made) -> nn.Linear:
+def linear_again(layer: Any) -> nn.Linear:
     """An ``nn.Linear`` of what a layer was made of."""
     weight, bias = layer.unpacked()
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")

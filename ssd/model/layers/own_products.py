@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
-from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -18,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ssd.model.layers.packed_linear import RowPlan, find_rows
-from ssd.model.layers.replace import MOST_ERROR, Replaced, has_hooks
+from ssd.model.layers.replace import MOST_ERROR, Replaced, has_hooks, swap_forward
 from ssd.model.layers.vector_layers import Activation
 
 _plans: dict[tuple[str, int, int, torch.dtype, int], RowPlan] = {}
@@ -32,8 +30,7 @@ def exact_products(model: nn.Module) -> Iterator[Replaced]:
         model.set_experts_implementation("eager")  # expert by expert: their rows are planned, those of one call are not
     for module in model.modules():
         if _multiplies(module) or any(_is_collection(child) for child in module.children()):
-            module.forward = MethodType(_forward, module)
-            yield Replaced(module, "forward", partial(MethodType, type(module).forward, module))
+            yield swap_forward(module, _forward)
 
 
 def _multiplies(module: nn.Module) -> bool:
@@ -51,15 +48,12 @@ def _is_collection(module: nn.Module) -> bool:
     return _multiplies(module) and any(each is not None and each.dim() == 3 for each in module._parameters.values())
 
 
-class _Thread(threading.local):
-    is_inside = False
-
-
-_this = _Thread()
+_this = threading.local()
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if _this.is_inside:  # a router among its experts: what is exact twice over would be tried on what is exact already
+    # A router among its experts: what is exact twice over would be tried on what is exact already.
+    if getattr(_this, "is_inside", False):
         return type(module).forward(module, *args, **kwargs)
     _this.is_inside = True
     try:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ssd.compiled.addresses import int32_array, int64_array, kernel, uint8_array
 from ssd.model.layers.replace import has_hooks
 
 _PERIOD = 192
@@ -64,15 +63,8 @@ def packed_numbers(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def read_rows(numbers: torch.Tensor, order: Order, ids: torch.Tensor) -> torch.Tensor:
     """The rows ``ids`` of a packed matrix. Raises IndexError where there is no such row."""
-    ids = ids.to(torch.int64).contiguous()
-    rows, columns = order
-    found = torch.empty((*ids.shape, len(columns)), dtype=numbers.dtype)
-    if not _read(
-        ids.data_ptr(), rows.data_ptr(), columns.data_ptr(), numbers.data_ptr(), found.data_ptr(),
-        ids.numel(), len(rows), len(columns), numbers.itemsize,
-    ):  # fmt: skip
-        raise IndexError(f"a token id is not in 0 ... {len(rows) - 1}")
-    return found
+    starts = order.rows.index_select(0, ids.reshape(-1).long())
+    return numbers.take(starts[:, None] + order.columns).view(*ids.shape, len(order.columns))
 
 
 def find_order(packed: torch.Tensor, weight: torch.Tensor) -> Order | None:
@@ -144,28 +136,3 @@ def _places(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor
     filled = found.nonzero()[:, 0]
     places[found[filled] - 1] = filled
     return places.view(num_rows, num_columns)
-
-
-@kernel
-def _read(  # pragma: no cover - compiled
-    ids: int, rows: int, columns: int, numbers: int, out: int,
-    num_ids: int, num_rows: int, num_columns: int, itemsize: int,
-) -> bool:  # fmt: skip
-    """False, with ``out`` unfinished, where an id has no row. The first five are addresses: of int64[num_ids],
-    int64[num_rows], int64[num_columns], numbers of ``itemsize`` bytes, and room for [num_ids, num_columns] of them."""
-    chosen, starts, steps = int64_array(ids, num_ids), int64_array(rows, num_rows), int64_array(columns, num_columns)
-    for i in range(num_ids):
-        if not 0 <= chosen[i] < num_rows:
-            return False
-        given, found = numbers + itemsize * starts[chosen[i]], out + itemsize * i * num_columns
-        if itemsize == 4:
-            words = int32_array(found, num_columns)
-            for c in range(num_columns):
-                words[c] = int32_array(given + 4 * steps[c], 1)[0]
-        else:
-            halves = uint8_array(found, 2 * num_columns)
-            for c in range(num_columns):
-                half = uint8_array(given + 2 * steps[c], 2)
-                halves[2 * c] = half[0]
-                halves[2 * c + 1] = half[1]
-    return True

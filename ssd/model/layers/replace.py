@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,6 +95,27 @@ def replace_layers(
     for parent, name, again in replaced:
         setattr(parent, name, again())
     return False
+
+
+def swap(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> Iterator[Replaced]:
+    """Put what ``make`` makes of a layer in its place, where that is one; what was replaced, as it goes."""
+    for parent in parents(model):
+        for name, child in list(parent.named_children()):
+            if (made := make(child)) is not None:
+                setattr(parent, name, made)
+                yield Replaced(parent, name, lambda child=child: child)  # type: ignore[misc]
+
+
+def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Replaced:
+    """Have a module compute by ``forward``, which is given it too; what was replaced."""
+    module.forward = MethodType(forward, module)
+    return Replaced(module, "forward", lambda: MethodType(type(module).forward, module))
+
+
+def is_function(module: nn.Module) -> bool:
+    """Whether it makes one tensor of one by its class's own rule, and nothing wants to know of it."""
+    parameters = inspect.signature(module.forward).parameters
+    return "forward" not in vars(module) and not has_hooks(module) and len(parameters) == 1
 
 
 def parents(model: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ssd.errors import ModelError, first_line
 from ssd.model.kv.attention import ATTENTION_NAME
-from ssd.model.layers.replace import probe_texts
+from ssd.model.layers.replace import agrees, probe_texts
 
 FINAL: Final = -1
 """The hidden state that the output layer reads: behind the last decoder layer and the final norm."""
@@ -76,7 +76,7 @@ class Tap:
     def _after(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
         def keep(_module: nn.Module, _given: Any, output: Any) -> None:
             if self._is_listening:
-                self._seen[layer] = _hidden_of(output)
+                self._seen[layer] = output if isinstance(output, torch.Tensor) else output[0]
 
         return keep
 
@@ -119,22 +119,9 @@ def require_tap(model: PreTrainedModel, layers: Sequence[int]) -> None:
             raise ModelError(_refusal(model, f"its hidden states have {found.ndim} dimensions, not 3"))
         # The last one that a model gives out has gone through the final norm.
         expected = read[0] if layer == FINAL else states[layer] if layer < len(states) - 1 else None
-        if expected is not None and not _is_close(found, expected):
+        if expected is not None and not agrees(found, expected, _MOST_ERROR):
             where = "the output layer" if layer == FINAL else "the next layer"
             raise ModelError(_refusal(model, f"what its layers put out is changed before {where} reads it"))
-
-
-def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    same = found.shape == expected.shape
-    return same and float((found - expected).float().norm()) <= _MOST_ERROR * float(expected.float().norm())
-
-
-def _hidden_of(output: Any) -> torch.Tensor:
-    """The hidden states among what a layer or a decoder returns."""
-    if isinstance(output, torch.Tensor):
-        return output
-    hidden: torch.Tensor = output[0]
-    return hidden
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> str:

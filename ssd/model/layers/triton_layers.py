@@ -5,9 +5,7 @@ Import this module only where triton is installed.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from types import MethodType
 from typing import Any
 
 import torch
@@ -15,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees, has_hooks
-from ssd.model.layers.vector_layers import Rotary, fuse_norms, weight_and_eps
+from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees, is_function, swap_forward
+from ssd.model.layers.vector_layers import fuse_norms
 
 _BLOCK = 1024
 
@@ -37,8 +35,7 @@ def fuse_gates_by_triton(model: nn.Module) -> Iterator[Replaced]:
     """Have layers compute so that are ``down_proj(silu(gate_proj(x)) * up_proj(x))``; what was replaced, as it goes."""
     for module in model.modules():
         if _is_gated(module):
-            module.forward = MethodType(_forward, module)
-            yield Replaced(module, "forward", lambda module=module: MethodType(type(module).forward, module))  # type: ignore[misc]
+            yield swap_forward(module, _forward)
 
 
 def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -55,9 +52,7 @@ def _is_gated(module: nn.Module) -> bool:
         or weight.dim() != 2
         or weight.dtype not in MOST_ERROR
         or not all(callable(getattr(module, name, None)) for name in ("up_proj", "down_proj", "act_fn"))
-        or "forward" in vars(module)
-        or has_hooks(module)
-        or len(inspect.signature(module.forward).parameters) != 1
+        or not is_function(module)
     ):
         return False
     x = torch.randn(1, 3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
@@ -76,10 +71,6 @@ def _gate(gate, up, out, gate_row, up_row, size, BLOCK: tl.constexpr):  # type: 
     kind = out.dtype.element_ty
     opened = (given / (1.0 + tl.exp(-given))).to(kind).to(tl.float32)
     tl.store(out + row * size + at, (opened * factor).to(kind), mask=at < size)
-
-
-_PROBE_SCALES = (1.0, 30.0, 1e-3)
-"""Of inputs: with the last one what is added to the mean square shows."""
 
 
 class TritonNorm(nn.Module):
@@ -113,32 +104,9 @@ class TritonNorm(nn.Module):
 
 def fuse_norms_by_triton(model: nn.Module) -> Iterator[Replaced]:
     """Put `TritonNorm` in the place of layers that compute the same on a few numbers; what was replaced, as it goes."""
-    return fuse_norms(model, _fused)
-
-
-@torch.inference_mode()
-def _fused(norm: nn.Module) -> TritonNorm | None:
-    """The one that comes nearest to ``norm``, if that is such a layer. They differ in when libraries round."""
-    found = weight_and_eps(norm)
-    if found is None or found[0].dtype not in MOST_ERROR:
-        return None
-    weight, eps = found
-    generator = torch.Generator().manual_seed(0)
-    given = [
-        (scale * torch.randn(1, 3, len(weight), generator=generator)).to(weight.device, weight.dtype)
-        for scale in _PROBE_SCALES
-    ]
-    expected = [norm(x) for x in given]
-    best: TritonNorm | None = None
-    least = MOST_ERROR[weight.dtype]
-    for offset in (0.0, 1.0):
-        for rounds_first in (True, False):
-            fused = TritonNorm(weight, eps, offset=offset, rounds_first=rounds_first)
-            pairs = [(fused(x), want) for x, want in zip(given, expected, strict=True)]
-            if all(found.dtype == want.dtype and agrees(found, want, least) for found, want in pairs):
-                best = fused
-                least = max(float((found - want).float().norm() / want.float().norm()) for found, want in pairs)
-    return best
+    return fuse_norms(model, lambda weight, eps: (
+        TritonNorm(weight, eps, offset=offset, rounds_first=first) for offset in (0.0, 1.0) for first in (True, False)
+    ))  # fmt: skip
 
 
 @triton.jit
@@ -159,48 +127,23 @@ def _normalise(  # type: ignore[no-untyped-def]
 _BLOCK_HEADS = 8
 
 
-class TritonRotary:
-    """Turns each pair of numbers ``dim / 2`` apart by its angle (Su et al. 2021, section 3.4.2).
-
-    Rounded where the library rounds: both products, and their sum.
-    """
-
-    def __init__(self, plain: Rotary) -> None:
-        """``plain`` : the library's function, for whatever is not the usual case."""
-        self.plain = plain
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q, k : [B, heads, T, dim]; cos, sin : [B, T, dim]. Returns both turned, contiguous as [B, T, heads, dim]."""
-        if args or kwargs or not (_fits(q, cos, sin) and _fits(k, cos, sin)):
-            return self.plain(q, k, cos, sin, *args, **kwargs)
-        (batch, query_heads, width, dim), key_heads = q.shape, k.shape[1]
-        query_out, key_out = (
-            torch.empty(batch, width, heads, dim, dtype=q.dtype, device=q.device) for heads in (query_heads, key_heads)
-        )
-        blocks = [triton.cdiv(heads, _BLOCK_HEADS) for heads in (query_heads, key_heads)]
-        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-            _turn_both[(batch * width, sum(blocks))](
-                q, k, cos, sin, query_out, key_out, width, *q.stride()[:3], *k.stride()[:3],
-                QUERY_HEADS=query_heads, KEY_HEADS=key_heads, QUERY_BLOCKS=blocks[0], HALF=dim // 2,
-                BLOCK_HEADS=_BLOCK_HEADS, BLOCK_HALF=triton.next_power_of_2(dim // 2),
-                num_warps=2, enable_fp_fusion=False,
-            )  # fmt: skip
-        return query_out.transpose(1, 2), key_out.transpose(1, 2)
-
-
-def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    return (
-        x.dtype == cos.dtype == sin.dtype
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and x.dim() == 4
-        and cos.shape == sin.shape == (x.shape[0], x.shape[2], x.shape[3])
-        and x.shape[3] % 2 == 0
-        and x.stride(3) == 1
-        and cos.is_contiguous()
-        and sin.is_contiguous()
+def turn_by_triton(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `vector_layers.Turn`; both contiguous as [B, T, heads, dim]."""
+    (batch, query_heads, width, dim), key_heads = q.shape, k.shape[1]
+    query_out, key_out = (
+        torch.empty(batch, width, heads, dim, dtype=q.dtype, device=q.device) for heads in (query_heads, key_heads)
     )
+    blocks = [triton.cdiv(heads, _BLOCK_HEADS) for heads in (query_heads, key_heads)]
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        _turn_both[(batch * width, sum(blocks))](
+            q, k, cos, sin, query_out, key_out, width, *q.stride()[:3], *k.stride()[:3],
+            QUERY_HEADS=query_heads, KEY_HEADS=key_heads, QUERY_BLOCKS=blocks[0], HALF=dim // 2,
+            BLOCK_HEADS=_BLOCK_HEADS, BLOCK_HALF=triton.next_power_of_2(dim // 2),
+            num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip
+    return query_out.transpose(1, 2), key_out.transpose(1, 2)
 
 
 @triton.jit

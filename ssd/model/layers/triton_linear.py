@@ -7,7 +7,6 @@ fills the tile that a prefill fills. Import this module only where triton is ins
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MethodType
 
 import torch
 import triton
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import nn
 
 from ssd.model.layers.fused_linear import FLOATS, FusedMember, PlainProduct, is_plain
-from ssd.model.layers.replace import Replaced
+from ssd.model.layers.replace import Replaced, swap_forward
 
 BLOCK_ROWS = 64
 """A whole tile of Hopper's tensor cores: fewer rows would be summed by other instructions."""
@@ -61,8 +60,7 @@ def exact_linears(model: nn.Module) -> Iterator[Replaced]:
     for module in model.modules():
         is_own = is_plain(module, FLOATS) and getattr(module.forward, "__func__", None) is nn.Linear.forward
         if is_own:
-            module.forward = MethodType(_forward, module)
-            yield Replaced(module, "forward", lambda module=module: MethodType(nn.Linear.forward, module))  # type: ignore[misc]
+            yield swap_forward(module, _forward)
         elif isinstance(module, FusedMember) and isinstance(module.group.product, PlainProduct):
             product = module.group.product
             if product.compute is not linear:

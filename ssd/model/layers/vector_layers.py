@@ -1,4 +1,4 @@
-"""Activation functions on a CPU whose bits depend on the number alone.
+"""Activations, norms and rotary positions on a CPU whose bits depend on the number, the row, the pair alone.
 
 torch computes most numbers by vectors and those left over at the end of a row, or of a thread's part, one by one, which
 rounds otherwise.
@@ -6,9 +6,8 @@ rounds otherwise.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import nn
 from ssd.compiled.addresses import kernel
 from ssd.compiled.functions import FUNCTIONS, apply, norm, spread, sum_of_squares, turn
 from ssd.compiled.vectors import KINDS
-from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees, has_hooks, parents
+from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees, is_function, swap, swap_forward
 
 _NAMES: Final = tuple(FUNCTIONS)
 _WORK = 20
@@ -52,24 +51,14 @@ class Activation(nn.Module):
 def fuse_activations(model: nn.Module) -> Iterator[Replaced]:
     """Put an `Activation` in the place of modules that compute the same on a few numbers; what was replaced."""
     dtype = next((p.dtype for p in model.parameters() if p.dtype in MOST_ERROR), torch.float32)
-    for parent in parents(model):
-        for name, child in list(parent.named_children()):
-            found = _same(child, dtype)
-            if found is not None:
-                setattr(parent, name, found)
-                yield Replaced(parent, name, lambda child=child: child)  # type: ignore[misc]
+    return swap(model, lambda module: _same(module, dtype))
 
 
 @torch.inference_mode()
 def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
     """One that computes what ``module`` does, if that is a function without weights that we have."""
-    if (
-        isinstance(module, (Activation, nn.Identity))
-        or next(module.children(), None) is not None
-        or next(iter(module.state_dict()), None) is not None
-        or has_hooks(module)
-        or len(inspect.signature(module.forward).parameters) != 1
-    ):
+    has_parts = next(module.children(), None) is not None or bool(module.state_dict())
+    if isinstance(module, (Activation, nn.Identity)) or has_parts or not is_function(module):
         return None
     x = torch.cat([torch.linspace(-12, 12, 97), torch.linspace(-0.5, 0.5, 31)]).to(dtype)[None]
     try:
@@ -129,55 +118,47 @@ class FusedNorm(nn.Module):
         self._kept.copy_(weight.float() + self._offset)
 
 
-def fuse_norms(model: nn.Module, make: Callable[[nn.Module], nn.Module | None] | None = None) -> Iterator[Replaced]:
-    """Put faster layers in the place of those that compute the same on a few numbers; what was replaced, as it goes.
+MakeNorms = Callable[[nn.Parameter, float], Iterable[nn.Module]]
+"""Of weight and eps: norms that differ in when libraries round, and in whether 1 is added to the weight."""
 
-    make : of a layer one that computes the same, or None; a `FusedNorm` unless given.
+
+def _made_norms(weight: nn.Parameter, eps: float) -> Iterable[nn.Module]:
+    return [FusedNorm(weight, eps, offset) for offset in (0.0, 1.0)]
+
+
+def fuse_norms(model: nn.Module, make: MakeNorms = _made_norms) -> Iterator[Replaced]:
+    """Put the one that comes nearest, of what ``make`` makes, in the place of norms that it computes on a few numbers;
+    what was replaced, as it goes.
     """
-    for parent in parents(model):
-        for name, child in list(parent.named_children()):
-            fused = (make or _fused)(child)
-            if fused is not None:
-                setattr(parent, name, fused)
-                yield Replaced(parent, name, lambda child=child: child)  # type: ignore[misc]
+    return swap(model, lambda norm: _nearest(norm, make))
 
 
-def weight_and_eps(norm: nn.Module) -> tuple[nn.Parameter, float] | None:
-    """What a layer that may be such a norm, by its looks, computes with; None where it is another."""
+@torch.inference_mode()
+def _nearest(norm: nn.Module, make: MakeNorms) -> nn.Module | None:
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if (
         not type(norm).__name__.endswith("RMSNorm")
         or not isinstance(weight, nn.Parameter)
         or not isinstance(eps, float)
         or weight.dim() != 1
+        or weight.dtype not in MOST_ERROR
         or len(list(norm.parameters())) != 1
-        or has_hooks(norm)
-        or len(inspect.signature(norm.forward).parameters) != 1
+        or not is_function(norm)
     ):
         return None
-    return weight, eps
-
-
-def _fused(norm: nn.Module) -> FusedNorm | None:
-    """One that computes what ``norm`` does, if it is such a layer: weights may be kept as they are or less 1."""
-    found = weight_and_eps(norm)
-    if found is None or found[0].dtype not in MOST_ERROR:
-        return None
-    for offset in (0.0, 1.0):
-        fused = FusedNorm(*found, offset)
-        if _norms_agree(norm, fused):
-            return fused
-    return None
-
-
-@torch.inference_mode()
-def _norms_agree(norm: nn.Module, fused: FusedNorm) -> bool:
-    generator, dtype = torch.Generator().manual_seed(0), fused.weight.dtype
-    for scale in _PROBE_SCALES:
-        x = (scale * torch.randn(1, 3, len(fused.weight), generator=generator)).to(dtype)
-        if not agrees(fused(x), norm(x), MOST_ERROR[dtype]):
-            return False
-    return True
+    generator, least, best = torch.Generator().manual_seed(0), MOST_ERROR[weight.dtype], None
+    given = [
+        (scale * torch.randn(1, 3, len(weight), generator=generator)).to(weight.device, weight.dtype)
+        for scale in _PROBE_SCALES
+    ]
+    for fused in make(weight, eps):
+        pairs = [(fused(x), norm(x)) for x in given]
+        if all(found.dtype == want.dtype and agrees(found, want, least) for found, want in pairs):
+            best, least = (
+                fused,
+                max(float((found - want).float().norm() / want.float().norm()) for found, want in pairs),
+            )
+    return best
 
 
 @kernel
@@ -193,42 +174,59 @@ def _normalise(  # pragma: no cover - compiled
         norm(kind, rounds_first, given, weight, found, size, factor)
 
 
-Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-MakeRotary = Callable[[Rotary], Rotary]
-"""Of the library's function one that computes the same."""
+Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""q, k : [B, heads, T, dim], cos, sin : [B, T, dim] to q and k turned: each pair of numbers ``dim / 2`` apart by its
+angle (Su et al. 2021, section 3.4.2), both products and their sum rounded as libraries do."""
 
 _NAME = "apply_rotary_pos_emb"
 _HOST = torch.device("cpu")
 
 
+def _turned_both(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _turned(q, cos, sin), _turned(k, cos, sin)
+
+
 class FusedRotary:
-    """Turns each pair of numbers ``dim / 2`` apart by its angle (Su et al. 2021, section 3.4.2).
+    """The library's function, but for the usual case."""
 
-    Rounded as the library's function does: the same bits.
-    """
-
-    def __init__(self, plain: Rotary) -> None:
-        """``plain`` : the library's function, for whatever is not the usual case."""
-        self.plain = plain
+    def __init__(self, plain: Callable[..., Any], turn: Turn = _turned_both, most_numbers: int = MOST_NUMBERS) -> None:
+        """``most_numbers`` : of queries or keys that ``turn`` is given."""
+        self.plain, self.turn, self._most = plain, turn, most_numbers
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q, k : [B, heads, T, dim]; cos, sin : [B, T, dim]. Returns q and k turned."""
-        if args or kwargs or not (_fits(q, cos, sin) and _fits(k, cos, sin)):
+    ) -> Any:
+        """As `Turn`."""
+        if args or kwargs or not all(self._fits(x, cos, sin) for x in (q, k)):
             return self.plain(q, k, cos, sin, *args, **kwargs)
-        return _turned(q, cos, sin), _turned(k, cos, sin)
+        return self.turn(q, k, cos, sin)
+
+    def _fits(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        return (
+            x.dtype == cos.dtype == sin.dtype
+            and x.dtype in MOST_ERROR
+            and x.dim() == 4
+            and x.numel() <= self._most
+            and cos.shape == sin.shape == (x.shape[0], x.shape[2], x.shape[3])
+            and x.shape[3] % 2 == 0
+            and x.stride(3) == 1
+            and cos.is_contiguous()
+            and sin.is_contiguous()
+        )
 
 
 def fuse_rotary(
     model: nn.Module,
-    make: MakeRotary = FusedRotary,
+    turn: Turn = _turned_both,
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device = _HOST,
     most_error: float = 1e-6,
+    most_numbers: int = MOST_NUMBERS,
 ) -> Iterator[Replaced]:
-    """Give layers that turn queries and keys in the usual way what ``make`` makes; what was replaced, as it goes.
+    """Have layers that turn queries and keys in the usual way do it by ``turn``; what was replaced, as it goes.
 
     dtype, device : of the numbers that are tried. most_error : as a share of their norm, put down to rounding.
     """
@@ -239,16 +237,15 @@ def fuse_rotary(
             continue
         if forward not in copies:
             plain = forward.__globals__.get(_NAME) if _NAME in forward.__code__.co_names else None
-            if plain is not None and not _turns_agree(plain, make, dtype, device, most_error):
-                plain = None
-            copies[forward] = None if plain is None else _with_another(forward, make(plain))
+            own = None if plain is None else FusedRotary(plain, turn, most_numbers)
+            agree = own is not None and _turns_agree(own, dtype, device, most_error)
+            copies[forward] = _with_another(forward, own) if own is not None and agree else None
         copy = copies[forward]
         if copy is not None:
-            module.forward = MethodType(copy, module)
-            yield Replaced(module, "forward", lambda module=module, own=forward: MethodType(own, module))  # type: ignore[misc]
+            yield swap_forward(module, copy)
 
 
-def _with_another(forward: FunctionType, rotary: Rotary) -> FunctionType:
+def _with_another(forward: FunctionType, rotary: FusedRotary) -> FunctionType:
     """A copy of ``forward`` that calls ``rotary``."""
     names = {**forward.__globals__, _NAME: rotary}
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -257,32 +254,17 @@ def _with_another(forward: FunctionType, rotary: Rotary) -> FunctionType:
 
 
 @torch.inference_mode()
-def _turns_agree(plain: Rotary, make: MakeRotary, dtype: torch.dtype, device: torch.device, most_error: float) -> bool:
+def _turns_agree(own: FusedRotary, dtype: torch.dtype, device: torch.device, most_error: float) -> bool:
     generator = torch.Generator().manual_seed(0)
-    q, k, cos, sin = (
+    given = [
         torch.randn(*shape, generator=generator).to(device, dtype)
         for shape in ((2, 3, 5, 8), (2, 1, 5, 8), *[(2, 5, 8)] * 2)
-    )
+    ]
     try:
-        wanted = plain(q, k, cos, sin)
+        wanted = own.plain(*given)
     except Exception:  # it takes something else
         return False
-    found = make(plain)(q, k, cos, sin)
-    return all(agrees(got, want, most_error) for got, want in zip(found, wanted, strict=True))
-
-
-def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    return (
-        x.dtype == cos.dtype == sin.dtype
-        and x.dtype in MOST_ERROR
-        and x.dim() == 4
-        and x.numel() <= MOST_NUMBERS
-        and cos.shape == sin.shape == (x.shape[0], x.shape[2], x.shape[3])
-        and x.shape[3] % 2 == 0
-        and x.stride(3) == 1
-        and cos.is_contiguous()
-        and sin.is_contiguous()
-    )
+    return all(agrees(got, want, most_error) for got, want in zip(own(*given), wanted, strict=True))
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

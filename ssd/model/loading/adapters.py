@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ssd.errors import ModelError, first_line
 from ssd.model.layers.adapted_linear import AdaptedLinear, Addition, Rows
 from ssd.model.layers.replace import PROBE_LENGTH, plain_logits
-from ssd.model.ways.find_way import PROBE_SLOTS, PROBE_WIDTH, relative_error
+from ssd.model.ways.find_way import PROBE_SLOTS, PROBE_WIDTH, error_of
 from ssd.model.ways.slot_target import SlotTarget
 
 _UNUSED = (
@@ -59,7 +59,7 @@ class Adapters:
         for one, other in zip(everyone, (*self.names, None), strict=True):
             probe.adapters[PROBE_SLOTS - 1], probe.adapters[0] = one, other
             try:
-                error = relative_error(probe, [self.expected[one][0], self.expected[other][1]])
+                error = error_of(probe, [self.expected[one][0], self.expected[other][1]])
                 reason = f"logits differ from peft's by {error:.2g}"
             except ValueError as failure:
                 error, reason = float("inf"), first_line(failure)

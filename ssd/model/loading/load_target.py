@@ -28,11 +28,10 @@ from ssd.model.loading.memory import (
     weight_bytes,
 )
 from ssd.model.loading.threads import one_thread_if_small
+from ssd.model.steps.probe import attach_steps
 from ssd.model.target import Target
-from ssd.model.ways.find_way import find_way, row_bytes_per_token, verifies_trees
-from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.find_way import find_way, verifies_trees
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.steps_probe import attach_steps
 from ssd.text.load_tokenizer import HubOptions
 
 log = logging.getLogger(__name__)
@@ -219,7 +218,7 @@ def open_target(
         require_tap(model, tapped.layers)
     with one_thread_if_small(model):
         found = find_way(model, fuse=fuse_linears)
-        bytes_per_token = found.bytes_per_token or (row_bytes_per_token(model) if found.kind is RowTarget else 0)
+        bytes_per_token = found.bytes_per_token
     if tapped is not None:
         bytes_per_token += tapped.size * model.dtype.itemsize + tapped.bytes_per_token
     slots = fit_slots(

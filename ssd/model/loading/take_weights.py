@@ -18,10 +18,6 @@ from ssd.model.layers.packed_linear import PackedLinear, packed_weight
 from ssd.model.layers.vector_layers import FusedNorm
 from ssd.model.loading.threads import one_thread_if_small
 
-Tensors = Sequence[torch.Tensor]
-Put = Callable[[], object]
-"""Puts weights that were found to fit in the place of the old ones; fails only where memory lacks."""
-
 
 class Place(NamedTuple):
     """One weight of a model. ``names`` : what its ``state_dict`` calls it, several where layers share it."""
@@ -31,11 +27,11 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
 
-class Held(NamedTuple):
-    """Weights that lie together. ``ready`` : what puts new ones, a tensor a place, there; raises ModelError."""
-
-    places: tuple[Place, ...]
-    ready: Callable[[Tensors], Put]
+Tensors = Sequence[torch.Tensor]
+Put = Callable[[], object]
+"""Puts weights that were found to fit in the place of the old ones; fails only where memory lacks."""
+Held = tuple[Sequence[Place], Callable[[Tensors], Put]]
+"""Weights that lie together, and what makes of new ones, a tensor a place, what puts them there; raises ModelError."""
 
 
 @torch.inference_mode()
@@ -50,15 +46,15 @@ def take_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) ->
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise ModelError("this model has adapters, which were made for the weights it has: open it without them")
     held = list(_held(model))
-    given = [[_given(place, weights) for place in each.places] for each in held]
-    known = {name for each in held for place in each.places for name in place.names}
+    given = [[_given(place, weights) for place in places] for places, _ in held]
+    known = {name for places, _ in held for place in places for name in place.names}
     if unknown := sorted(weights.keys() - known):
         raise ModelError(
             f"{type(model).__name__} has no weight {unknown[0]}: give the state_dict of a model of this architecture, "
             "without a wrapper's prefix"
         )
     with one_thread_if_small(model):  # as when it was opened: so layers are laid out in the same order
-        puts = [each.ready(found) for each, found in zip(held, given, strict=True)]
+        puts = [ready(found) for (_, ready), found in zip(held, given, strict=True)]
         for put in puts:
             put()
 
@@ -105,21 +101,41 @@ def _held(model: nn.Module) -> Iterator[Held]:
         elif isinstance(module, PackedEmbedding):
             readers.setdefault(id(module.packed), []).append(module)
         elif isinstance(module, FusedNorm):
-            yield Held((_place(paths[key], "weight", module.weight),), partial(_ready_norm, module))
+            place = _place(paths[key], "weight", module.weight.shape, module.weight.dtype)
+            yield [place], partial(_ready_plain, module.take)
         elif not isinstance(module, PackedLinear):
             for name, tensor in _own(module):
                 shared.setdefault(id(tensor), (tensor, []))[1].extend(path + name for path in paths[key])
     for module in modules.values():
-        if isinstance(module, PackedLinear):
-            yield _held_packed(module, paths, readers.get(id(module.packed), []))
+        if isinstance(module, PackedLinear):  # and the embeddings that read its weight
+            read_by = readers.get(id(module.packed), [])
+            size, num_outputs, has_bias, dtype = module.kind
+            everywhere = [path for each in (module, *read_by) for path in paths[id(each)]]
+            places = [_place(everywhere, "weight", (num_outputs, size), dtype)]
+            if has_bias:
+                places.append(_place(paths[id(module)], "bias", (num_outputs,), dtype))
+            yield places, partial(_ready_packed, module, read_by)
     for group, members in groups.values():
-        yield _held_group(group, [members[member] for member in range(len(group.sizes))])
+        places = [
+            _place(members[member], name, (size, *rest), group.dtype)
+            for name, rest in (("weight", (group.in_features,)), *([("bias", ())] if group.has_bias else []))
+            for member, size in enumerate(group.sizes)
+        ]
+        yield places, partial(_ready_group, group)
     for tensor, names in shared.values():
-        yield Held((Place(tuple(names), tuple(tensor.shape), tensor.dtype),), partial(_ready_plain, tensor))
+        yield [Place(tuple(names), tuple(tensor.shape), tensor.dtype)], partial(_ready_plain, tensor.copy_)
 
 
-def _place(paths: Sequence[str], name: str, like: torch.Tensor) -> Place:
-    return Place(tuple(path + name for path in paths), tuple(like.shape), like.dtype)
+def _ready_plain(put: Callable[[torch.Tensor], object], new: Tensors) -> Put:
+    return partial(put, new[0])
+
+
+def _ready_group(group: FusedLinears, new: Tensors) -> Put:
+    return partial(group.take, new[: len(group.sizes)], new[len(group.sizes) :])
+
+
+def _place(paths: Sequence[str], name: str, shape: Sequence[int], dtype: torch.dtype) -> Place:
+    return Place(tuple(path + name for path in paths), tuple(shape), dtype)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,39 +144,6 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in module._buffers.items():
         if tensor is not None and name not in module._non_persistent_buffers_set:
             yield name, tensor
-
-
-def _held_packed(linear: PackedLinear, paths: Mapping[int, list[str]], readers: Sequence[PackedEmbedding]) -> Held:
-    """A packed layer, and the embeddings that read its weight."""
-    size, num_outputs, has_bias, dtype = linear.kind
-    names = [f"{path}weight" for each in (linear, *readers) for path in paths[id(each)]]
-    places = [Place(tuple(names), (num_outputs, size), dtype)]
-    if has_bias:
-        places.append(Place(tuple(f"{path}bias" for path in paths[id(linear)]), (num_outputs,), dtype))
-    return Held(tuple(places), partial(_ready_packed, linear, readers))
-
-
-def _held_group(group: FusedLinears, paths: Sequence[Sequence[str]]) -> Held:
-    """Layers that are computed as one. ``paths`` : of each of them."""
-    places = [
-        Place(tuple(f"{path}{name}" for path in own), (size, *rest), group.dtype)
-        for name, rest in (("weight", (group.in_features,)), ("bias", ()))
-        if name == "weight" or group.has_bias
-        for own, size in zip(paths, group.sizes, strict=True)
-    ]
-    return Held(tuple(places), partial(_ready_group, group))
-
-
-def _ready_plain(old: torch.Tensor, new: Tensors) -> Put:
-    return partial(old.copy_, new[0])
-
-
-def _ready_norm(norm: FusedNorm, new: Tensors) -> Put:
-    return partial(norm.take, new[0])
-
-
-def _ready_group(group: FusedLinears, new: Tensors) -> Put:
-    return partial(group.take, new[: len(group.sizes)], new[len(group.sizes) :])
 
 
 def _ready_packed(linear: PackedLinear, readers: Sequence[PackedEmbedding], new: Tensors) -> Put:

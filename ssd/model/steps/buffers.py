@@ -7,7 +7,6 @@ into the same memory, and passes are padded to few shapes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 
 from ssd.compiled.addresses import kernel
 from ssd.drafting.successors import SUCCESSORS
+from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.sampler import Sampler, packed_top
@@ -66,21 +66,13 @@ class StepShape(NamedTuple):
         return self.rows * self.width
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepInputs:
-    """What a pass of one shape reads.
-
-    ``tokens``, ``positions``, ``places`` : int64[B, T]. ``slots`` : int64[B]. ``starts`` : int64[B, 1], keys before the
-    new ones. ``sees`` : bool[B, T, T] of trees. As `SlotRows` has them. ``keys`` : int64[B * T], ``temperatures`` :
-    float32[B * T], as `Sampler` has them; None where none is there.
+class StepInputs(NamedTuple):
+    """What a pass of one shape reads: tokens, int64[B, T], and their rows; and what each position is sampled with, as
+    `Sampler` has it: int64[B * T] and float32[B * T], None without one.
     """
 
     tokens: torch.Tensor
-    positions: torch.Tensor
-    places: torch.Tensor
-    slots: torch.Tensor
-    starts: torch.Tensor
-    sees: torch.Tensor | None
+    rows: SlotRows
     keys: torch.Tensor | None
     temperatures: torch.Tensor | None
 
@@ -118,24 +110,19 @@ class StepBuffers:
         self._max_positions = max_positions
         self._left: dict[tuple[StepShape, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
 
-    def inputs(self, shape: StepShape) -> StepInputs:
+    def inputs(self, shape: StepShape, kv_cache: SlotKVCache, kernel: AttentionKernel | None) -> StepInputs:
         """Views of what `fill` fills."""
         n, b = shape.num_positions, shape.rows
         sizes = [n] * self._grids + [b, b]
         tokens, positions, places, *noise, slots, starts = torch.split(self._ints[: sum(sizes)], sizes)
         grid = (b, shape.width)
         sees = self._sees[: n * shape.width].view(*grid, shape.width) if shape.is_tree else None
+        rows = SlotRows(
+            kv_cache, slots, positions.view(grid), places.view(grid), starts.view(b, 1), shape.num_keys, None, sees,
+            kernel,
+        )  # fmt: skip
         keys, temperatures = (noise[0], noise[1].view(torch.float32)[:n]) if noise else (None, None)
-        return StepInputs(
-            tokens.view(grid),
-            positions.view(grid),
-            places.view(grid),
-            slots,
-            starts.view(b, 1),
-            sees,
-            keys,
-            temperatures,
-        )
+        return StepInputs(tokens.view(grid), rows, keys, temperatures)
 
     def fill(
         self,
@@ -212,20 +199,12 @@ class StepBuffers:
         if key not in self._left:
             if len(self._left) == _MOST_VIEWS:
                 self._left.clear()
-            logits, chosen = self.outputs(shape)
-            top = self.packed_top(shape)
-            self._left[key] = (
-                logits[:num_rows, :width],
-                chosen[:num_rows, :width],
-                None if top is None else top[:num_rows, :width],
-            )
+            logits, chosen = (each[:num_rows, :width] for each in self.outputs(shape))
+            top = self._top
+            if top is not None:
+                top = top[: shape.num_positions].view(shape.rows, shape.width, 2, SUCCESSORS)[:num_rows, :width]
+            self._left[key] = logits, chosen, top
         return self._left[key]
-
-    def packed_top(self, shape: StepShape) -> torch.Tensor | None:
-        """The most probable tokens of the last pass, int32[rows, width, 2, SUCCESSORS]: a view; None where not kept."""
-        if self._top is None:
-            return None
-        return self._top[: shape.num_positions].view(shape.rows, shape.width, 2, SUCCESSORS)
 
 
 def powers_of_two(first: int, last: int) -> list[int]:

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 
 from ssd.errors import first_line
-from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
+from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache
 from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.sampler import PassOutput, Sampler, check_tokens, random_noise
-from ssd.model.steps.buffers import Ints, StepBuffers, StepShape, powers_of_two
+from ssd.model.steps.buffers import Ints, StepBuffers, StepInputs, StepShape, powers_of_two
+from ssd.model.ways.slot_target import SlotTarget
 
 Step = Callable[[], None]
 Recorder = Callable[[Step], Step]
@@ -117,9 +118,6 @@ def _refusing_to_wait() -> Iterator[None]:
 
 log = logging.getLogger(__name__)
 
-Score = Callable[[torch.Tensor, SlotRows], torch.Tensor]
-"""The model: tokens int64[B, T] and their rows to logits [B, T, V]."""
-
 _MOST_POSITIONS = 512
 """Rows times width of the largest pass. A larger one computes for longer than its launches take."""
 
@@ -132,7 +130,7 @@ _CHECKED_POSITIONS = 8
 
 
 class StaticSteps:
-    """Scores new tokens of a `SlotKVCache` with passes whose shapes are rounded up.
+    """Scores new tokens of a target's slots with passes whose shapes are rounded up.
 
     Rows go up to a power of two or all slots, widths and keys to a power of two or the most there are. With a
     ``kernel`` that goes by each row's own length, all passes go over all keys. Each shape is recorded when it is first
@@ -142,26 +140,24 @@ class StaticSteps:
 
     def __init__(
         self,
-        score: Score,
-        kv_cache: SlotKVCache,
-        *,
-        max_length: int,
-        max_width: int,
+        target: SlotTarget,
         record: Recorder,
+        *,
         tolerance: float,
         kernel: AttentionKernel | None = None,
         sampler: Sampler | None = None,
         name: str = "static shapes",
         keeps_top: bool = False,
     ) -> None:
-        """``max_length`` : of a slot's text; ``max_width`` positions beyond it are there and never hold any.
+        """``target`` : whose passes these are; the positions of its slots beyond its length never hold text.
 
         tolerance : greatest relative error of the logits of a recorded pass. sampler : lets passes take noise. name :
         how passes are run, for reports. keeps_top : whether passes find the most probable tokens too.
         """
+        kv_cache, max_length, max_width = target.kv_cache, target.max_length, target.max_width
         assert kv_cache.max_length >= max_length + max_width
         self.name = name
-        self._score = score
+        self._score = target.score
         self._kv_cache = kv_cache
         self._max_length = max_length
         self._record = record
@@ -234,23 +230,15 @@ class StaticSteps:
             # What this writes lies beyond the slots' lengths.
             self.run(range(rows), tokens, TreeShape.build(chain) if is_tree else None)
 
+    def _inputs(self, shape: StepShape) -> StepInputs:
+        return self._buffers.inputs(shape, self._kv_cache, self._kernel)
+
     def _open(self, shape: StepShape, num_rows: int) -> bool:
         """Record a shape and leave the outputs of the pass that is in the buffers."""
 
         def step() -> None:
-            inputs = self._buffers.inputs(shape)
-            rows = SlotRows(
-                self._kv_cache,
-                inputs.slots,
-                inputs.positions,
-                inputs.places,
-                inputs.starts,
-                shape.num_keys,
-                None,
-                inputs.sees,
-                self._kernel,
-            )
-            self._buffers.store(self._score(inputs.tokens, rows), inputs)
+            inputs = self._inputs(shape)
+            self._buffers.store(self._score(inputs.tokens, inputs.rows), inputs)
 
         try:
             step()
@@ -278,7 +266,7 @@ class StaticSteps:
 
     def _check_tokens(self, shape: StepShape, num_rows: int, recorded: Step) -> None:
         """Make the pass with other noise and compare what it chooses with the formula; then as it was once more."""
-        inputs = self._buffers.inputs(shape)
+        inputs = self._inputs(shape)
         assert inputs.keys is not None and inputs.temperatures is not None
         kept = inputs.keys.clone(), inputs.temperatures.clone()
         keys, temperatures = random_noise(shape.num_positions)
@@ -355,9 +343,11 @@ class StaticMoves:
             )
             step()
             recorded = self._record(step)
-            self._kv_cache.spoil(0, self._scratch)
+            for stored in self._kv_cache.tensors():
+                stored[0, :, self._scratch] += 1
             recorded()
-            if not self._kv_cache.is_equal(0, self._scratch, self._scratch + 1):
+            kept = (stored[0, :, self._scratch : self._scratch + 2] for stored in self._kv_cache.tensors())
+            if not all(torch.equal(each[:, 0], each[:, 1]) for each in kept):
                 raise ValueError("it did not move what it should")
         except Exception as failure:  # whatever it is, moving layer by layer is right
             self._has_failed = True

@@ -31,6 +31,7 @@ from ssd.model.layers.replace import (
 )
 from ssd.model.layers.vector_layers import fuse_activations, fuse_norms, fuse_rotary
 from ssd.model.target import Target, pad_rows
+from ssd.model.ways.probe import alone, as_trees, relative_error
 from ssd.model.ways.row_target import RecurrentTarget, ReplayTarget, RowTarget, WholeTarget
 from ssd.model.ways.slot_target import SlotTarget
 
@@ -45,37 +46,34 @@ _STARTS = (9, 4)
 """Where scoring begins in either row; what comes before is prefilled in two parts."""
 
 
-def relative_error(target: Target, expected: Sequence[torch.Tensor]) -> float:
+def error_of(target: Target, expected: Sequence[torch.Tensor]) -> float:
     """How far ``target``'s logits are from ``expected``, as a share of their norm; the worse of two rows.
 
     Two texts in slots of reverse order and with different lengths, prefilled in parts, scored in passes of at most
     ``PROBE_WIDTH`` positions. Where the target promises to take tokens back, each pass comes after one over a wrong
     draft, which is taken back. ``target`` is left empty.
     """
-    texts = probe_texts(target.model)
-    slots = (PROBE_SLOTS - 1, 0)
+    texts, slots, found = probe_texts(target.model), (PROBE_SLOTS - 1, 0), [torch.empty(0)] * 2
     for slot, text, start in zip(slots, texts, _STARTS, strict=True):
         for part in (text[: start // 2], text[start // 2 : start]):
             target.prefill([slot], part[None], [len(part)])
-    found: list[list[torch.Tensor]] = [[], []]
+
+    def score(rows: Sequence[int], parts: Sequence[npt.NDArray[np.int64]]) -> torch.Tensor:
+        return target.forward([slots[b] for b in rows], pad_rows(parts), [len(part) for part in parts]).logits
+
     while rows := [b for b in range(2) if target.length(slots[b]) < len(texts[b])]:
         parts = [texts[b][target.length(slots[b]) :][:PROBE_WIDTH] for b in rows]
         if target.can_roll_back:
             held = [target.length(slots[b]) for b in rows]
-            _forward(target, [slots[b] for b in rows], [_wrong(target.model, part) for part in parts])
+            score(rows, [(part[::-1] + 1) % target.vocab_size for part in parts])
             for b, length in zip(rows, held, strict=True):
                 target.rollback(slots[b], length)
-        logits = _forward(target, [slots[b] for b in rows], parts)
+        logits = score(rows, parts).float()
         for index, (b, part) in enumerate(zip(rows, parts, strict=True)):
-            found[b].append(logits[index, : len(part)].float())
+            found[b] = torch.cat([found[b].to(logits.device), logits[index, : len(part)]])
     for slot in slots:
         target.rollback(slot, 0)
-    errors = []
-    for got, whole in zip(found, expected, strict=True):
-        scored = torch.cat(got)
-        want = whole[-len(scored) :]
-        errors.append(float((scored - want).norm() / want.norm()))
-    return max(errors)
+    return relative_error([(scored, whole[-len(scored) :]) for scored, whole in zip(found, expected, strict=True)])
 
 
 def check_windows(target: SlotTarget) -> None:
@@ -106,19 +104,9 @@ def declared_layers(model: PreTrainedModel) -> list[Any]:
         return []
 
 
-def _forward(target: Target, slots: Sequence[int], rows: Sequence[npt.NDArray[np.int64]]) -> torch.Tensor:
-    return target.forward(slots, pad_rows(rows), [len(row) for row in rows]).logits
-
-
-def _wrong(model: PreTrainedModel, part: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return (part[::-1] + 1) % int(model.config.get_text_config().vocab_size)
-
-
 log = logging.getLogger(__name__)
 
-_PREFIX = 9
-_PARENTS = np.array([[-1, 0, 0, 1, 2]])
-_PATHS = ([0, 1, 3], [0, 2, 4])
+_TREE_LENGTH = 40
 
 
 def verifies_trees(target: SlotTarget, *, tolerance: float) -> bool:
@@ -127,34 +115,20 @@ def verifies_trees(target: SlotTarget, *, tolerance: float) -> bool:
     tolerance : greatest relative error of the logits. Uses slot 0, which must be free. A model whose layers mix
     neighbours in some other way than by attention (a convolution, say) fails. Any failure means chains.
     """
-    width = _PARENTS.shape[1]
-    if target.max_width < width or target.max_length < _PREFIX + width:
+    length = min(_TREE_LENGTH, target.max_length - 1)
+    if min(target.max_width, length) < PROBE_WIDTH:
         return False
     random = np.random.default_rng(0)
-    tokens = random.integers(0, target.vocab_size, (1, _PREFIX + width + 1))
-    prefix, tree, last = tokens[:, :_PREFIX], tokens[:, _PREFIX:-1], tokens[:, -1:]
+    text = random.integers(0, target.vocab_size, length)
     try:
-        target.prefill([0], prefix, [_PREFIX])
-        worst = 0.0
-        for path in _PATHS:
-            scored = target.forward_trees([0], tree, [width], _PARENTS).logits[:, path]
-            target.keep_paths([0], [width], [np.array(path)])
-            found = torch.cat([scored, target.forward([0], last, [1]).logits], 1).float()
-            target.rollback(0, _PREFIX)
-            chain = np.concatenate([tree[:, path], last], axis=1)
-            expected = target.forward([0], chain, [chain.shape[1]]).logits.float()
-            target.rollback(0, _PREFIX)
-            worst = max(worst, float((found - expected).norm() / expected.norm()))
-        if not worst < tolerance:
-            log.warning(
-                "trees differ on %s: relative error %.2g; drafts are chains", type(target.model).__name__, worst
-            )
-        return worst < tolerance
+        error = relative_error(as_trees(target, 0, text, alone(target, 0, text), random))
     except Exception:
         log.warning("trees failed on %s: drafts are chains", type(target.model).__name__, exc_info=True)
-        return False
-    finally:
         target.rollback(0, 0)
+        return False
+    if not error < tolerance:
+        log.warning("trees differ on %s: relative error %.2g; drafts are chains", type(target.model).__name__, error)
+    return error < tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +138,8 @@ class Way:
     kind: Any
     """The class of the target: a subclass of ``Target`` made from (model, num_slots, max_length)."""
     reason: str = ""
-    bytes_per_token: int | None = None
-    """Of the slot KV cache; None where the model keeps its own."""
+    bytes_per_token: int = 0
+    """Of keys and values; those of rows grow with them, but room for all is kept. 0 of states, which do not grow."""
     tolerance: float = MOST_CHANGE
     """Greatest relative error of logits that is put down to rounding."""
 
@@ -199,7 +173,9 @@ def find_way(model: PreTrainedModel, *, fuse: bool = False) -> Way:
             reason = first_line(failure)
         model.set_attn_implementation(own)
         if _error(RowTarget, model, expected) < limit:
-            return Way(RowTarget, reason)
+            target = RowTarget(model, 1, PROBE_LENGTH)
+            target.prefill([0], np.ones((1, PROBE_LENGTH - 1), np.int64), [PROBE_LENGTH - 1])
+            return Way(RowTarget, reason, target.bytes_per_token(0))
     single = _error(RecurrentTarget, model, expected)
     # A state that is forgotten shows little in a short text: so several tokens a pass must come as near as one.
     if _error(ReplayTarget, model, expected) < min(limit, max(MOST_CHANGE, 2 * single)):
@@ -222,18 +198,11 @@ def keeps_state(model: PreTrainedModel) -> bool:
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in declared_layers(model))
 
 
-def row_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of KV cache per token where rows are computed one by one; it grows with them, but room for all is kept."""
-    target = RowTarget(model, 1, PROBE_LENGTH)
-    target.prefill([0], np.ones((1, PROBE_LENGTH - 1), np.int64), [PROBE_LENGTH - 1])
-    return target.bytes_per_token(0)
-
-
 def _slots(model: PreTrainedModel, expected: list[torch.Tensor], limit: float) -> Way:
     if not getattr(model, "_supports_attention_backend", False):
         raise TypeError("its attention cannot be replaced")
     target = SlotTarget(model, PROBE_SLOTS, PROBE_LENGTH, PROBE_WIDTH)
-    error = relative_error(target, expected)
+    error = error_of(target, expected)
     check_windows(target)
     if error >= limit:
         raise ValueError(f"slot attention differs from its own by {error:.2g}")
@@ -243,7 +212,7 @@ def _slots(model: PreTrainedModel, expected: list[torch.Tensor], limit: float) -
 def _error(kind: type[RowTarget], model: PreTrainedModel, expected: list[torch.Tensor]) -> float:
     """Infinite where the way cannot be gone at all."""
     try:
-        error = relative_error(kind(model, PROBE_SLOTS, PROBE_LENGTH), expected)
+        error = error_of(kind(model, PROBE_SLOTS, PROBE_LENGTH), expected)
     except Exception as failure:
         log.debug("%s failed on %s: %s", kind.__name__, type(model).__name__, first_line(failure))
         return float("inf")
@@ -260,12 +229,13 @@ def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[Replace, ..
     dtype : of the model's numbers.
     """
     try:
-        from ssd.model.layers.triton_layers import TritonRotary, fuse_gates_by_triton, fuse_norms_by_triton
+        from ssd.model.layers.triton_layers import fuse_gates_by_triton, fuse_norms_by_triton, turn_by_triton
     except ImportError:  # it comes with CUDA builds of torch
         return ()
     if dtype not in MOST_ERROR:
         return ()
     turn: Replace = partial(
-        fuse_rotary, make=TritonRotary, dtype=dtype, device=device, most_error=min(MOST_ERROR[dtype], 1e-3)
-    )
+        fuse_rotary, turn=turn_by_triton, dtype=dtype, device=device, most_error=min(MOST_ERROR[dtype], 1e-3),
+        most_numbers=1 << 62,
+    )  # fmt: skip
     return fuse_norms_by_triton, turn, fuse_gates_by_triton

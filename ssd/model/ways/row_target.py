@@ -28,31 +28,27 @@ class RowTarget(Target):
         super().__init__(model, num_slots, max_length)
         self._takes_positions = accepts(model, "position_ids")
         self._caches = [self._new_cache() for _ in range(num_slots)]
-        self._lengths = [0] * num_slots
-
-    def length(self, slot: int) -> int:
-        """Tokens the slot holds."""
-        return self._lengths[slot]
+        self._num_read = self._held
+        """Tokens that each cache has read, int64[num_slots]."""
 
     def rollback(self, slot: int, length: int) -> None:
         """Crop the slot's cache."""
-        removed = self._lengths[slot] - length
+        removed = self.length(slot) - length
         assert removed >= 0
         if length == 0:
             self._caches[slot] = self._new_cache()
         elif removed:
             self._caches[slot].crop(-removed)
-        self._lengths[slot] = length
+        self._held[slot] = length
 
     def bytes_per_token(self, slot: int) -> int:
         """Bytes that a token of a slot takes, which must hold some."""
         tensors = [tensor for layer in self._caches[slot].layers for tensor in (layer.keys, layer.values)]
-        return int(sum(tensor.nbytes for tensor in tensors)) // self._lengths[slot]
+        return int(sum(tensor.nbytes for tensor in tensors)) // self.length(slot)
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
         for index, layer in enumerate(self._caches[source].layers):
             self._caches[slot].update(layer.keys[..., start:end, :], layer.values[..., start:end, :], index)
-        self._lengths[slot] = end
 
     def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
         rows = [
@@ -62,14 +58,18 @@ class RowTarget(Target):
         return PassOutput(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
 
     def _append_row(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
-        """One pass over one row's new tokens, int64[n]: logits [n or fewer, V]."""
-        start = self._lengths[slot]
+        """Passes over one row's new tokens, int64[n]: logits [n or fewer, V]."""
+        return self._read(slot, tokens, **kwargs)
+
+    def _read(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
+        """One pass on top of what the slot's cache has read."""
+        start = int(self._num_read[slot])
         end = start + len(tokens)
         if self._takes_positions:
             kwargs["position_ids"] = torch.arange(start, end, device=self.device)[None]
         ids = torch.from_numpy(tokens[None]).to(self.device)
         logits = self._run(slot, ids, **kwargs)
-        self._lengths[slot] = end
+        self._num_read[slot] = end
         return logits
 
     def _run(self, slot: int, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -96,36 +96,27 @@ class WholeTarget(Target):
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         super().__init__(model, num_slots, max_length)
-        self._texts: list[list[int]] = [[] for _ in range(num_slots)]
         self._takes_keep = accepts(model, "logits_to_keep")
         self._without_cache = {"use_cache": False} if accepts(model, "use_cache") else {}
 
-    def length(self, slot: int) -> int:
-        """Tokens the slot holds."""
-        return len(self._texts[slot])
-
     def rollback(self, slot: int, length: int) -> None:
         """Forget the end of the text."""
-        assert 0 <= length <= len(self._texts[slot])
-        del self._texts[slot][length:]
+        assert 0 <= length <= self.length(slot)
+        self._held[slot] = length
 
     def prefill(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
         """Append tokens to slots; they are read with the next pass that is scored."""
-        self._note_fed(slots, tokens, counts)
-        self._extend(slots, tokens, counts)
+        self._feed(slots, tokens, counts, is_scored=False)
 
-    def _extend(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
-        for slot, row, count in zip(slots, tokens, counts, strict=True):
-            self._texts[slot].extend(row[:count].tolist())
-
-    def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
-        self._extend(slots, tokens, counts)
+    def _append(
+        self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], *, is_scored: bool = True, **kwargs: Any
+    ) -> PassOutput:
         rows = []
-        for slot, count in zip(slots, counts, strict=True):
-            ids = torch.tensor([self._texts[slot]], device=self.device)
+        for slot, count in zip(slots, counts, strict=True) if is_scored else ():
+            ids = torch.from_numpy(self._fed[slot, None, : self.length(slot) + count].astype(np.int64))
             keep = {"logits_to_keep": int(count)} if self._takes_keep else {}
-            rows.append(self.model(input_ids=ids, **self._without_cache, **keep).logits[0, -count:])
-        return PassOutput(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+            rows.append(self.model(input_ids=ids.to(self.device), **self._without_cache, **keep).logits[0, -count:])
+        return PassOutput(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else torch.empty(0))
 
 
 _CACHE_NAMES = ("past_key_values", "cache_params", "state")
@@ -156,19 +147,15 @@ class RecurrentTarget(RowTarget):
 
     def rollback(self, slot: int, length: int) -> None:
         """Empty the slot, or leave it as it is: nothing between is possible."""
-        assert length in (0, self._lengths[slot])
+        assert length in (0, self.length(slot))
         if length == 0:
             self._caches[slot] = None
-            self._lengths[slot] = 0
+            self._held[slot] = 0
 
     def _append_row(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
-        if self._lengths[slot] == 0:
+        if self.length(slot) == 0:
             return self._read(slot, tokens, **kwargs)
         return torch.cat([self._read(slot, tokens[i : i + 1], **kwargs) for i in range(len(tokens))])
-
-    def _read(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
-        """One pass on top of the slot's state."""
-        return RowTarget._append_row(self, slot, tokens, **kwargs)
 
     def _run(self, slot: int, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         # An empty slot has no state: the model makes one of its own kind.
@@ -208,34 +195,28 @@ class ReplayTarget(RecurrentTarget):
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         super().__init__(model, num_slots, max_length)
-        self._texts: list[list[int]] = [[] for _ in range(num_slots)]
+        self._num_read = np.zeros(num_slots, np.int64)
         self._checkpoints: list[_Checkpoint | None] = [None] * num_slots
-
-    def length(self, slot: int) -> int:
-        """Tokens the slot holds, those that its state has yet to read again included."""
-        return len(self._texts[slot])
 
     def rollback(self, slot: int, length: int) -> None:
         """Return to the latest state that has read no more than ``length`` tokens."""
-        assert 0 <= length <= len(self._texts[slot])
-        del self._texts[slot][length:]
-        if self._lengths[slot] <= length and length > 0:
+        assert 0 <= length <= self.length(slot)
+        self._held[slot] = length
+        if self._num_read[slot] <= length and length > 0:
             return
         kept, self._checkpoints[slot] = self._checkpoints[slot], None
         if kept is None or kept.num_tokens > length or length == 0:
             kept = _NOTHING_READ
-        self._caches[slot], self._lengths[slot] = kept.state, kept.num_tokens
+        self._caches[slot], self._num_read[slot] = kept.state, kept.num_tokens
 
     def _append_row(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
-        text = self._texts[slot]
-        unread = np.array(text[self._lengths[slot] :], np.int64)
+        unread = self._fed[slot, self._num_read[slot] : self.length(slot)].astype(np.int64)
         if len(unread) > _MAX_REPLAYED:
             self._read(slot, unread)
             unread = unread[:0]
         if len(tokens) > 1 and not kwargs:
-            self._checkpoints[slot] = _Checkpoint(self._lengths[slot], copy_state(self._caches[slot]))
+            self._checkpoints[slot] = _Checkpoint(int(self._num_read[slot]), copy_state(self._caches[slot]))
         logits = self._read(slot, np.concatenate([unread, tokens]), **kwargs)
-        text.extend(tokens.tolist())
         return logits if kwargs else logits[len(unread) :]
 
 

@@ -16,14 +16,14 @@ from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.adapted_linear import Rows
+from ssd.model.layers.replace import Replaced
 from ssd.model.layers.tap import Tap, Tapped
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.sampler import PassOutput
-from ssd.model.steps.static_steps import StaticSteps
 from ssd.model.target import Target, TokenMatrix
 
-if TYPE_CHECKING:
-    from ssd.model.exact.own_kernels import OwnKernels
+if TYPE_CHECKING:  # which run passes of targets
+    from ssd.model.steps.static_steps import StaticSteps
 
 
 class SlotTarget(Target):
@@ -41,7 +41,9 @@ class SlotTarget(Target):
         """Where passes that score tokens are repeated rather than launched anew."""
         self.renew_steps: Callable[[], None] = lambda: None
         """To be called after what the model computes with has changed."""
-        self.own_kernels: OwnKernels | None = None
+        self._held = self.kv_cache.lengths
+        self._own_layers: list[Replaced] = []
+        self._had_trees = False
         self._adapted: Rows | None = None
         self._tap: tuple[Tap, Tapped] | None = None
 
@@ -55,13 +57,25 @@ class SlotTarget(Target):
         """Slots may have adapters from now on. ``rows`` : where the model's layers look up which row has which."""
         self.adapter_names, self._adapted = frozenset(names), rows
 
-    def length(self, slot: int) -> int:
-        """Tokens the slot holds."""
-        return int(self.kv_cache.lengths[slot])
+    def use_own_kernels(self, wanted: bool) -> None:
+        """Compute linear layers and attention by kernels of ours from now on, or with what was there.
 
-    def lengths_of(self, slots: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Tokens that each of these slots holds, int64[B]."""
-        return self.kv_cache.lengths[list(slots)]
+        Their rows have the same bits in any pass, of chains: no trees. Libraries choose the order of their sums by the
+        shape of a pass. Recorded passes are recorded anew. Raises ImportError where triton is missing.
+        """
+        if wanted == (self.kv_cache.kernel is not None):
+            return
+        if wanted:
+            from ssd.model.kv.triton_attention import exact_triton_attention
+            from ssd.model.layers.triton_linear import exact_linears
+
+            self.kv_cache.kernel, self._own_layers = exact_triton_attention, list(exact_linears(self.model))
+            self._had_trees, self.can_verify_trees = self.can_verify_trees, False
+        else:
+            for parent, name, again in self._own_layers:
+                setattr(parent, name, again())
+            self.kv_cache.kernel, self.can_verify_trees = None, self._had_trees
+        self.renew_steps()
 
     def rollback(self, slot: int, length: int) -> None:
         """Lower the slot's length; what lies beyond is overwritten later."""
@@ -76,18 +90,6 @@ class SlotTarget(Target):
     def takes_noise(self) -> bool:
         """Whether passes choose tokens with noise."""
         return self.steps is not None and self.steps.takes_noise
-
-    @torch.inference_mode()
-    def forward_trees(
-        self,
-        slots: Sequence[int],
-        tokens: TokenMatrix,
-        counts: Sequence[int],
-        parents: TokenMatrix,
-        noise: Noise | None = None,
-    ) -> PassOutput:
-        """Score the tokens of trees, see ``Target``."""
-        return self._feed(slots, tokens, counts, trees=TreeShape.build(parents), noise=noise)
 
     @torch.inference_mode()
     def keep_paths(self, slots: Sequence[int], counts: Sequence[int], paths: Sequence[npt.NDArray[np.int64]]) -> None:
@@ -107,7 +109,6 @@ class SlotTarget(Target):
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
         self.kv_cache.copy(source, slot, start, end)
-        self.kv_cache.lengths[slot] = end
 
     def _append(
         self,
@@ -124,7 +125,6 @@ class SlotTarget(Target):
             rows = SlotRows.build(self.kv_cache, list(slots), tokens.shape[1], self.device, trees)
             with self._adapting(slots):
                 output = PassOutput(self.score(torch.from_numpy(tokens).to(self.device), rows, **kwargs))
-        self.kv_cache.lengths[list(slots)] += np.asarray(counts)
         return output
 
     def _adapting(self, slots: Sequence[int]) -> AbstractContextManager[None]:

@@ -54,16 +54,10 @@ def attach_first(
     """Take the first candidate that runs and agrees with plain passes; without one, passes stay plain."""
     for name, make_recorder, kernel, sampler in candidates:
         try:
-            recorder = make_recorder()
-            target.steps = make_steps(
-                target,
-                recorder,
-                kernel=kernel,
-                sampler=sampler,
-                tolerance=tolerance,
-                name=name,
+            target.steps = StaticSteps(
+                target, make_recorder(), kernel=kernel, sampler=sampler, tolerance=tolerance, name=name,
                 keeps_top=keeps_top,
-            )
+            )  # fmt: skip
             error = steps_error(target)
             if error <= tolerance:
                 log.info("scoring by %s: relative error %.2g", name, error)
@@ -77,31 +71,6 @@ def attach_first(
             for slot in range(target.num_slots):
                 target.rollback(slot, 0)
     target.steps = None
-
-
-def make_steps(
-    target: SlotTarget,
-    record: Recorder,
-    *,
-    tolerance: float,
-    kernel: AttentionKernel | None = None,
-    sampler: Sampler | None = None,
-    name: str = "static shapes",
-    keeps_top: bool = False,
-) -> StaticSteps:
-    """Static steps over the target's model and slots."""
-    return StaticSteps(
-        target.score,
-        target.kv_cache,
-        max_length=target.max_length,
-        max_width=target.max_width,
-        record=record,
-        tolerance=tolerance,
-        kernel=kernel,
-        sampler=sampler,
-        name=name,
-        keeps_top=keeps_top,
-    )
 
 
 def steps_error(target: SlotTarget) -> float:
@@ -162,10 +131,7 @@ def _scored(
     """A pass that leaves the slots as they were."""
     rows = list(slots[: len(counts)])
     held = [target.length(slot) for slot in rows]
-    if parents is None:
-        output = target.forward(rows, tokens, counts)
-    else:
-        output = target.forward_trees(rows, tokens, counts, parents)
+    output = target.forward(rows, tokens, counts, parents=parents)
     for slot, length in zip(rows, held, strict=True):
         target.rollback(slot, length)
     return output
