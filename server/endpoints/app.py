@@ -15,12 +15,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from server.admission.account import RATE_HEADERS
-from server.admission.gate import Gate, RootPath, account_of
+from server.admission.gate import Gate, account_of
 from server.admission.opening import tenants_of
 from server.admission.registry import Tenants
 from server.answers.wire import json_text
 from server.base.errors import RETRY_AFTER_S, ApiError, answer_error, answer_http_exception, model_not_found
-from server.base.settings import VERSION, Cors, ServerSettings
+from server.base.settings import VERSION, ServerSettings
 from server.endpoints.generate import add_generation
 from server.endpoints.openapi import describe
 from server.endpoints.service import Service
@@ -185,20 +185,27 @@ def create_app(
 
     # Its own pages of the API would have browsers load scripts from another host.
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.root_path = settings.root_path  # requests come with it and without
     docs = docs_files()
-    files = page_files() if settings.page else {}
+    files = {} if settings.no_page else page_files()
     app.add_middleware(Gate, tenants=tenants, open_paths=docs | files, let_in=worker.let_in, let_out=worker.let_out)
-    _allow_other_sites(app, settings.cors)  # around the gate: pages may read refusals too
+    if settings.allowed_origins:  # around the gate: pages may read refusals too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+            expose_headers=("x-request-id", "retry-after", *RATE_HEADERS),
+        )
     app.add_middleware(  # around all that may refuse
         Access,
         counts=service.metrics.http,
         paths=lambda: [path for route in app.routes if (path := getattr(route, "path", None))],
         fields=_FIELDS,
-        writes_lines=settings.logs_requests,
+        writes_lines=not settings.no_access_log,
         span=span,
     )
-    if settings.root_path:
-        app.add_middleware(RootPath, root_path=settings.root_path)
     for kind in (SSDError, ApiError):
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
@@ -207,20 +214,8 @@ def create_app(
     add_tokenizer(app, service)
     add_state(app, service)
     add_files(app, docs)
-    if settings.page:
+    if not settings.no_page:
         add_page(app, files, worker, settings, tenants, service.lanes.answers)
     add_admin(app, service)
     describe(app, needs_key=tenants.is_closed)
     return app
-
-
-def _allow_other_sites(app: FastAPI, cors: Cors) -> None:
-    if cors.origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=cors.origins,
-            allow_methods=cors.methods,
-            allow_headers=cors.headers,
-            allow_credentials=cors.credentials,
-            expose_headers=("x-request-id", "retry-after", *RATE_HEADERS),
-        )

@@ -226,7 +226,7 @@ class Service:
         return generation
 
     def _require_draft_details(self) -> None:
-        if not (self.settings.page or self.settings.allow_draft_details):
+        if self.settings.no_page and not self.settings.allow_draft_details:
             raise RequestError(
                 "include_drafts is not allowed here: the operator started the server with --no-page; "
                 "--allow-draft-details allows it without the page",

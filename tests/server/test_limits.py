@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import fields
 from typing import Any
 
 import pydantic_core
@@ -22,13 +21,12 @@ from server.admission.lanes import Lane
 from server.answers.wire import json_text
 from server.base.counting import common_tokens, num_values
 from server.base.limits import Limits
-from server.command.arguments import parse_arguments
 from server.running.texts import require_fits
 from server.schema.chat import ChatBody
 from server.schema.generate import CompletionBody
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
-from ssd.errors import ConfigError, ContextTooLong, QueueFull, RequestError, shown
+from ssd.errors import ContextTooLong, QueueFull, RequestError, shown
 from ssd.text.codec import TextCodec
 from tests.reference.text import common_subsequence, json_values
 from tests.server.client import get, post, wait_until
@@ -273,15 +271,3 @@ def test_tokenising_needs_a_key(server: RunningServer) -> None:
         assert post(server.port, path, body).status == 401
         assert post(server.port, path, body, headers=KEY).status == 200
     assert get(server.port, "/metrics").status == 200
-
-
-def test_every_limit_is_an_option() -> None:
-    given = [
-        word
-        for each in fields(Limits)
-        for word in (f"--{each.name.replace('_', '-')}", str(getattr(Limits(), each.name)))
-    ]
-    assert parse_arguments(given, {}).limits == Limits()
-    assert parse_arguments(["--max-choices", "5"], {}).limits == Limits(max_choices=5)
-    with pytest.raises(ConfigError, match="max_choices"):
-        Limits(max_choices=0)

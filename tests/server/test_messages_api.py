@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from server.answers.anthropic import AnthropicBlocks
+from server.answers.anthropic import AnthropicAnswer
+from server.answers.parts import Parts
 from server.answers.wire import PADDED_BYTES
 from server.base.limits import Limits
 from server.schema.anthropic import messages_of
@@ -314,7 +315,7 @@ def blocks_of(texts: list[str], form: tuple[str, str | None]) -> tuple[list[Any]
     made = iter(range(1000))
     functions: Any = {"f": {"type": "object"}, "g": {"type": "object"}}
     messages = Messages(lambda: make_parser(*form, functions=functions), make_id=lambda: f"call_{next(made)}")
-    blocks = AnthropicBlocks(messages)
+    blocks = Parts(messages, AnthropicAnswer.kind)
     events = []
     for number, text in enumerate(texts):
         events += blocks.push(text, ended=number == len(texts) - 1)

@@ -16,7 +16,6 @@ from typing import Any
 import openai
 import pytest
 
-from server.base.settings import Cors
 from server.command.arguments import parse_arguments
 from server.command.listen import give_up, listen, url_of
 from server.command.options import NetworkOptions
@@ -171,8 +170,9 @@ def test_addresses_are_written_as_a_browser_takes_them(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def below() -> Iterator[RunningServer]:
-    cors = Cors(origins=("https://a.example",))
-    with serving(lambda _: FailingEngine(), root_path="/llm", api_keys=("sesame",), cors=cors) as server:
+    with serving(
+        lambda _: FailingEngine(), root_path="/llm", api_keys=("sesame",), allowed_origins=("https://a.example",)
+    ) as server:
         yield server
 
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from server.answers.obfuscation import EvenPieces, Pace
 from server.answers.wire import PADDED_BYTES
-from server.base.settings import OBFUSCATION_TOKENS as PIECE_TOKENS
-from server.command.arguments import parse_arguments
+from server.base.settings import ObfuscationOptions
 from ssd.bundled import MODEL_PATH
 from ssd.engine import FinishReason, RequestOutput, RequestStats
 from ssd.text.codec import TextCodec
@@ -26,6 +25,7 @@ from tests.server.client import metric, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.waiting import PATIENCE_S
 
+PIECE_TOKENS = ObfuscationOptions().obfuscation_tokens
 INTERVAL_S = 0.02
 PROMPT = "def add(a, b):\n    return"
 
@@ -239,17 +239,3 @@ def test_there_is_no_clock_at_0_and_none_once_the_server_stops() -> None:
 
     assert asyncio.run(ticks(0.0, hurries=False)) < 1
     assert asyncio.run(ticks(30.0, hurries=True)) < 1
-
-
-def test_flags_of_obfuscation_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = parse_arguments([], {}).streams
-    assert (plain.obfuscation, plain.obfuscation_tokens, plain.obfuscation_interval_s) == ("asked", 16, 0.25)
-    for wrong in ("0", "4097"):
-        with pytest.raises(SystemExit):
-            parse_arguments(["--obfuscation-tokens", wrong], {})
-        assert "--obfuscation-tokens" in capsys.readouterr().err
-    assert parse_arguments(["--obfuscation-interval", "0"], {}).streams.obfuscation_interval_s == 0
-    for wrong in ("-1", "nan", "1000"):
-        with pytest.raises(SystemExit):
-            parse_arguments(["--obfuscation-interval", wrong], {})
-        assert "--obfuscation-interval" in capsys.readouterr().err

@@ -228,13 +228,13 @@ def test_a_tenant_sees_the_sizes_of_its_own_cache_alone() -> None:
 
 def test_no_page_leaves_nothing_and_refuses_the_details_of_drafts() -> None:
     body = {"prompt": "abc", "stream": True, "stream_options": {"include_drafts": True}}
-    with serving(lambda _: FailingEngine(), page=False) as running:
+    with serving(lambda _: FailingEngine(), no_page=True) as running:
         for path in [*page_files(), "/page/stats"]:
             assert get(running.port, path).status == 404
         refused = post(running.port, COMPLETIONS, body)
         assert (refused.status, refused.error["param"]) == (400, "stream_options.include_drafts")
         assert "--no-page" in refused.error["message"] and "--allow-draft-details" in refused.error["message"]
-    with serving(lambda _: FailingEngine(), page=False, allow_draft_details=True) as running:
+    with serving(lambda _: FailingEngine(), no_page=True, allow_draft_details=True) as running:
         assert get(running.port, "/").status == 404
         assert post(running.port, COMPLETIONS, body).status == 200
 

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.answers.responses import ResponseItems
+from server.answers.parts import Parts
+from server.answers.responses import ResponseAnswer
 from server.schema.responses import messages_of
 from server.tools.formats import make_parser
 from server.tools.messages import Messages
@@ -38,10 +39,10 @@ def items_of(
     made = iter(range(1000))
     functions: Any = {"f": {"type": "object"}, "g": {"type": "object"}}
     messages = Messages(lambda: make_parser(*form, functions=functions), make_id=lambda: f"call_{next(made)}")
-    items = ResponseItems(messages)
+    items = Parts(messages, ResponseAnswer.kind)
     events = []
     for number, text in enumerate(texts):
-        events += items.push(text, [], ended=number == len(texts) - 1)
+        events += items.push(text, ended=number == len(texts) - 1)
     events += items.finish("completed")
     return items.done, events
 
@@ -87,8 +88,8 @@ def test_the_events_alone_tell_the_items(pieces: list[str]) -> None:
 
 
 def test_nothing_said_is_an_empty_message() -> None:
-    items = ResponseItems(None)
-    items.push("", [], ended=True)
+    items = Parts(None, ResponseAnswer.kind)
+    items.push("", ended=True)
     items.finish("completed")
     assert [item["content"][0]["text"] for item in items.done] == [""]
 
