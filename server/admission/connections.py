@@ -66,7 +66,6 @@ class GuardedProtocol(HttpProtocol):
         self._look_later()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended, whoever ended it."""
         if self._looking is not None:
             self._looking.cancel()
         super().connection_lost(exc)
@@ -84,7 +83,6 @@ class GuardedProtocol(HttpProtocol):
                 self._give_up("a head that is too long", b"431 Request Header Fields Too Large")
 
     def _is_busy(self) -> bool:
-        """Whether a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _is_rest_of_body(self) -> bool:

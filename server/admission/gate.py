@@ -59,7 +59,6 @@ class Gate:
         self._open_paths = _OPEN_PATHS | set(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

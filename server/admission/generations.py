@@ -49,7 +49,6 @@ class Generations:
         self._is_reached = True
 
     def of(self, name: str) -> int:
-        """The number now. O(1)."""
         return self._numbers.get(name, 0)
 
     def advance(self, name: str) -> tuple[int, bool]:

@@ -160,7 +160,6 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="ssd-tenants", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:

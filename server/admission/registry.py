@@ -82,7 +82,6 @@ class Sharing(Protocol):
     """What a deletion needs of the log that replicas share."""
 
     def forget(self, namespace: str) -> None:
-        """Remove what is shared of a namespace."""
         ...
 
 
@@ -133,7 +132,6 @@ class Tenants:
         return self._by_key.get(self._keyed(digest_of(key)))
 
     def accounts(self) -> list[Account]:
-        """All tenants, by name."""
         return sorted(self._accounts.values(), key=lambda account: account.name)
 
     def cache_use(self, account: Account, base: str | None, salt: str | None) -> CacheUse:

@@ -55,7 +55,6 @@ class AnthropicAnswer(PartsAnswer):
     keep_alive = encode_events([("ping", {"type": "ping"})], pad=False)
 
     def finished(self) -> dict[str, Any]:
-        """A whole message."""
         return {**self._message(self.parts.done), **self._stopped(self.generation.choices[0])}
 
     async def beginning(self) -> bytes:
@@ -69,7 +68,6 @@ class AnthropicAnswer(PartsAnswer):
         return self.named([*self.parts.finish(), ended, {"type": "message_stop"}])
 
     def failed(self, error: Exception) -> bytes:
-        """As above, in their form."""
         return encode_events([("error", anthropic_error_body(error))], pad=False)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:

@@ -45,7 +45,6 @@ class ChatAnswer(Answer):
 
     @property
     def is_short(self) -> bool:
-        """As above; taking a text apart takes longer than writing it."""
         few = self._messages is None or sum(len(each.token_ids) for each in self.generation.choices) <= _FEW_TOKENS
         return few and super().is_short
 
@@ -70,13 +69,11 @@ class ChatAnswer(Answer):
         return written
 
     def whole_extras(self) -> dict[str, Any]:
-        """All choices have one prompt."""
         if self.prompt_logprobs is None:
             return {}
         return {"prompt_logprobs": self.prompt_logprobs.prompt(self.generation.choices[0].prompt_logprobs)}
 
     def ending(self, index: int, choice: Choice) -> dict[str, Any]:
-        """As above; who calls functions ends for that reason."""
         written = super().ending(index, choice)
         if self._messages is not None and choice.finish_reason is not None:
             reason = self._messages.of(index).finish_reason(choice.finish_reason)
@@ -85,7 +82,6 @@ class ChatAnswer(Answer):
         return written
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        """The role goes first, with no text."""
         first: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
         if self.return_token_ids:
             first["prompt_token_ids"] = self.prompt_of(index)

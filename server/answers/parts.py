@@ -135,7 +135,6 @@ class PartsAnswer(ChatAnswer):
         return b""
 
     def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:
-        """What it has said."""
         logprobs = self._token_logprobs(output.logprobs)
         return self.named(self.parts.push(output.text, logprobs, ended=output.finish_reason is not None))
 

@@ -85,7 +85,6 @@ class ResponseAnswer(PartsAnswer):
 
     @property
     def is_short(self) -> bool:
-        """As above, and so is what is repeated."""
         return self._is_small and super().is_short
 
     async def beginning(self) -> bytes:
@@ -116,7 +115,6 @@ class ResponseAnswer(PartsAnswer):
         return self.named([*events, {"type": "response.failed", "response": response}])
 
     def named(self, events: Sequence[Event]) -> bytes:
-        """As above; each has its number."""
         numbered = []
         for event in events:
             numbered.append({"type": event["type"], "sequence_number": self._number, **event})

@@ -109,7 +109,6 @@ class ToolOptions:
     """do not tell the model of tools where a request's tool_choice is none"""
 
     def check(self) -> None:
-        """Raise ConfigError."""
         for option, name, known in (
             ("--tool-call-parser", self.tool_call_parser, TOOL_FORMATS),
             ("--reasoning-parser", self.reasoning_parser, REASONING_FORMATS),
@@ -160,7 +159,6 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOption
 
     @property
     def model_name(self) -> str:
-        """The name in responses and metrics."""
         return self.model_names[0]
 
     @property

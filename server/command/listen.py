@@ -176,11 +176,9 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since the start began."""
         return time.monotonic() - self._began
 
     def reach(self, stage: str) -> None:
-        """What is being done from now on."""
         self._stage = stage
         log.debug("after %.1f s: %s", self.seconds, stage)
 

@@ -66,7 +66,6 @@ class ModelOptions:
 
     @property
     def path(self) -> str:
-        """A directory or an id."""
         from ssd.bundled import MODEL_PATH
 
         return str(MODEL_PATH) if self.model is None else self.model
@@ -78,7 +77,6 @@ class ModelOptions:
 
     @property
     def hub(self) -> HubOptions:
-        """How the model is fetched."""
         return replace(self.draft_hub, revision=self.revision)
 
     @property
@@ -88,12 +86,10 @@ class ModelOptions:
 
     @property
     def tokenizer_path(self) -> str:
-        """A directory, a file or an id."""
         return self.path if self.tokenizer is None else self.tokenizer
 
     @property
     def tokenizer_hub(self) -> HubOptions:
-        """How the tokenizer is fetched."""
         revision = self.tokenizer_revision or (self.revision if self.tokenizer is None else None)
         return replace(self.draft_hub, revision=revision)
 
@@ -141,7 +137,6 @@ class NetworkOptions:
     signal ends them at once"""
 
     def check(self) -> None:
-        """Raise ConfigError."""
         require_within("--port: a port", self.port, 0, 65535)
         require_within("--shutdown-timeout", self.shutdown_timeout_s, 0, 86_400, " seconds")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:

@@ -102,7 +102,6 @@ class Service:
         return self.worker.engine
 
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
-        """The answer of /tokenize."""
         engine = self._engine_for(body)
         if isinstance(body, TokenizeChatBody):
             tokens, texts = await self._chats.tokenize(engine, body)
@@ -111,7 +110,6 @@ class Service:
         return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": texts}
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
-        """The answer of /detokenize."""
         return {"prompt": await self._texts.detokenize(self._engine_for(body), body.tokens)}
 
     async def start(self, body: CompletionBody | ChatBody, account: Account, asked: Body) -> Answer:

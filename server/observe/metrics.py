@@ -15,14 +15,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from server.admission.account import REFUSALS
 from server.admission.registry import Tenants
 from server.base.settings import VERSION
 from server.observe.access import HttpCounts
-from server.observe.families import Families, NamespaceFamilies
+from server.observe.families import COUNTER, GAUGE, Families, NamespaceFamilies
 from server.observe.logs import num_dropped_lines
 from server.running.engine_thread import Worker, WorkerState
 from server.running.generation import LABELS, Latencies
@@ -119,8 +119,8 @@ _STREAM_TEXTS = {
 }
 
 
-class ServerMetrics:
-    """A registry of our own with everything this process exports."""
+class ServerMetrics(Collector):
+    """Everything this process exports, of plain counters at each scrape."""
 
     def __init__(
         self,
@@ -138,11 +138,15 @@ class ServerMetrics:
             "ssd:event_loop_lag_seconds", "By how much the event loop was late, four times a second.", LABELS,
             buckets=_LAG_SECONDS, registry=self._registry,
         ).labels(*labels)  # fmt: skip
+        self._worker, self._tenants, self._sharing_stats = worker, tenants or Tenants(), sharing_stats
+        self._families = families = Families(labels)
+        self._caches = NamespaceFamilies("ssd:cache", _CACHE_TEXTS, families)
+        self._sharing = NamespaceFamilies("ssd:sharing", _SHARING_TEXTS, families)
+        self._streams = NamespaceFamilies("ssd:stream", _STREAM_TEXTS, families)
         ProcessCollector(registry=self._registry)
-        self._registry.register(_Collector(worker, self.http, Families(labels), sharing_stats, tenants or Tenants()))
+        self._registry.register(self)
 
     def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format 0.0.4."""
         with self._scraping:  # what namespaces grew by is added up at each scrape
             return generate_latest(self._registry)
 
@@ -154,64 +158,35 @@ class ServerMetrics:
             await asyncio.sleep(LAG_INTERVAL_S)
             self._loop_lag.observe(max(0.0, loop.time() - due))
 
-
-class _Collector(Collector):
-    """Turns plain counters into metric families at each scrape."""
-
-    def __init__(
-        self,
-        worker: Worker,
-        http: HttpCounts,
-        families: Families,
-        sharing_stats: NamespaceStats | None,
-        tenants: Tenants,
-    ) -> None:
-        self._worker, self._http, self._families, self._tenants = worker, http, families, tenants
-        self._sharing_stats = sharing_stats
-        self._caches = NamespaceFamilies("ssd:cache", _CACHE_TEXTS, families.labels)
-        self._sharing = NamespaceFamilies("ssd:sharing", _SHARING_TEXTS, families.labels)
-        self._streams = NamespaceFamilies("ssd:stream", _STREAM_TEXTS, families.labels)
-
     def collect(self) -> Iterator[Metric]:
         """All families; those of the engine once it is loaded."""
-        families = self._families
+        of, by, http = self._families.of, self._families.by, self._http
         is_ready = self._worker.state is WorkerState.READY
-        yield families.gauge("ssd:ready", "1 while requests are taken.", float(is_ready))
-        yield from self._of_http()
-        yield from self._of_tenants()
-        engine = self._worker.loaded_engine
-        if engine is None:
-            return
-        yield from self._of_engine(engine)
-        if engine.caches is not None:
-            yield from self._caches.collect(self._by_label(engine.caches.stats()))
-            yield families.counter(
-                "ssd:cache_worker_restarts",
-                "How often the process that merges had to be started again.",
-                engine.caches.num_worker_restarts,
-            )
-        if self._sharing_stats is not None:
-            yield from self._of_sharing(self._sharing_stats())
-
-    def _of_http(self) -> Iterator[Metric]:
-        families, counts = self._families, self._http
+        yield of(GAUGE, "ssd:ready", "1 while requests are taken.", float(is_ready))
+        grouped: Counter[tuple[str, str, str]] = Counter()
+        for (path, method, status), number in list(http.requests.items()):
+            grouped[path, method, f"{status[0]}xx"] += number
         requests = CounterMetricFamily(
             "http_requests", "HTTP requests that ended, by path, method and class of status.",
             labels=["handler", "method", "status"],
         )  # fmt: skip
-        grouped: Counter[tuple[str, str, str]] = Counter()
-        for (path, method, status), number in list(counts.requests.items()):
-            grouped[path, method, f"{status[0]}xx"] += number
         for labels, number in grouped.items():
             requests.add_metric(labels, number)
         yield requests
-        yield families.counters(
-            "ssd:requests_refused", "HTTP requests answered with an error of the client's or of load, by reason.",
-            "reason", dict.fromkeys(_REASONS, 0) | dict(counts.refused),
+        yield by(
+            COUNTER, "ssd:requests_refused",
+            "HTTP requests answered with an error of the client's or of load, by reason.", "reason",
+            dict.fromkeys(_REASONS, 0) | dict(http.refused),
         )  # fmt: skip
-        yield families.gauge("ssd:http_requests_under_way", "HTTP requests being handled.", counts.num_under_way)
-        yield families.counter("ssd:log_lines_dropped", "Log lines that nobody read fast enough.", num_dropped_lines())
-        yield families.info("ssd:build_info", "What runs here.", **_build())
+        yield of(GAUGE, "ssd:http_requests_under_way", "HTTP requests being handled.", http.num_under_way)
+        yield of(COUNTER, "ssd:log_lines_dropped", "Log lines that nobody read fast enough.", num_dropped_lines())
+        yield self._families.info("ssd:build_info", "What runs here.", **_build())
+        yield from self._of_tenants()
+        engine = self._worker.loaded_engine
+        if engine is not None:
+            yield from self._of_engine(engine)
+            if self._sharing_stats is not None:
+                yield from self._of_sharing(self._sharing_stats())
 
     def _of_engine(self, engine: Engine) -> Iterator[Metric]:
         families, target, counts = self._families, engine.target, engine.metrics
@@ -224,10 +199,9 @@ class _Collector(Collector):
             num_gpu_blocks=str(target.num_slots),
             enable_prefix_caching=str(engine.config.enable_prefix_caching),
         )
-        for name, (count, text) in _ENGINE_COUNTS.items():
-            yield families.counter(name, text, getattr(counts, count))
-        for name, (size, text) in _ENGINE_SIZES.items():
-            yield families.gauge(name, text, getattr(counts, size))
+        for kind, table in ((COUNTER, _ENGINE_COUNTS), (GAUGE, _ENGINE_SIZES)):
+            for name, (count, text) in table.items():
+                yield families.of(kind, name, text, getattr(counts, count))
         for name, (histogram, text) in _ENGINE_HISTOGRAMS.items():
             yield families.histogram(name, text, getattr(counts.histograms, histogram))
         by_source, finished = dict(counts.by_source), dict(counts.num_requests_finished)
@@ -241,42 +215,36 @@ class _Collector(Collector):
             ("ssd:source_accepted_tokens", "Draft tokens emitted, by source.", "source", accepted),
             ("vllm:request_success", "Choices that ended, by reason.", "finished_reason", ended),
         ):
-            yield families.counters(name, text, label, values)
+            yield families.by(COUNTER, name, text, label, values)
+        if engine.caches is not None:
+            yield from self._caches.collect(self._by_label(engine.caches.stats()))
+            text = "How often the process that merges had to be started again."
+            yield families.of(COUNTER, "ssd:cache_worker_restarts", text, engine.caches.num_worker_restarts)
 
     def _of_tenants(self) -> Iterator[Metric]:
         """What each used, by name, never by key; none where there are no tenants."""
         uses = {account.name: account.use for account in self._tenants.accounts()}
         if not uses:
             return
+        by = self._families.by
         for name, text in _TENANT_COUNTS.items():
             used = {tenant: getattr(use, f"num_{name}") for tenant, use in uses.items()}
-            yield self._families.counters(f"ssd:tenant_{name}", text, "tenant", used)
-        labels = [*LABELS, "tenant"]
-        refused = CounterMetricFamily(
-            "ssd:tenant_refused", "Requests that were answered 429, by what was used up.", labels=[*labels, "reason"]
-        )
-        in_flight = GaugeMetricFamily("ssd:tenant_in_flight", "Choices that wait or run.", labels=labels)
-        for tenant, use in uses.items():
-            in_flight.add_metric([*self._families.labels, tenant], use.num_in_flight)
-            for reason in REFUSALS:
-                refused.add_metric([*self._families.labels, tenant, reason], use.num_refused[reason])
-        yield refused
-        yield in_flight
+            yield by(COUNTER, f"ssd:tenant_{name}", text, "tenant", used)
+        refused = {(tenant, reason): use.num_refused[reason] for tenant, use in uses.items() for reason in REFUSALS}
+        text = "Requests that were answered 429, by what was used up."
+        yield by(COUNTER, "ssd:tenant_refused", text, ("tenant", "reason"), refused)
+        in_flight = {tenant: use.num_in_flight for tenant, use in uses.items()}
+        yield by(GAUGE, "ssd:tenant_in_flight", "Choices that wait or run.", "tenant", in_flight)
 
     def _of_sharing(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
         """``stats`` : of the log, by the one namespace it is named after."""
         yield from self._sharing.collect(self._by_label(stats))
         for log in stats.values():
             yield from self._streams.collect(self._by_label(log.streams))
-            yield self._families.histogram(
-                "ssd:sharing_delay_seconds",
-                "From when an entry of another replica was appended to when it was stored here, by Redis' clock.",
-                log.delays,
-            )
-            yield self._families.counters(
-                "ssd:sharing_refusals", "Calls that failed and entries that were skipped, by reason.", "reason",
-                log.refusals,
-            )  # fmt: skip
+            text = "From when an entry of another replica was appended to when it was stored here, by Redis' clock."
+            yield self._families.histogram("ssd:sharing_delay_seconds", text, log.delays)
+            text = "Calls that failed and entries that were skipped, by reason."
+            yield self._families.by(COUNTER, "ssd:sharing_refusals", text, "reason", log.refusals)
 
     def _by_label(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """Of tenants' own namespaces by the tenants' names."""

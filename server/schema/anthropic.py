@@ -81,7 +81,6 @@ class _Turns(Conversation):
     """Messages as they are put together from turns."""
 
     def take(self, turn: Any, where: str) -> None:
-        """Add what a turn says."""
         if not isinstance(turn, Mapping):
             raise _wrong(f"{where} must be an object, got {type(turn).__name__}")
         role = turn.get("role")
@@ -98,14 +97,12 @@ class _Turns(Conversation):
         self._say(role, texts)
 
     def thinking(self, block: Mapping[str, Any], at: str) -> None:
-        """What the assistant thought."""
         self.assistant("reasoning_content")["reasoning_content"] = string_of(block, "thinking", at, "messages")
 
     def redacted_thinking(self, _block: Mapping[str, Any], _at: str) -> None:
         """Nothing: only who wrote it can read it."""
 
     def tool_use(self, block: Mapping[str, Any], at: str) -> None:
-        """A call the assistant made."""
         given = block.get("input")
         if not isinstance(given, Mapping):
             raise _wrong(f"{at}.input must be an object, got {shown(given)}")
@@ -124,7 +121,6 @@ class _Turns(Conversation):
         self.add("tool", text, tool_call_id=string_of(block, "tool_use_id", at, "messages"))
 
     def _say(self, role: str, texts: list[str]) -> None:
-        """Add texts, which are taken."""
         if not texts:
             return
         text = "\n".join(texts)
@@ -279,7 +275,6 @@ class AnthropicChat(Body):
 
     @classmethod
     def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """As `Body` says; ``thread`` is refused with the code by which Anthropic's client knows to do without."""
         if content.get("thread") is not None:
             raise ApiError(400, f"thread is not supported: {_REFUSED['thread'][1]}", param="thread", code=NO_THREADS)
         return super().honoured(content)
@@ -313,7 +308,6 @@ class CountTokensBody(AnthropicChat):
 
     @property
     def chat(self) -> TokenizeChatBody:
-        """The conversation."""
         return self._chat
 
     def require_within(self, limits: Limits) -> None:
@@ -330,7 +324,6 @@ class AnthropicBody(CommonFields, AnthropicChat, ChatForm):
     store: bool | None = Field(default=None, description="false: nothing is learned from this request")
 
     def chat_fields(self) -> dict[str, Any]:
-        """As above."""
         fields = {**self.same_fields(), **self.prompt_fields(), "stop": self.stop_sequences}
         if self.thinking is not None and self.thinking.display == "omitted":
             fields["include_reasoning"] = False

@@ -100,7 +100,6 @@ class ToolUse:
     is_older: bool = False
 
     def told(self) -> list[dict[str, Any]]:
-        """The tools as chat templates read them."""
         return [{"type": "function", "function": function.told()} for function in self.functions]
 
 
@@ -225,7 +224,6 @@ class ChatBody(ChatTemplateFields, GenerateBody):
         return self.top_logprobs if self.logprobs else None
 
     def template_arguments(self) -> dict[str, Any]:
-        """As above; ``reasoning_effort`` is the template's to honour, as in vLLM."""
         arguments = super().template_arguments()
         if self.reasoning_effort is not None:
             arguments["template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **arguments["template_kwargs"]}
@@ -266,7 +264,6 @@ class Conversation:
         """Which of `_ORDER` the last message has come to; -1 where it is not an assistant's."""
 
     def add(self, role: str, content: str, **others: Any) -> None:
-        """A message of its own."""
         self.messages.append({"role": role, "content": content, **others})
         self._said = -1
 
@@ -307,12 +304,10 @@ class ChatForm(Body):
 
     @property
     def events(self) -> StreamOptions:
-        """How the stream is written."""
         wants = None if self.stream_options is None else self.stream_options.include_obfuscation
         return StreamOptions(include_obfuscation=wants)
 
     def keep_out_of_cache(self) -> None:
-        """As ``store: false``."""
         self._chat.keep_out_of_cache()
 
     def require_within(self, limits: Limits) -> None:

@@ -91,7 +91,6 @@ class Prediction(Part):
 
     @property
     def text(self) -> str:
-        """All of it."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -201,7 +200,6 @@ class GenerateBody(SamplingFields, OutputFields, Body):
             )
 
     def keep_out_of_cache(self) -> None:
-        """As ``store: false``."""
         self.store = False
 
     def output_limit(self) -> tuple[str, int | None]:
@@ -309,7 +307,6 @@ class CompletionBody(GenerateBody):
         return self.echo and self.output_limit()[1] == 0
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
-        """As above; with ``echo`` the prompt's log-probabilities belong to the answer."""
         params = super().sampling(defaults, room=room, default_limit=default_limit)
         if self.echo and params.logprobs is not None:
             wanted = max(params.logprobs, params.prompt_logprobs or 0)

@@ -62,7 +62,6 @@ class _Items(Conversation):
     """Messages as they are put together from items."""
 
     def take(self, item: Any, where: str) -> None:
-        """Add what an item says."""
         if not isinstance(item, Mapping):
             raise _wrong(f"{where} must be an object, got {type(item).__name__}")
         kind = item.get("type", "message")
@@ -72,7 +71,6 @@ class _Items(Conversation):
         takes(self, item, where)
 
     def message(self, item: Mapping[str, Any], where: str) -> None:
-        """What anybody says."""
         role, text = item.get("role"), _text_of(item, "content", where)
         if role == "assistant":
             self.assistant("content")["content"] = text
@@ -80,12 +78,10 @@ class _Items(Conversation):
             self.add(string_of(item, "role", where, "input"), text)
 
     def function_call(self, item: Mapping[str, Any], where: str) -> None:
-        """A call the assistant made."""
         name, arguments = string_of(item, "name", where, "input"), string_of(item, "arguments", where, "input")
         self.call(name, arguments, string_of(item, "call_id", where, "input"))
 
     def function_call_output(self, item: Mapping[str, Any], where: str) -> None:
-        """What came of a call."""
         call = {} if item.get("call_id") is None else {"tool_call_id": string_of(item, "call_id", where, "input")}
         self.add("tool", _text_of(item, "output", where), **call)
 
@@ -254,13 +250,11 @@ class ResponsesBody(SamplingFields, ChatForm):
         return self.top_logprobs > 0 or "message.output_text.logprobs" in self.include
 
     def require_within(self, limits: Limits) -> None:
-        """As above."""
         super().require_within(limits)
         repeated = pydantic_core.to_json([self.instructions, self.tools, self.metadata, self.tool_choice])
         self._is_small = len(repeated) <= SMALL_BODY_BYTES
 
     def chat_fields(self) -> dict[str, Any]:
-        """As above."""
         fields = {
             **self.same_fields(),
             "messages": messages_of(self.instructions, self.input),

@@ -76,7 +76,6 @@ class Pieces:
         self._said[-1][2].extend(texts)
 
     def content(self, text: str) -> None:
-        """Text of the content."""
         visible = text.rstrip()
         if visible:
             first = self._after_call and not self._any_content
@@ -109,11 +108,9 @@ class Pieces:
         self._after_call = True
 
     def arguments(self, text: str) -> None:
-        """More text of the last call's arguments."""
         self._say(self.num_calls - 1, [text])
 
     def end(self) -> None:
-        """The message is complete."""
         if not self._after_call:
             self._say("content", self._space)
         self._space.clear()
@@ -155,7 +152,6 @@ class MessageParser:
         yield from self._scanner.rest(self._pieces.content)
 
     def push(self, text: str) -> MessageDelta:
-        """What the next text certainly adds."""
         self._scanner.feed(text)
         next(self._steps, None)
         return self._pieces.take()

@@ -82,7 +82,6 @@ class CallFormat:
     ``escaped`` : keys as in XML. ``written`` : for grammars.
     """
 
-    about: str
     told_by: tuple[tuple[str, ...], ...] = ()
     arguments: Literal["object", "json", "tags", "python", "gemma"] = "object"
     message_ends: tuple[str, ...] = ()
@@ -107,7 +106,6 @@ class CallFormat:
 
     @cached_property
     def starts(self) -> Markers:
-        """What begins calls, and noise."""
         return Markers(*self.section, *self.call, *self.noise)
 
     @cached_property
@@ -167,7 +165,6 @@ class Calls:
         self._read_one: Callable[[], Steps[None]] = getattr(self, f"_read_{form.arguments}")
 
     def read(self) -> Steps[None]:
-        """All of the message."""
         form, scanner, pieces = self._form, self._scanner, self._pieces
         if form.bare:
             yield from scanner.space()
@@ -218,7 +215,6 @@ class Calls:
         self._pieces.call(name, space_is_text=self._form.space_is_text)
 
     def _argument(self, name: str, key: str, *, first: bool) -> None:
-        """Another argument, whose value follows."""
         if first:
             self._begin(name)
         self._scanner.forget()
@@ -373,7 +369,6 @@ class Calls:
             scanner.forget()
 
     def _python_call(self) -> Steps[bool]:
-        """Whether it is complete."""
         scanner = self._scanner
         name = yield from scanner.word(_PYTHON_NAME)
         if not name or not self._accepts(name):

@@ -108,7 +108,6 @@ class Plain:
             sink('"')
 
     def add(self, text: str) -> None:
-        """The next characters."""
         if self._text is None:
             self._sink(json_characters(text))
         else:

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.base.record import Record
-from server.observe.families import MOST_NAMED, OTHERS, NamespaceFamilies
+from server.observe.families import MOST_NAMED, OTHERS, Families, NamespaceFamilies
 from ssd.retrieval.cache_state import CacheStats
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, greedy_completion, post, wait_until
@@ -119,7 +119,7 @@ def stats_of(tokens: int) -> CacheStats:
 
 
 def test_many_namespaces_are_few_series_and_their_counts_never_shrink() -> None:
-    families = NamespaceFamilies("ssd:cache", {}, ("m", "0"))
+    families = NamespaceFamilies("ssd:cache", {}, Families(("m", "0")))
 
     def values(stats: dict[str, CacheStats], name: str) -> dict[str, float]:
         found: list[Any] = [family for family in families.collect(stats) if family.name == name]
