@@ -8,7 +8,7 @@ import re
 import stat
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -19,23 +19,28 @@ from ssd.errors import ConfigError, shown
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quotas:
+_MOST: Final = (1 << 31) - 1
+_Count = Annotated[int | None, Field(ge=1, le=_MOST)]
+
+
+class Quotas(BaseModel):
     """What one tenant may use; None leaves it to the server's own limits."""
 
-    max_running: int | None = None
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    max_running: _Count = None
     """Slots that its requests hold at once; further ones wait for their turn."""
 
-    max_waiting: int | None = None
+    max_waiting: Annotated[int | None, Field(ge=0, le=_MOST)] = None
     """Requests beyond its slots; more are answered 429."""
 
-    requests_per_minute: int | None = None
+    requests_per_minute: _Count = None
     """HTTP requests for text; unused ones are kept for a minute."""
 
-    tokens_per_minute: int | None = None
+    tokens_per_minute: _Count = None
     """Prompt and output tokens; unused ones are kept for a minute."""
 
-    cache_tokens: int | None = None
+    cache_tokens: Annotated[int | None, Field(ge=4096, le=_MOST)] = None
     """Capacity of its cache."""
 
 
@@ -87,22 +92,9 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _MOST_BYTES: Final = 1 << 20
-_MOST: Final = (1 << 31) - 1
-_Count = Annotated[int | None, Field(ge=1, le=_MOST)]
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class _Defaults(_Table):
-    """Fields of `Quotas`, and whether the shared namespace is read."""
-
-    max_running: _Count = None
-    max_waiting: Annotated[int | None, Field(ge=0, le=_MOST)] = None
-    requests_per_minute: _Count = None
-    tokens_per_minute: _Count = None
-    cache_tokens: Annotated[int | None, Field(ge=4096, le=_MOST)] = None
+class _Defaults(Quotas):
     reads_shared: bool = False
 
 
@@ -126,7 +118,9 @@ class _TenantTable(_Defaults):
         return found
 
 
-class _File(_Table):
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
     defaults: _Defaults = Field(default_factory=_Defaults)
     tenants: dict[str, _TenantTable] = Field(default_factory=dict)
 
@@ -194,7 +188,7 @@ def _tenant(name: str, table: Mapping[str, Any]) -> Tenant:
         name=name,
         seed=f"tenant:{name}",
         digests=frozenset(table["keys"]),
-        quotas=Quotas(**{each.name: table.get(each.name) for each in fields(Quotas)}),
+        quotas=Quotas(**{name: table[name] for name in Quotas.model_fields if name in table}),
         reads_shared=table.get("reads_shared", False),
         is_operator=table.get("operator", False),
     )

@@ -7,12 +7,11 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
-from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.admission.gate import path_below_root
-from server.base.record import Record, begin_record, read_trace_context
+from server.base.record import Record, begin_record, trace_headers
 from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)
@@ -43,10 +42,8 @@ class HttpCounts:
         self.num_under_way = 0
 
 
-class SpanSink(Protocol):
-    """Takes a span of a request that has ended; returns its trace id and its own, in hexadecimal."""
-
-    def __call__(self, record: Record, path: str, ended_s: float) -> tuple[str, str]: ...
+SpanSink = Callable[[Record, str, float], tuple[str, str]]
+"""Takes a span of a request that has ended, its path and when; returns its trace id and its own, in hexadecimal."""
 
 
 class Access:
@@ -79,7 +76,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         record = begin_record()
-        record.trace = read_trace_context(scope["headers"])
+        record.trace = trace_headers(scope["headers"])
 
         async def send_and_note(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -105,8 +102,9 @@ class Access:
         ids: tuple[str, str] | None = None
         if self._span is not None and record.num_choices:
             ids = self._span(record, path, ended)
-        elif record.trace is not None:
-            ids = record.trace.trace_id, record.trace.parent_id
+        elif record.trace:
+            _, trace_id, parent_id, *_ = record.trace["traceparent"].split("-")
+            ids = trace_id, parent_id
         level = logging.DEBUG if path in PROBES and status in _PROBED else logging.INFO
         if self._writes_lines and log.isEnabledFor(level):
             facts = {"method": method, "path": path, "status": status, **self._asked(scope, record, path)}

@@ -160,7 +160,7 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All families; those of the engine once it is loaded."""
-        of, by, http = self._families.of, self._families.by, self._http
+        of, by, http = self._families.of, self._families.by, self.http
         is_ready = self._worker.state is WorkerState.READY
         yield of(GAUGE, "ssd:ready", "1 while requests are taken.", float(is_ready))
         grouped: Counter[tuple[str, str, str]] = Counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -12,7 +12,7 @@ from server.base.limits import Limits
 from server.schema.body import Body, Part, renaming
 from server.schema.generate import GenerateBody, Prediction, StreamOptions
 from ssd.config import MAX_LOGPROBS
-from ssd.errors import RequestError, shown
+from ssd.errors import RequestError
 
 ToolMode = Literal["none", "auto", "required"]
 
@@ -267,6 +267,13 @@ class Conversation:
         self.messages.append({"role": role, "content": content, **others})
         self._said = -1
 
+    def say(self, role: str, text: str) -> None:
+        """What anybody says; it may be part of the assistant's last message."""
+        if role == "assistant":
+            self.assistant("content")["content"] = text
+        else:
+            self.add(role, text)
+
     def assistant(self, says: AssistantField) -> dict[str, Any]:
         """The assistant's message that goes on with this: the last one, or another."""
         rank = _ORDER.index(says)
@@ -334,11 +341,3 @@ _FORMED = {"messages", "tools", "tool_choice", "chat_template_kwargs", "stream_o
 def function_choice(name: str) -> dict[str, Any]:
     """``tool_choice`` of one function."""
     return {"type": "function", "function": {"name": name}}
-
-
-def string_of(given: Mapping[str, Any], name: str, where: str, param: str) -> str:
-    """A text that has to be there; raises RequestError."""
-    value = given.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{where}.{name} must be a string, got {shown(value)}", param=param)
-    return value

@@ -8,13 +8,14 @@ import secrets
 import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from server.tools.scanner import Scanner, Steps
 from server.tools.values import is_json
 
 
-class ToolCallDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
     """A piece of one tool call of a message.
 
     ``index`` : which call of the message, from 0. ``name`` : of the function, with the call's first piece and with no

@@ -403,7 +403,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0]: "),
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "content[0].y"),
         ({"messages": [{"role": "user", "content": []}]}, "messages"),

@@ -187,7 +187,7 @@ def test_requests_come_with_the_path_and_without(below: RunningServer, prefix: s
     assert get(below.port, f"{prefix}/docs/docs.js").status == 200
 
 
-@pytest.mark.parametrize("path", ["/llmhealth", "/llm", "/llm/llm/health", "/other/health", "/llm/health/v1/models"])
+@pytest.mark.parametrize("path", ["/llmhealth", "/llm/llm/health", "/other/health", "/llm/health/v1/models"])
 def test_no_path_opens_more_than_its_own(below: RunningServer, path: str) -> None:
     assert get(below.port, path).status == 401
     assert get(below.port, path, headers=KEY).status == 404

@@ -170,10 +170,14 @@ def locked() -> Iterator[RunningServer]:
         yield running
 
 
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "javascript", ".svg": "image/svg+xml"}
+
+
 def test_every_file_is_open_and_answers_with_headers_that_keep_strangers_out(locked: RunningServer) -> None:
     for path, file in (page_files() | docs_files()).items():
         found = get(locked.port, path)
-        assert (found.status, found.content, found.headers["content-type"]) == (200, file.content, file.media_type)
+        assert (found.status, found.content) == (200, file.read_bytes())
+        assert TYPES[file.suffix] in found.headers["content-type"]
         policy = found.headers["content-security-policy"]
         assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
         assert found.headers["x-content-type-options"] == "nosniff"
@@ -190,19 +194,13 @@ def test_files_name_no_other_origin_and_nothing_inline() -> None:
     files = page_files() | docs_files()
     files["/openapi.json"] = files["/docs"]  # what the framework answers
     for path, file in files.items():
-        text = file.content.decode()
+        text = file.read_text()
         links = re.findall(r"""(?:src|href)="([^"#][^"]*)"|from "\./([^"]+)\"""", text)
         for link in links:
             assert f"/{link[0]}" in files or f"/page/{link[1]}" in files, (path, link)
         assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}
         assert not re.search(r"""["'`]/\w""", text)  # a proxy may have put a path before all of them
         assert "innerHTML" not in text and "eval(" not in text and "style=" not in text and " onclick" not in text
-
-
-def test_the_page_is_no_more_than_can_be_read_in_an_hour() -> None:
-    files = {path: file for path, file in page_files().items() if path != "/favicon.ico"}
-    assert sum(file.content.count(b"\n") for file in files.values()) < 1100
-    assert sum(len(file.content) for file in files.values()) < 60_000
 
 
 def test_counters_need_a_key_where_there_are_keys(locked: RunningServer) -> None:

@@ -267,7 +267,7 @@ def test_colours_follow_the_system_and_the_switch(browser: Page, server: Running
 
 
 def test_colours_can_be_told_apart_from_what_is_behind_them() -> None:
-    style = page_files()["/page/style.css"].content.decode()
+    style = page_files()["/page/style.css"].read_text()
     colours = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", style)
     for scheme in (1, 2):
         named = {colour[0]: luminance(colour[scheme]) for colour in colours}
