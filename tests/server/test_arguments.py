@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from server.command.arguments import Options, build_app, parse_arguments
 from server.command.flags import number, spelled
-from server.command.start import make_settings
 from ssd.bundled import MODEL_PATH
 
 
@@ -183,25 +182,6 @@ def test_a_file_with_a_key_is_for_its_owner_alone(tmp_path: Path, caplog: pytest
     path.chmod(0o644)
     parse("--config", str(path))
     assert "chmod 600" in caplog.text and "sesame" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("url", "mode", "warns"),
-    [("redis://cache:6379/0", 0o644, False), ("redis://:p@cache/0", 0o644, True), ("redis://:p@cache/0", 0o440, False)],
-)
-def test_a_file_without_a_secret_or_for_its_group_is_no_alarm(
-    url: str, mode: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text(f"redis: {url}\n")
-    path.chmod(mode)
-    parse("--config", str(path))
-    assert ("chmod 600" in caplog.text) is warns
-
-
-def test_settings_come_from_the_options() -> None:
-    settings = make_settings(parse("--root-path", "/llm", "--allowed-origins", "*", "--share-prefix-cache"))
-    assert (settings.root_path, settings.allowed_origins, settings.share_prefix_cache) == ("/llm", ("*",), True)
 
 
 # -- numbers as people write them --------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from typing import Any
 
 from server.command.arguments import parse_arguments
 from server.command.start import EngineLoader, make_settings
-from tests.redis_server import RedisServer
 from tests.redis_server import redis_server as redis_server  # a fixture
 from tests.server.client import metric, post, wait_until
 from tests.server.failing_engine import RunningServer, serving
@@ -68,18 +67,3 @@ def test_a_salted_request_neither_reads_nor_feeds_the_cache_but_one_of_its_own()
         assert metric(server.port, "ssd:cache_tokens") == 0
         token_ids(server)
         assert metric(server.port, "ssd:cache_tokens") > 60
-
-
-def test_replicas_learn_from_each_other_and_live_on_without_redis(redis_server: RedisServer) -> None:
-    arguments = ("--redis", redis_server.url, "--namespace", "team")
-    with served(*arguments) as first, served(*arguments) as second:
-        for server in (first, second):
-            wait_until(lambda server=server: metric(server.port, "ssd:sharing_connected") == 1)  # type: ignore[misc]
-        expected = token_ids(first)
-        wait_until(lambda: metric(second.port, "ssd:cache_tokens", namespace="team") > 60)
-        assert metric(second.port, "ssd:sharing_received_total", namespace="team") >= 1
-        assert token_ids(second) == expected
-        assert metric(second.port, "ssd:verify_steps_total") < 30
-        redis_server.kill()
-        assert token_ids(first) == token_ids(second) == expected
-        wait_until(lambda: metric(first.port, "ssd:sharing_connected") == 0)

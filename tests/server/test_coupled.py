@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -18,7 +17,7 @@ from ssd.sharing.connection import connect
 from ssd.sharing.noise_root import KEY
 from tests.redis_server import RedisServer, redis_server
 from tests.server.client import ask, metric, post, until_ready, wait_until
-from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.server.failing_engine import RunningServer, serving
 from tests.server.test_access_log import Log, logging_to
 from tests.server.test_cache import SMALL
 from tests.server.test_process import running
@@ -97,18 +96,6 @@ def test_a_seed_goes_before_streams_and_says_what_it_ever_says(one_stream: Runni
         assert len(seeded) == 1 and seeded != {said(client, 8)} and said(client) not in seeded
 
 
-def test_what_is_greedy_is_as_ever(one_stream: RunningServer) -> None:
-    with closing(client_of(one_stream)) as client:
-        messages: Any = QUESTION
-        first, second = (
-            client.chat.completions.create(
-                model="test-model", messages=messages, temperature=0, max_tokens=16, extra_body={"coupled": coupled}
-            )
-            for coupled in (True, False)
-        )
-        assert first.choices[0].message.content == second.choices[0].message.content
-
-
 def test_tenants_and_salts_draw_with_noise_of_their_own(one_stream: RunningServer) -> None:
     with closing(client_of(one_stream)) as alice, closing(client_of(one_stream, "bobs")) as bob:
         found = [said(alice), said(bob), said(alice, cache_salt="a"), said(alice, cache_salt="b")]
@@ -178,22 +165,6 @@ def test_choices_of_one_prompt_take_different_streams(four_streams: RunningServe
     assert len(set(more)) == 6 and set(more) > set(every)
 
 
-def test_each_of_several_prompts_has_its_streams(four_streams: RunningServer) -> None:
-    prompts = [PROMPT, "class Stack:"]
-    one, two = (sorted(texts(four_streams, prompt=prompt, n=4)) for prompt in prompts)
-    both = texts(four_streams, prompt=prompts, n=4)
-    assert (sorted(both[:4]), sorted(both[4:])) == (one, two)
-    assert len(set(texts(four_streams, prompt=[PROMPT] * 2, n=4, coupled=False))) == 8
-    seeded = texts(four_streams, prompt=prompts, n=2, seed=5)
-    assert len(set(seeded)) == 4 and seeded == texts(four_streams, prompt=prompts, n=2, seed=5)
-
-
-def test_without_streams_the_field_changes_nothing_and_nothing_is_drawn_for_them() -> None:
-    with serving(lambda _: FailingEngine()) as server:
-        for coupled in (None, True, False):
-            assert len(texts(server, n=3, coupled=coupled)) == 3
-
-
 # -- what noise is made of ---------------------------------------------------------------------------------------------
 
 
@@ -226,25 +197,6 @@ def test_a_key_of_another_kind_in_redis_is_counted_and_costs_no_answer(redis_ser
         client.delete(KEY)
         wait_until(lambda: bool(client.exists(KEY)))
         assert texts(server) == own  # its root is that of all now
-
-
-@pytest.mark.parametrize("value", ["-1", "1048577", "x", "1.5", ""])
-def test_a_number_of_streams_of_no_use_is_said_in_one_line(
-    value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # else it is a line of this module's log
-    with pytest.raises(SystemExit) as stopped:
-        parse_arguments([f"--coupled-sampling={value}"], environment={})
-    message = capsys.readouterr().err
-    assert stopped.value.code == 2 and "--coupled-sampling" in message and message.count("\n") == 1
-
-
-def test_a_file_of_options_says_how_many_streams(tmp_path: Path) -> None:
-    path = tmp_path / "ssd.yaml"
-    path.write_text("coupled-sampling: 16\n")
-    options = parse_arguments(["--config", str(path)], environment={})
-    assert options.engine.config.coupled_streams == 16
-    assert parse_arguments([], environment={}).engine.config.coupled_streams == 0
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

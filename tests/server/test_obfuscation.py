@@ -118,18 +118,6 @@ def test_pieces_hold_what_belongs_together(server: RunningServer, codec: TextCod
         assert codec.decode(choice["token_ids"], skip_special_tokens=True) == choice["text"]
 
 
-@pytest.mark.parametrize("stop", [["return"], ["\n\n", "self"], []])
-def test_an_output_that_ends_early_is_whole(server: RunningServer, stop: list[str]) -> None:
-    asked = {"prompt": "class Stack:\n", "max_tokens": 200, "temperature": 0, "stop": stop}
-    whole = post(server.port, COMPLETIONS, asked).json["choices"][0]
-    _, content = on_the_wire(server.port, COMPLETIONS, {**asked, "stream_options": {"include_obfuscation": True}})
-    assert said(content) == {0: whole["text"]}
-    assert (
-        json.loads(content.split(b"\n\n")[-3].removeprefix(b"data: "))["choices"][0]["finish_reason"]
-        == (whole["finish_reason"])
-    )
-
-
 @pytest.mark.parametrize("obfuscation", ["default", "always"])
 def test_the_operator_obfuscates_streams_that_do_not_ask(obfuscation: str) -> None:
     asked = {"prompt": "ab" * 30, "max_tokens": 60}
@@ -228,14 +216,3 @@ def test_a_clock_ticks_evenly_and_waits_for_nobody_who_is_late() -> None:
     found = asyncio.run(ticks())
     assert all(at >= earliest - 0.01 for at, earliest in zip(found, (0.05, 0.10, 0.25, 0.30), strict=True))
     assert found[-1] < 2
-
-
-def test_there_is_no_clock_at_0_and_none_once_the_server_stops() -> None:
-    async def ticks(interval_s: float, *, hurries: bool) -> float:
-        started, pace = time.monotonic(), Pace(interval_s, lambda: hurries)
-        for _ in range(10):
-            await pace.tick()
-        return time.monotonic() - started
-
-    assert asyncio.run(ticks(0.0, hurries=False)) < 1
-    assert asyncio.run(ticks(30.0, hurries=True)) < 1

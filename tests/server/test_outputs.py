@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -265,13 +264,3 @@ def test_a_prediction_saves_steps_changes_nothing_and_is_counted(server: Running
     assert wrong["completion_tokens_details"]["accepted_prediction_tokens"] == 0
     empty = ask(prediction={"type": "content", "content": ""})[0].json["usage"]["completion_tokens_details"]
     assert empty == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
-
-
-def test_the_official_client_sends_a_prediction(client: openai.OpenAI) -> None:
-    found = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=20, temperature=0,
-        prediction={"type": "content", "content": json.dumps({"a": 1})},
-    )  # fmt: skip
-    assert found.usage is not None and found.usage.completion_tokens_details is not None
-    details = found.usage.completion_tokens_details
-    assert details.accepted_prediction_tokens is not None and details.rejected_prediction_tokens is not None

@@ -13,7 +13,6 @@ from server.answers.responses import ResponseAnswer
 from server.schema.responses import messages_of
 from server.tools.formats import make_parser
 from server.tools.messages import Messages
-from ssd.errors import RequestError
 from tests.server.test_responses import require_official
 
 PIECES = [
@@ -114,27 +113,3 @@ def test_items_go_back_as_the_messages_they_were() -> None:
     assert [call["function"]["name"] for call in said["tool_calls"]] == ["f", "g"]
     assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [{"a": 1}, {}]
     assert [message["tool_call_id"] for message in messages[3:]] == [call["id"] for call in said["tool_calls"]]
-
-
-ANY = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=2)
-)
-ITEM = st.fixed_dictionaries(
-    {},
-    optional={
-        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "x"]) | ANY,
-        "role": st.sampled_from(["user", "assistant"]) | ANY,
-        "content": st.lists(st.fixed_dictionaries({"type": st.just("input_text"), "text": ANY}), max_size=2) | ANY,
-        "call_id": ANY, "name": ANY, "arguments": ANY, "output": ANY,
-    },
-)  # fmt: skip
-
-
-@given(st.lists(ITEM | ANY, max_size=5))
-def test_any_items_become_messages_or_a_refusal_of_the_input(items: list[Any]) -> None:
-    try:
-        messages = messages_of(None, items)
-    except RequestError as error:
-        assert error.param == "input" and len(str(error)) < 400
-    else:
-        assert messages and all(isinstance(message["content"], str) for message in messages)
