@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,10 +18,10 @@ from server.admission.account import RATE_HEADERS
 from server.admission.gate import Gate, account_of
 from server.admission.opening import tenants_of
 from server.admission.registry import Tenants
+from server.answers.sending import ClientGone
 from server.answers.wire import json_text
 from server.base.errors import RETRY_AFTER_S, ApiError, answer_error, answer_http_exception, model_not_found
 from server.base.settings import VERSION, ServerSettings
-from server.endpoints.generate import add_generation
 from server.endpoints.openapi import describe
 from server.endpoints.service import Service
 from server.observe.access import Access, SpanSink
@@ -30,10 +30,65 @@ from server.page.routes import add_files, add_page, docs_files, page_files
 from server.running.engine_thread import Worker, WorkerState
 from server.schema.anthropic import AnthropicBody, CountTokensBody
 from server.schema.body import ELSEWHERE, IGNORED, REFUSED, renaming
-from server.schema.chat import ChatBody, DetokenizeBody
-from server.schema.generate import CompletionBody
+from server.schema.chat import ChatBody, ChatForm, DetokenizeBody
+from server.schema.generate import CompletionBody, StreamOptions
 from server.schema.responses import ResponsesBody
 from ssd.errors import ConfigError, SSDError
+
+_Asked = CompletionBody | ChatBody | ResponsesBody | AnthropicBody
+_GENERATION: dict[str, tuple[str, type[_Asked]]] = {
+    "/v1/completions": ("completions", CompletionBody),
+    "/v1/chat/completions": ("chat_completions", ChatBody),
+    "/v1/responses": ("responses", ResponsesBody),
+    "/v1/messages": ("messages", AnthropicBody),
+}
+_STORED: dict[str, tuple[str, ...]] = {
+    "/v1/responses/{id}": ("GET", "DELETE"),
+    "/v1/responses/{id}/cancel": ("POST",),
+    "/v1/responses/{id}/input_items": ("GET",),
+    "/v1/responses/compact": ("POST",),
+    "/v1/chat/completions": ("GET",),
+    "/v1/chat/completions/{id}": ("GET", "POST", "DELETE"),
+    "/v1/chat/completions/{id}/messages": ("GET",),
+}
+"""What OpenAI answers from its store, by path and methods."""
+_CLIENT_CLOSED_REQUEST = 499
+
+
+def add_generation(app: FastAPI, service: Service) -> None:
+    """All of them; nothing is stored."""
+    for path, (name, schema) in _GENERATION.items():
+        app.add_api_route(path, _generates(service, schema), methods=["POST"], name=name)
+    options: dict[str, Any] = {"include_in_schema": False}
+    for path, methods in _STORED.items():
+        app.add_api_route(path, _nothing_stored, methods=list(methods), **options)
+
+
+def _generates(service: Service, schema: type[_Asked]) -> Callable[[Request], Awaitable[Response]]:
+    async def generate(request: Request) -> Response:
+        asked = await service.read(request, schema)
+        body = asked.chat if isinstance(asked, ChatForm) else asked
+        with renaming(asked.chat_names):
+            answer = await service.start(body, account_of(request.scope), asked)
+        if body.stream:
+            options = asked.events if isinstance(asked, ChatForm) else body.stream_options
+            return service.answers.stream(answer, options or StreamOptions())
+        try:
+            return await service.answers.whole(answer, request.receive)
+        except ClientGone:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        finally:
+            answer.generation.close()
+
+    return generate
+
+
+async def _nothing_stored(_request: Request) -> Response:
+    raise ApiError(
+        404,
+        "this server stores no responses and no chat completions: send the whole conversation with each request",
+        code="not_stored",
+    )
 
 
 def add_models(app: FastAPI, service: Service) -> None:
@@ -153,8 +208,7 @@ def add_admin(app: FastAPI, service: Service) -> None:
         return await lane.run(tenants.delete_cache, account.name)
 
 
-_BODIES = (ChatBody, CompletionBody, AnthropicBody, ResponsesBody)
-_FIELDS = frozenset[str]().union(*(body.model_fields for body in _BODIES), IGNORED, REFUSED, ELSEWHERE)
+_FIELDS = frozenset[str]().union(*(body.model_fields for _, body in _GENERATION.values()), IGNORED, REFUSED, ELSEWHERE)
 
 
 def create_app(

@@ -170,7 +170,7 @@ def test_probes_leave_no_line_at_the_usual_level(log: Log) -> None:
 
 
 def test_no_lines_where_nobody_wants_them(log: Log) -> None:
-    with serving(lambda _: FailingEngine(), logs_requests=False) as quiet:
+    with serving(lambda _: FailingEngine(), no_access_log=True) as quiet:
         before = len(log.lines)
         assert post(quiet.port, "/v1/completions", {"prompt": "a"}).status == 200
         assert len(log.lines) == before

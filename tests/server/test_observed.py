@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.base.record import Record
-from server.observe.families import MOST_NAMED, OTHERS, Families, NamespaceFamilies
+from server.observe.metrics import MOST_NAMED, OTHERS, Families, NamespaceFamilies
 from ssd.retrieval.cache_state import CacheStats
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, greedy_completion, post
