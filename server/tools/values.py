@@ -272,3 +272,13 @@ def read_gemma_key(scanner: Scanner) -> Steps[str | None]:
         return None
     yield from scanner.space()
     return "".join(written)
+
+
+PYTHON_NAME = re.compile(r"[\w.]+")
+
+
+def read_python_key(scanner: Scanner) -> Steps[str | None]:
+    """A name and the sign of equality behind it; None where there is none."""
+    key = yield from scanner.word(PYTHON_NAME)
+    yield from scanner.space()
+    return key if key and (yield from scanner.literal("=")) else None
