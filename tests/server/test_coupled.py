@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -21,7 +20,6 @@ from tests.server.failing_engine import RunningServer, serving
 from tests.server.test_access_log import Log, logging_to
 from tests.server.test_cache import SMALL
 from tests.server.test_process import running
-from tests.waiting import PATIENCE_S, START_S
 
 __all__ = ["redis_server"]  # the fixture
 
@@ -223,35 +221,3 @@ def test_replicas_of_one_redis_give_one_answer(tmp_path: Path, redis_server: Red
         assert one == two != alone
         redis_server.kill()
         assert answer_of(ports[0]) == answer_of(ports[1]) == one
-
-
-@pytest.mark.slow
-def test_a_restart_goes_on_with_the_noise_of_its_directory(tmp_path: Path) -> None:
-    said, logs = [], []
-    for life in range(2):
-        log = tmp_path / f"log-{life}"
-        with (
-            log.open("w") as file,
-            running(*PROCESS, "--cache-dir", str(tmp_path / "cache"), stderr=file.fileno()) as (process, port),
-        ):
-            until_ready(port)
-            said.append(answer_of(port))
-            wait_until(lambda log=log: "ready after" in log.read_text(), START_S)  # type: ignore[misc]
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE_S) == 0
-        logs.append(log.read_text())
-    assert said[0] == said[1]
-    kept = (tmp_path / "cache" / ".ssd" / "noise").read_text()
-    assert all("coupled_streams=1 noise=directory" in log and kept not in log for log in logs)
-
-
-@pytest.mark.slow
-def test_a_seed_makes_a_run_of_coupled_requests_repeatable() -> None:
-    runs = []
-    for _ in range(2):
-        with running(*PROCESS[:-1], "4", "--seed", "11") as (_, port):
-            until_ready(port)
-            body = {"prompt": PROMPT, **SAMPLED, "n": 3}
-            more = post(port, "/v1/completions", body).json["choices"]
-            runs.append([answer_of(port), answer_of(port), *(choice["text"] for choice in more)])
-    assert runs[0] == runs[1]

@@ -102,12 +102,6 @@ def test_too_many_tools_are_refused_and_tools_of_too_many_characters() -> None:
         deep = deep.pop("properties", None)
 
 
-def test_too_many_messages_are_refused() -> None:
-    message = {"role": "user", "content": "x"}
-    with pytest.raises(RequestError, match="at most 3"):
-        ChatBody.parse({"messages": [message] * 4}, Limits(max_messages=3))
-
-
 @pytest.mark.parametrize("key", ["007", "", "+1", "1.0", "\u0661", "9" * 5000, "-1", " 1"])
 def test_a_token_has_one_name_in_logit_bias(key: str) -> None:
     body = CompletionBody.parse({"prompt": "x", "logit_bias": {key: 1.0}})

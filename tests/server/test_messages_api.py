@@ -192,21 +192,6 @@ WEATHER: dict[str, Any] = {
 TIME = {"type": "custom", "name": "get_time", "input_schema": {"type": "object", "properties": {}}}
 
 
-@pytest.mark.parametrize("choice", [{"type": "tool", "name": "get_weather"}, {"type": "any"}])
-def test_a_required_call_is_a_block_whole_and_streamed(server: RunningServer, choice: dict[str, Any]) -> None:
-    fields = {
-        "tools": [WEATHER, TIME], "max_tokens": 100, "tool_choice": {**choice, "disable_parallel_tool_use": True}
-    }  # fmt: skip
-    whole, events = say(server, **fields), stream(server, **fields)
-    (call,), (streamed,) = whole["content"], told(events)
-    assert (call["type"], whole["stop_reason"]) == ("tool_use", "tool_use")
-    assert call["name"] == "get_weather" or choice["type"] == "any"
-    assert call["name"] == "get_time" or call["input"]["city"] in ("Paris", "Oslo")
-    assert {**streamed, "id": None} == {**call, "id": None}
-    assert events[1]["content_block"]["name"] == call["name"]
-    assert events[-2]["delta"]["stop_reason"] == "tool_use"
-
-
 def test_an_agent_of_the_client_runs_its_tools(client: anthropic.Anthropic) -> None:
     asked: list[str] = []
 

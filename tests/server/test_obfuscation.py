@@ -104,20 +104,6 @@ def said(stream: bytes) -> dict[int, str]:
     return texts
 
 
-def test_pieces_hold_what_belongs_together(server: RunningServer, codec: TextCodec) -> None:
-    asked = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "logprobs": 0, "stream": True}
-    options = {"include_obfuscation": True, **USAGE}
-    asked |= {"return_token_ids": True, "stream_options": options}
-    _first, *events, last = post(server.port, COMPLETIONS, asked).events
-    assert [len(event["choices"][0]["token_ids"]) for event in events] == [16, 16, 8]
-    assert [event["usage"]["completion_tokens"] for event in (*events, last)] == [16, 32, 40, 40]
-    assert [event["choices"][0]["finish_reason"] for event in events] == [None, None, "length"]
-    for event in events:
-        choice = event["choices"][0]
-        assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"])
-        assert codec.decode(choice["token_ids"], skip_special_tokens=True) == choice["text"]
-
-
 @pytest.mark.parametrize("obfuscation", ["default", "always"])
 def test_the_operator_obfuscates_streams_that_do_not_ask(obfuscation: str) -> None:
     asked = {"prompt": "ab" * 30, "max_tokens": 60}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from hypothesis import given
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from server.answers.parts import Parts
 from server.answers.responses import ResponseAnswer
-from server.schema.responses import messages_of
 from server.tools.formats import make_parser
 from server.tools.messages import Messages
 from tests.server.test_responses import require_official
@@ -91,25 +89,3 @@ def test_nothing_said_is_an_empty_message() -> None:
     items.push("", ended=True)
     items.finish("completed")
     assert [item["content"][0]["text"] for item in items.done] == [""]
-
-
-def test_items_go_back_as_the_messages_they_were() -> None:
-    text = (
-        "<think>\nhm\n</think>\nHello."
-        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
-    )
-    items, _ = items_of([text])
-    assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
-    results = [
-        {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}
-        for item in items
-        if item["type"] == "function_call"
-    ]
-    messages = messages_of("Help.", [{"role": "user", "content": "Hi."}, *items, *results])
-    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "tool"]
-    said = messages[2]
-    assert "hm" in said["reasoning_content"] and "Hello." in said["content"]
-    assert [call["function"]["name"] for call in said["tool_calls"]] == ["f", "g"]
-    assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [{"a": 1}, {}]
-    assert [message["tool_call_id"] for message in messages[3:]] == [call["id"] for call in said["tool_calls"]]

@@ -171,14 +171,6 @@ def test_a_stream_comes_to_what_the_whole_response_is(server: RunningServer) -> 
     assert {**last, **changing} == {**whole, **changing}
 
 
-def test_the_client_follows_a_stream(client: openai.OpenAI) -> None:
-    whole = client.responses.create(model=MODEL, input=INPUT, temperature=0, max_output_tokens=400)
-    assert whole.status == "completed"
-    with client.responses.stream(model=MODEL, input=INPUT, temperature=0, max_output_tokens=400) as events:
-        found = events.get_final_response()
-    assert found.output_text == whole.output_text != ""
-
-
 @pytest.mark.parametrize("obfuscation_interval_s", [0.0, 0.05])
 def test_an_obfuscated_stream_has_lengths_that_tell_nothing(obfuscation_interval_s: float) -> None:
     with serving(load_bundled, model=str(MODEL_PATH), obfuscation_interval_s=obfuscation_interval_s) as server:
@@ -195,33 +187,6 @@ def test_an_obfuscated_stream_has_lengths_that_tell_nothing(obfuscation_interval
 
 
 # -- tools -----------------------------------------------------------------------------------------------------------
-
-WEATHER = {
-    "type": "function", "name": "get_weather", "description": "The weather of a city.", "strict": True,
-    "parameters": {
-        "type": "object", "additionalProperties": False, "required": ["city"],
-        "properties": {"city": {"type": "string", "enum": ["Paris", "Oslo"]}},
-    },
-}  # fmt: skip
-TIME = {"type": "function", "name": "get_time", "parameters": {"type": "object", "properties": {}}}
-
-
-def test_a_required_call_is_an_item_whole_and_streamed(server: RunningServer) -> None:
-    fields = {"tools": [WEATHER, TIME], "tool_choice": {"type": "function", "name": "get_weather"}}
-    whole = respond(server, **fields, max_output_tokens=100)
-    (call,) = whole["output"]
-    assert (call["type"], call["name"], call["status"]) == ("function_call", "get_weather", "completed")
-    assert json.loads(call["arguments"])["city"] in ("Paris", "Oslo")
-    assert (whole["tool_choice"], whole["tools"][0]) == (fields["tool_choice"], WEATHER)
-    events = stream(server, **fields, max_output_tokens=100)
-    kinds = [event["type"].removeprefix("response.") for event in events]
-    assert kinds[2] == "output_item.added"
-    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
-    assert set(kinds[3:-3]) == {"function_call_arguments.delta"}
-    arguments = "".join(event["delta"] for event in events[3:-3])
-    assert arguments == events[-3]["arguments"] == call["arguments"]
-    assert events[-1]["response"]["output"] == [events[-2]["item"]]
-
 
 # -- what is not kept, and errors ------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from server.base.settings import read_sampling_defaults
 from server.schema.body import IGNORED, REFUSED
 from server.schema.chat import ChatBody
 from server.schema.generate import CompletionBody, GenerateBody
-from ssd.config import GrammarKind, SamplingParams, StructuredOutput
+from ssd.config import SamplingParams
 from ssd.errors import ConfigError, RequestError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -117,42 +116,6 @@ def test_fields_reach_the_sampling_parameters() -> None:
     body = CompletionBody.parse({"prompt": "x", "logit_bias": {"3": -1, "4": 2.5}, "stop": "end", **fields})
     expected: dict[str, Any] = {**fields, "stop_token_ids": (5,), "stop": ("end",), "logit_bias": ((3, -1.0), (4, 2.5))}
     assert sampling(body, temperature=1.5, top_k=3) == SamplingParams(**expected)
-
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "kind", "source"),
-    [
-        ({"response_format": {"type": "json_object"}}, "json_object", ""),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
-                }
-            },
-            "json_schema",
-            json.dumps(SCHEMA),
-        ),
-        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", json.dumps(SCHEMA)),
-        ({"structured_outputs": {"json": "{}"}}, "json_schema", "{}"),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a", "b"]'),
-        ({"structured_outputs": {"json_object": True}}, "json_object", ""),
-        ({"guided_json": SCHEMA}, "json_schema", json.dumps(SCHEMA)),
-        ({"guided_regex": "a+"}, "regex", "a+"),
-        ({"guided_choice": ["a"]}, "choice", '["a"]'),
-        ({"guided_grammar": "start: /a/"}, "grammar", "start: /a/"),
-    ],
-)
-def test_structured_output_has_many_names(fields: dict[str, Any], kind: GrammarKind, source: str) -> None:
-    for schema, base in ((ChatBody, {"messages": MESSAGES}), (CompletionBody, {"prompt": "x"})):
-        found = sampling(schema.parse({**base, **fields})).structured_output
-        assert found == StructuredOutput(kind, source)
-        assert found.param in fields
-    neutral = ChatBody.parse({"messages": MESSAGES, "response_format": {"type": "text"}})
-    assert sampling(neutral).structured_output is None
 
 
 def test_defaults_fill_what_the_request_leaves_out_and_openai_fills_the_rest() -> None:
