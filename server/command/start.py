@@ -29,7 +29,6 @@ from server.command.flags import spelled
 from server.command.keys import API_KEY_VARIABLE, read_key_file
 from server.command.listen import (
     HttpServer,
-    Progress,
     allow_open_files,
     give_up,
     listen,
@@ -146,7 +145,6 @@ class EngineLoader:
         self._log: Sharing | None = None
         self.noise = OpenNoise()
         """What coupled noise is made of, once it is known."""
-        self.progress = Progress()
 
     @property
     def log(self) -> Sharing | None:
@@ -163,7 +161,7 @@ class EngineLoader:
         from ssd.text.codec import TextCodec
 
         transformers_logging.disable_progress_bar()
-        options, reach = self._options, self.progress.reach
+        options, reach = self._options, partial(log.info, "starting: %s")
         self.noise = open_noise(options, self._secret, resources.callback)
         reach("reading the tokenizer")
         codec = TextCodec.load(
@@ -384,7 +382,7 @@ def serve(
     def summary(engine: Engine) -> dict[str, object]:
         return summary_of(engine, options, settings, len(tenants.accounts()), loader.noise.root)
 
-    server = HttpServer(config, worker, loader.progress, summary, address, timeout_s)
+    server = HttpServer(config, worker, summary, address, timeout_s)
     log.info("loading %s; %s answers /live now and /health once it is ready", options.model.path, address)
     worker.start()
     if tenants.is_closed:
