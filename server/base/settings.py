@@ -77,8 +77,8 @@ class ObfuscationOptions:
     """What the sizes and times of streams may tell."""
 
     obfuscation: Literal["asked", "default", "always"] = "asked"
-    """which streams come in even, padded pieces at a steady pace: those that ask for it (include_obfuscation), those
-    that do not decline it, or all, and whole answers too"""
+    """which streams come in even, padded pieces: those that ask for it (include_obfuscation), those that do not
+    decline, or all, and whole answers too"""
     obfuscation_tokens: int = 16
     """tokens of each piece of an obfuscated stream"""
     obfuscation_interval_s: Annotated[float, Parameter(name="--obfuscation-interval")] = 0.25

@@ -133,8 +133,7 @@ class NetworkOptions:
     ssl_cert_reqs: Literal[0, 1, 2] = 0
     """clients' certificates: 0 not asked for, 1 checked where sent, 2 required"""
     shutdown_timeout_s: Annotated[float, Parameter(name="--shutdown-timeout")] = 30.0
-    """after SIGTERM requests in flight have this long to end, in seconds, while new ones are answered 503; a second
-    signal ends them at once"""
+    """after SIGTERM requests in flight have this long to end, in seconds; a second signal ends them at once"""
 
     def check(self) -> None:
         require_within("--port: a port", self.port, 0, 65535)
@@ -159,8 +158,8 @@ class ServiceOptions:
     tenants_file: Annotated[Path | None, Parameter(name=TENANTS_OPTION)] = None
     """tenants, their keys and quotas, and who is an operator, see docs/tenants.md; read again when it changes"""
     secret_file: Annotated[Path | None, Parameter(name=SECRET_OPTION)] = None
-    """what names of tenants' caches and coupled noise are derived from, the same for all servers of one --redis (also:
-    $SSD_SECRET; default: made once and kept in --cache-dir)"""
+    """what names tenants' caches and coupled noise, one for all servers of a --redis (also: $SSD_SECRET; default: made
+    once and kept in --cache-dir)"""
     secret: Annotated[str | None, Parameter(parse=False)] = field(default=None, repr=False)
 
     def with_environment(self, environment: Mapping[str, str]) -> ServiceOptions:
@@ -205,18 +204,16 @@ class EngineOptions:
     enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
     """keep the keys and values of ended requests for those that begin alike"""
     exact: Exact = _ENGINE.exact
-    """outputs equal to the bit. auto: where that takes at most 5% more time; on: or the model is not served; off: each
-    pass as fast as it can be"""
+    """outputs equal to the bit. auto: where that takes at most 5% more time; on: or the model is not served"""
     enforce_eager: bool = False
     """record no CUDA graphs: slower steps, less memory (default: graphs where there is a GPU)"""
     fuse_linears: bool = False
     """on a GPU compute query, key and value, and gate and up, as one product each (a CPU always does)"""
     seed: Annotated[int | None, Parameter(converter=_seed)] = None
-    """where the seeds of requests without one begin: the same requests in the same order give the same outputs
-    (default: drawn at random)"""
+    """where the seeds of requests without one begin, so that a run can be repeated (default: drawn at random)"""
     coupled_sampling: int = _ENGINE.coupled_streams
-    """streams of noise that sampled requests without a seed share, so that what was answered before can be drafted; two
-    answers to one question may be equal. 0: each request has noise of its own"""
+    """streams of noise that sampled requests without a seed share, so that earlier answers can be drafted, and come
+    again; 0: none"""
 
     @property
     def config(self) -> EngineConfig:
@@ -274,8 +271,7 @@ class CacheOptions:
     cache_dir: Path | None = None
     """keep the cache here (default: nothing outlives the process)"""
     cache_memory_bytes: int = _CACHE.memory_bytes
-    """keep private copies of the cache's files up to this much; what is beyond is mapped and shared with other
-    servers"""
+    """private copies of the cache's files; what is beyond is mapped and shared with other servers"""
     warm_directories: Annotated[tuple[Path, ...], Parameter(name="--warm")] = ()
     """draft from what `ssd-cache build` wrote; repeatable"""
     redis: str | None = field(default=None, repr=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request
 
 from server.admission.account import Account, Budget
-from server.admission.bodies import BodyReader
+from server.admission.connections import BodyReader
 from server.admission.gate import account_of, may_learn
 from server.admission.lanes import Lanes
 from server.admission.registry import Tenants
