@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -199,6 +200,8 @@ def _check_cache(cache: CacheOptions) -> None:
             hint = f"it has caches in {', '.join(inside[:5])}" if inside else "make one with `ssd-cache build`"
             raise ConfigError(f"--warm {directory} holds no cache (no manifest.json): {hint}")
     _check_size(cache)
+    if cache.config.directory is not None:
+        _check_unused(cache.config.directory / cache.namespace)
     if cache.config.redis_url is not None:
         _check_redis(cache.config.redis_url)
 
@@ -217,6 +220,15 @@ def _check_size(cache: CacheOptions) -> None:
             f"--cache-tokens {cache.config.index.capacity_tokens} take {needed / 1e9:.0f} GB, and there are "
             f"{there / 1e9:.0f} GB {what}: lower it"
         )
+
+
+def _check_unused(directory: Path) -> None:
+    """Raise CacheLocked now and not after the tokenizer was read; whoever is faster between then and now has it."""
+    from ssd.retrieval.files import DirectoryLock
+
+    with contextlib.suppress(OSError):
+        if directory.is_dir():
+            DirectoryLock(directory).close()
 
 
 def _check_redis(url: str) -> None:
