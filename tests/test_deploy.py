@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -17,12 +16,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.processes import find_redis_server, free_port
+from benchmarks.processes import free_port
 from server.command.arguments import Options, parse_arguments
 from ssd.sharing.background import REASONS
 from ssd.sharing.stats import Delays, SharingStats, StreamStats
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import ask, get, until_ready, wait_until
+from tests.server.client import ask, get, wait_until
 from tests.server.failing_engine import RunningServer, serving
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -195,35 +194,13 @@ def test_systemd_takes_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
     program = tool("systemd-analyze")
     assert run(program, "verify", "--man=no", str(unit_file(tmp_path))) == ""
     security = run(program, "security", "--offline=true", "--no-pager", str(unit_file(tmp_path)))
-    assert float(security.rsplit("service: ", 1)[1].split()[0]) < 2  # of 10, which is a service that may do anything
-
-
-def test_systemd_waits_longer_than_requests_have() -> None:
     assert int(setting("TimeoutStopSec")) >= DRAIN_S + 10
     assert (setting("KillSignal"), setting("KillMode"), setting("RestartPreventExitStatus")) == (
         "SIGTERM",
         "mixed",
         "2",
     )
-
-
-@pytest.mark.slow
-def test_the_unit_s_command_starts_and_its_signal_ends_it(tmp_path: Path) -> None:
-    port = free_port()
-    (tmp_path / "api-keys").write_text(f"{KEY}\n")
-    (tmp_path / "api-keys").chmod(0o400)
-    line = setting("ExecStart").replace("%d", str(tmp_path)).replace("%S", str(tmp_path)).replace("8000", str(port))
-    arguments = shlex.split(line.replace("$SSD_ARGUMENTS", "--max-num-seqs 2 --max-model-len 256"))[1:]
-    process = subprocess.Popen([sys.executable, "-m", "server", *arguments], cwd=ROOT)
-    try:
-        until_ready(port, process)
-        asked = {"prompt": "a", "max_tokens": 2}
-        assert ask(port, "POST", "/v1/completions", asked, headers=AUTHORISED).status == 200
-        process.terminate()
-        assert process.wait(int(setting("TimeoutStopSec"))) == 0
-    finally:
-        process.kill()
-        process.wait()
+    assert float(security.rsplit("service: ", 1)[1].split()[0]) < 2  # of 10, which is a service that may do anything
 
 
 # -- Kubernetes ----------------------------------------------------------------------------------------------------
@@ -274,35 +251,3 @@ def test_nothing_runs_as_root_and_no_secret_is_in_the_manifest() -> None:
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert not any(kind == "Secret" for kind, _ in resources())
-
-
-def test_redis_starts_as_the_manifest_says_and_asks_for_its_password(tmp_path: Path) -> None:
-    redis = pytest.importorskip("redis")
-    program = find_redis_server()
-    if program is None:
-        pytest.skip("redis-server is not installed")
-    port = free_port()
-    (tmp_path / "redis.conf").write_text("requirepass secret\n")
-    command = pod("Deployment", "ssd-redis")["containers"][0]["command"]
-    arguments = [part.replace("/etc/redis", str(tmp_path)) for part in command[1:]]
-    process = subprocess.Popen(
-        [program, *arguments, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-    )
-    client = redis.Redis(port=port, password="secret", protocol=3)
-    try:
-
-        def answers() -> bool:
-            try:
-                return bool(client.ping())
-            except redis.ConnectionError:
-                return False
-
-        wait_until(answers)
-        assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
-        with pytest.raises(redis.AuthenticationError), redis.Redis(port=port) as stranger:
-            stranger.ping()
-    finally:
-        client.close()
-        process.terminate()
-        process.wait()

@@ -40,7 +40,6 @@ class Share:
         self.amount += amount
 
     def give_back(self) -> None:
-        """Return all of it."""
         self._budget.take(self._tenant, -self.amount, self.amount)
         self.amount = 0
 
@@ -59,7 +58,6 @@ class Budget:
 
     @property
     def used(self) -> int:
-        """How much is taken."""
         return self._used.total()
 
     def share(self) -> Share:
@@ -152,7 +150,6 @@ class Account:
 
     @property
     def name(self) -> str:
-        """What logs and metrics call it."""
         return self.tenant.name
 
     @property
@@ -223,7 +220,6 @@ class Account:
             return self._headers(self._clock())
 
     def end(self, num_choices: int, num_output_tokens: int, taken_back: int | None) -> None:
-        """As ``Ticket`` says. ``taken_back`` : prompt tokens of a request that was not begun; None of others."""
         with self._lock:
             now = self._clock()
             self.use.num_in_flight -= num_choices

@@ -7,6 +7,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,27 +21,6 @@ from server.base.record import current_record
 from ssd.errors import QueueFull, RequestError, shown
 
 log = logging.getLogger(__name__)
-
-
-class RootPath:
-    """ASGI middleware: requests for ``/llm/v1/models`` and for ``/v1/models`` are the same below ``/llm``.
-
-    Both reach the application as ASGI has it, with a ``path`` that begins with ``root_path``.
-    """
-
-    def __init__(self, app: ASGIApp, *, root_path: str) -> None:
-        """``root_path`` : begins with a slash and does not end with one."""
-        self._app = app
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection."""
-        if scope["type"] == "http":
-            path: str = scope["path"]
-            if not path.startswith(f"{self._root_path}/"):
-                path = self._root_path + path
-            scope = {**scope, "path": path, "root_path": self._root_path}
-        await self._app(scope, receive, send)
 
 
 def path_below_root(scope: Scope) -> str:
@@ -59,6 +39,7 @@ _DISCARD_S = 1.0
 """A client that is refused may send its body for this long before it has the answer."""
 
 
+@dataclass(slots=True)
 class Gate:
     """ASGI middleware: ``x-request-id`` on every response, keys, a JSON body for unforeseen errors.
 
@@ -66,23 +47,17 @@ class Gate:
     is let in is counted until it has its answer; a server that is full, or stops, refuses and closes the connection.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        tenants: Tenants,
-        open_paths: Collection[str] = (),
-        let_in: Callable[[], None] = lambda: None,
-        let_out: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``open_paths`` : beside the paths that always are. ``let_in`` : raises ServerNotReady once nobody is."""
-        self._app, self._tenants, self._let_in, self._let_out = app, tenants, let_in, let_out
-        self._open_paths = _OPEN_PATHS | set(open_paths)
+    app: ASGIApp
+    tenants: Tenants = field(kw_only=True)
+    open_paths: Collection[str] = field(default=(), kw_only=True)
+    """Beside the paths that always are."""
+    let_in: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    """Raises ServerNotReady once nobody is."""
+    let_out: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
@@ -106,7 +81,7 @@ class Gate:
         if account is not None:
             scope.setdefault("state", {})["account"] = account
             current_record().tenant = account.payer
-        elif scope["method"] != "OPTIONS" and path_below_root(scope) not in self._open_paths:
+        elif scope["method"] != "OPTIONS" and path_below_root(scope) not in (*_OPEN_PATHS, *self.open_paths):
             refusal = ApiError(
                 401,
                 "missing or wrong API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
@@ -124,27 +99,27 @@ class Gate:
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         if path_below_root(scope) in _ALWAYS:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         try:
             if scope.get("state", {}).get(TOO_MANY):
                 raise QueueFull("too many connections are open: try again later")
-            self._let_in()
+            self.let_in()
         except (QueueFull, ServerNotReady) as error:
             await _refuse(error, scope, receive, send)
             return
         try:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
         finally:
-            self._let_out()
+            self.let_out()
 
     def _account(self, headers: Headers) -> Account | None:
         """Whose key a request brings; None without a right one where there are keys."""
-        if not self._tenants.is_closed:
-            return self._tenants.everybody
+        if not self.tenants.is_closed:
+            return self.tenants.everybody
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        found = self._tenants.find(bearer.strip()) if scheme.lower() == "bearer" else None
-        return found if found is not None else self._tenants.find(headers.get("x-api-key", "").strip())
+        found = self.tenants.find(bearer.strip()) if scheme.lower() == "bearer" else None
+        return found if found is not None else self.tenants.find(headers.get("x-api-key", "").strip())
 
 
 def account_of(scope: Scope) -> Account:

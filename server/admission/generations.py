@@ -8,30 +8,17 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from ssd.retrieval.files import make_directory, open_file, open_lock, write_file
+
+if TYPE_CHECKING:
+    from ssd.sharing.redis_log import RedisCounters
 
 log = logging.getLogger(__name__)
 
 _MOST: Final = 1 << 53
 _MOST_BYTES: Final = 1 << 22
-
-
-class SharedCounters(Protocol):
-    """Numbers that replicas count up together; any call may raise."""
-
-    def read(self, names: list[str]) -> list[int]:
-        """Each number, 0 for what was never counted."""
-        ...
-
-    def add(self, name: str, amount: int) -> int:
-        """The number after ``amount`` was added to it."""
-        ...
-
-    def raise_to(self, name: str, number: int) -> int:
-        """The number, which is at least ``number`` from now on, whoever else says so at the same time."""
-        ...
 
 
 class Generations:
@@ -40,7 +27,7 @@ class Generations:
     Kept in a file, where there is one, before anybody is told of it. Safe from any thread; what asks replicas waits.
     """
 
-    def __init__(self, path: Path | None, shared: SharedCounters | None) -> None:
+    def __init__(self, path: Path | None, shared: RedisCounters | None) -> None:
         self._path = path
         self._shared = shared
         self._lock = threading.Lock()
@@ -49,7 +36,6 @@ class Generations:
         self._is_reached = True
 
     def of(self, name: str) -> int:
-        """The number now. O(1)."""
         return self._numbers.get(name, 0)
 
     def advance(self, name: str) -> tuple[int, bool]:

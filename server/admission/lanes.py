@@ -104,7 +104,6 @@ class Lane:
             self._pass_on()
 
     def close(self) -> None:
-        """Begin nothing more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for line in self._lines.values():
             for turn in line:
@@ -140,7 +139,6 @@ class Lanes:
         """Submits many choices, counts predictions, writes whole answers."""
 
     async def run_on_text(self, num_characters: int, call: Callable[[], T]) -> T:
-        """Run what tokenises text of this length."""
         if num_characters <= LONG_CHARACTERS:
             return await self._short_texts.run(call)
         return await self._long_texts.run_priced(num_characters, call)
@@ -154,6 +152,5 @@ class Lanes:
         return self._bodies if num_bytes <= LARGE_BODY_BYTES else self._large_bodies
 
     def close(self) -> None:
-        """End all threads once they are idle."""
         for lane in vars(self).values():
             lane.close()

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
-from server.admission.generations import Generations, SharedCounters
+from server.admission.generations import Generations
 from server.admission.registry import NamespaceNames, Tenants
 from server.admission.rules import (
     NO_FILE,
@@ -27,6 +27,9 @@ from server.admission.rules import (
 from server.base.settings import ServerSettings
 from ssd.errors import ConfigError
 from ssd.retrieval.files import make_directory, make_file, open_file
+
+if TYPE_CHECKING:
+    from ssd.sharing.redis_log import RedisCounters
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +113,7 @@ def open_tenants(
     secret: bytes,
     *,
     cache_directory: Path | None = None,
-    counters: SharedCounters | None = None,
+    counters: RedisCounters | None = None,
 ) -> Tenants:
     """The tenants of a server. ``counters`` : what replicas count deletions with. Raises ConfigError."""
     names = NamespaceNames(secret)
@@ -160,7 +163,6 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="ssd-tenants", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -10,8 +10,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from server.admission.account import Account
 from server.admission.generations import Generations
@@ -19,6 +19,10 @@ from server.admission.rules import EVERYBODY, Tenant, digest_of
 from server.base.errors import ApiError
 from ssd.errors import ConfigError, SSDError, shown
 from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
+
+if TYPE_CHECKING:
+    from ssd.retrieval.cache import CacheSet
+    from ssd.sharing.redis_log import RedisLog
 
 log = logging.getLogger(__name__)
 
@@ -70,22 +74,6 @@ class CacheUse(NamedTuple):
     terms: NamespaceTerms
 
 
-class Caches(Protocol):
-    """What a deletion needs of the caches."""
-
-    def discard(self, name: str) -> None:
-        """Forget a namespace and those of its group, and its files."""
-        ...
-
-
-class Sharing(Protocol):
-    """What a deletion needs of the log that replicas share."""
-
-    def forget(self, namespace: str) -> None:
-        """Remove what is shared of a namespace."""
-        ...
-
-
 class Tenants:
     """Who may come in, and with what. Safe from any thread; finding one waits for nobody.
 
@@ -118,9 +106,9 @@ class Tenants:
         self._retired: list[tuple[float, str]] = []
         self.everybody = Account(EVERYBODY)
         """Who pays where no key is needed."""
-        self.caches: Callable[[], Caches | None] = lambda: None
+        self.caches: Callable[[], CacheSet | None] = lambda: None
         """The caches, once they are open; told by whoever has them."""
-        self.sharing: Callable[[], Sharing | None] = lambda: None
+        self.sharing: Callable[[], RedisLog | None] = lambda: None
         """The log that replicas share, if there is one."""
         self._replace(read())
         self.is_closed: Final = bool(self._accounts)
@@ -133,7 +121,6 @@ class Tenants:
         return self._by_key.get(self._keyed(digest_of(key)))
 
     def accounts(self) -> list[Account]:
-        """All tenants, by name."""
         return sorted(self._accounts.values(), key=lambda account: account.name)
 
     def cache_use(self, account: Account, base: str | None, salt: str | None) -> CacheUse:
@@ -179,7 +166,7 @@ class Tenants:
                     "operator": tenant.is_operator,
                     "reads_shared": tenant.reads_shared,
                     "num_keys": len(tenant.digests),
-                    "quotas": asdict(tenant.quotas),
+                    "quotas": tenant.quotas.model_dump(),
                     "namespaces": [self.cache_use(account, base, None).namespace for base in self._bases],
                     "use": {
                         "in_flight": use.num_in_flight,

@@ -8,32 +8,39 @@ import re
 import stat
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ssd.errors import ConfigError, shown
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quotas:
+_MOST: Final = (1 << 31) - 1
+_Count = Annotated[int | None, Field(ge=1, le=_MOST)]
+
+
+class Quotas(BaseModel):
     """What one tenant may use; None leaves it to the server's own limits."""
 
-    max_running: int | None = None
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    max_running: _Count = None
     """Slots that its requests hold at once; further ones wait for their turn."""
 
-    max_waiting: int | None = None
+    max_waiting: Annotated[int | None, Field(ge=0, le=_MOST)] = None
     """Requests beyond its slots; more are answered 429."""
 
-    requests_per_minute: int | None = None
+    requests_per_minute: _Count = None
     """HTTP requests for text; unused ones are kept for a minute."""
 
-    tokens_per_minute: int | None = None
+    tokens_per_minute: _Count = None
     """Prompt and output tokens; unused ones are kept for a minute."""
 
-    cache_tokens: int | None = None
+    cache_tokens: Annotated[int | None, Field(ge=4096, le=_MOST)] = None
     """Capacity of its cache."""
 
 
@@ -80,17 +87,42 @@ def tenants_of_keys(keys: Iterable[str], defaults: Tenant, name_of: dict[str, st
 TENANTS_OPTION: Final = "--tenants"
 SECRET_OPTION: Final = "--secret-file"
 SECRET_VARIABLE: Final = "SSD_SECRET"
-_DEFAULTS: Final = "defaults"
-_TENANTS: Final = "tenants"
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _MOST_BYTES: Final = 1 << 20
-_MOST: Final = (1 << 31) - 1
-_QUOTAS: Final = tuple(field.name for field in fields(Quotas))
-_LEAST: Final = {"max_waiting": 0, "cache_tokens": 4096}
-_FLAGS: Final = ("reads_shared", "operator")
+
+
+class _Defaults(Quotas):
+    reads_shared: bool = False
+
+
+class _TenantTable(_Defaults):
+    keys: list[str]
+    operator: bool = False
+
+    @field_validator("keys")
+    @classmethod
+    def _digests(cls, keys: list[str]) -> list[str]:
+        found = []
+        for number, key in enumerate(keys, 1):
+            if digest := _DIGEST.fullmatch(key):
+                found.append(digest.group(1).lower())
+            elif key.startswith("sha256:"):
+                raise ValueError(f"entry {number} must be sha256: and 64 hexadecimal digits")
+            elif not _KEY.fullmatch(key):
+                raise ValueError(f"entry {number} must be printable ASCII without spaces around it")
+            else:
+                found.append(digest_of(key))
+        return found
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    defaults: _Defaults = Field(default_factory=_Defaults)
+    tenants: dict[str, _TenantTable] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +133,7 @@ class RulesFile:
     tenants: tuple[Tenant, ...]
 
 
-NO_FILE: Final = RulesFile(Tenant(name=_DEFAULTS, seed="", digests=frozenset()), ())
+NO_FILE: Final = RulesFile(Tenant(name="defaults", seed="", digests=frozenset()), ())
 
 
 def read_rules(path: Path) -> RulesFile:
@@ -126,79 +158,37 @@ def read_rules(path: Path) -> RulesFile:
 def parse_rules(content: bytes, source: str) -> RulesFile:
     """The rules of a file's bytes; ``source`` : what it is called in errors. Raises ConfigError."""
     try:
-        table = tomllib.loads(content.decode())
+        file = _File.model_validate(tomllib.loads(content.decode()))
     except RecursionError:
         raise ConfigError(f"{source} is nested too deep") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(shown(part)[1:-1] if isinstance(part, str) else str(part) for part in first["loc"])
+        raise ConfigError(f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
     except ValueError as error:  # of TOML, or of UTF-8, whose message quotes bytes
         place = re.search(r"\(at [^)]*\)", str(error))
         raise ConfigError(f"{source} is not TOML{f' {place.group()}' if place else ''}") from None
-    _refuse_unknown(table, (_DEFAULTS, _TENANTS), source)
-    defaults = _table(table.get(_DEFAULTS, {}), f"{source}: {_DEFAULTS}")
-    _refuse_unknown(defaults, (*_QUOTAS, "reads_shared"), f"{source}: {_DEFAULTS}")
-    base = _tenant(_DEFAULTS, {**defaults, "keys": []}, f"{source}: {_DEFAULTS}", NO_FILE.defaults)
-    named = _table(table.get(_TENANTS, {}), f"{source}: {_TENANTS}")
-    found: list[Tenant] = []
+    defaults = file.defaults.model_dump(exclude_unset=True)
     owners: dict[str, str] = {}
-    for name, fields_of_it in named.items():
-        where = f"{source}: tenant {shown(name)}"
+    for name, table in file.tenants.items():
+        where = f"{source}: tenants.{shown(name)[1:-1]}"
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{where}: take 1 to 64 characters of A-Z a-z 0-9 _ . - and no leading dot for its name")
-        found.append(tenant := _tenant(name, _table(fields_of_it, where), where, base))
-        for digest in tenant.digests:
+        for digest in table.keys:
             if (owner := owners.setdefault(digest, name)) != name:
                 raise ConfigError(f"{where}: keys: one of them is a key of tenant {shown(owner)} already")
-    return RulesFile(base, tuple(found))
-
-
-def _tenant(name: str, table: Mapping[str, Any], where: str, base: Tenant) -> Tenant:
-    _refuse_unknown(table, ("keys", *_FLAGS, *_QUOTAS), where)
-    quotas = {quota: _number(table, quota, where, getattr(base.quotas, quota)) for quota in _QUOTAS}
-    flags = {flag: table.get(flag, False) for flag in _FLAGS}
-    for flag, value in flags.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{where}: {flag} must be true or false, got {shown(value)}")
-    return Tenant(
-        name=name,
-        seed=f"tenant:{name}",
-        digests=_digests(table, where),
-        quotas=Quotas(**quotas),
-        reads_shared=flags["reads_shared"] if "reads_shared" in table else base.reads_shared,
-        is_operator=flags["operator"],
+    return RulesFile(
+        _tenant("defaults", {**defaults, "keys": []}),
+        tuple(_tenant(name, defaults | table.model_dump(exclude_unset=True)) for name, table in file.tenants.items()),
     )
 
 
-def _digests(table: Mapping[str, Any], where: str) -> frozenset[str]:
-    keys = table.get("keys")
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise ConfigError(f'{where}: keys must be a list of strings, keys or "sha256:" and their digest')
-    found = set()
-    for number, key in enumerate(keys, 1):
-        if digest := _DIGEST.fullmatch(key):
-            found.add(digest.group(1).lower())
-        elif key.startswith("sha256:"):
-            raise ConfigError(f"{where}: keys: entry {number} must be sha256: and 64 hexadecimal digits")
-        elif _KEY.fullmatch(key):
-            found.add(digest_of(key))
-        else:
-            raise ConfigError(f"{where}: keys: entry {number} must be printable ASCII without spaces around it")
-    return frozenset(found)
-
-
-def _number(table: Mapping[str, Any], name: str, where: str, default: int | None) -> int | None:
-    value, least = table.get(name, default), _LEAST.get(name, 1)
-    if name in table and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST):
-        raise ConfigError(f"{where}: {name} must be a whole number within {least}..{_MOST}, got {shown(value)}")
-    number: int | None = value
-    return number
-
-
-def _table(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} must be a table")
-    return value
-
-
-def _refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for name in table:
-        if name not in known:
-            raise ConfigError(f"{where}: {shown(name)} is not known: take {', '.join(known)}")
+def _tenant(name: str, table: Mapping[str, Any]) -> Tenant:
+    return Tenant(
+        name=name,
+        seed=f"tenant:{name}",
+        digests=frozenset(table["keys"]),
+        quotas=Quotas(**{name: table[name] for name in Quotas.model_fields if name in table}),
+        reads_shared=table.get("reads_shared", False),
+        is_operator=table.get("operator", False),
+    )

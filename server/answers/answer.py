@@ -154,7 +154,6 @@ class LogprobsWriter:
         return f"token_id:{token_id}" if self._as_token_ids else self._texts.text_of(token_id)
 
     def length_of(self, token_ids: Sequence[int]) -> int:
-        """Characters of the text they are."""
         return sum(map(self._texts.shown_length, token_ids))
 
 
@@ -224,15 +223,12 @@ class Answer(ABC):
         """The content fields of a finished choice."""
 
     def whole_extras(self) -> dict[str, Any]:
-        """Fields beside the choices."""
         return {}
 
     def ending(self, _index: int, choice: Choice) -> dict[str, Any]:
-        """How a choice ended; nulls before."""
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
     def prompt_of(self, index: int) -> tuple[int, ...]:
-        """The prompt of a choice."""
         return self.generation.prompts[self.prompt_index(index)]
 
     def prompt_index(self, index: int) -> int:
@@ -254,7 +250,6 @@ class Answer(ABC):
         self.pad, self._options, self._drafts = bool(options.include_obfuscation), options, drafts
 
     async def beginning(self) -> bytes:
-        """What goes before everything, at once."""
         return b""
 
     async def opening(self, index: int, usage: Usage | None = None) -> bytes:
@@ -313,13 +308,11 @@ class Answer(ABC):
         return encode_event(last, pad=self.pad)
 
     def failure(self, error: Exception) -> bytes:
-        """An error is an event, too."""
         if not isinstance(error, SSDError):
             log.error("a stream failed", exc_info=error)
         return self.failed(error)
 
     def failed(self, error: Exception) -> bytes:
-        """The event of an error."""
         return encode_event(error_body(error), pad=False)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

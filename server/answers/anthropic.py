@@ -2,105 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pydantic_core
 
-from server.answers.chat import Event, NamedEvents, Part, Runs, is_cut
+from server.answers.parts import Event, Part, PartsAnswer, Status
 from server.answers.wire import encode_events
 from server.base.errors import anthropic_error_body
-from server.base.settings import ServerSettings
-from server.running.generation import Choice, Usage
-from server.schema.body import Body
-from server.tools.messages import Messages, ToolCall
-
-if TYPE_CHECKING:
-    from ssd.engine import RequestOutput
+from server.running.generation import Choice
+from server.tools.messages import ToolCall
 
 
-_DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking"),
-           "tool_use": ("input_json_delta", "partial_json")}  # fmt: skip
-"""By the kind of a block: the type of its deltas, and where they have what was said."""
+class _Block(Part):
+    def begun(self) -> list[Event]:
+        block = self.body("", "in_progress")
+        return [{"type": "content_block_start", "index": self.index, "content_block": block}]
 
+    def delta(self, said: str, _logprobs: object) -> Event:
+        if isinstance(self.of, ToolCall):
+            delta = {"type": "input_json_delta", "partial_json": said}
+        elif self.of == "reasoning":
+            delta = {"type": "thinking_delta", "thinking": said}
+        else:
+            delta = {"type": "text_delta", "text": said}
+        return {"type": "content_block_delta", "index": self.index, "delta": delta}
 
-class _Block:
-    """One block while it grows. Pieces are joined once, at its end."""
+    def ended(self, _body: dict[str, Any]) -> list[Event]:
+        return [{"type": "content_block_stop", "index": self.index}]
 
-    def __init__(self, index: int, part: Part) -> None:
-        self.index = index
-        self.part = part
-        self.kind = "tool_use" if isinstance(part, ToolCall) else "thinking" if part == "reasoning" else "text"
-        self._pieces: list[str] = []
-
-    def begun(self) -> Event:
-        """The event that it begins."""
-        return {"type": "content_block_start", "index": self.index, "content_block": self.body("")}
-
-    def delta(self, said: str) -> Event:
-        """The event of more of it."""
-        self._pieces.append(said)
-        kind, name = _DELTAS[self.kind]
-        return {"type": "content_block_delta", "index": self.index, "delta": {"type": kind, name: said}}
-
-    def ended(self) -> Event:
-        """The event that it has ended."""
-        return {"type": "content_block_stop", "index": self.index}
-
-    def whole(self) -> dict[str, Any]:
-        """The block with all that was said."""
-        return self.body("".join(self._pieces))
-
-    def body(self, said: str) -> dict[str, Any]:
-        """The block around what was said."""
-        if isinstance(self.part, ToolCall):
-            return {"type": "tool_use", "id": self.part.id, "name": self.part.name, "input": _object(said)}
-        if self.kind == "thinking":
+    def body(self, said: str, _status: Status) -> dict[str, Any]:
+        if isinstance(self.of, ToolCall):
+            return {"type": "tool_use", "id": self.of.id, "name": self.of.name, "input": _object(said)}
+        if self.of == "reasoning":
             return {"type": "thinking", "thinking": said, "signature": ""}  # nobody has to prove who thought it
         return {"type": "text", "text": said}
-
-
-class AnthropicBlocks:
-    """Puts a message together as blocks, one after the other, from its text."""
-
-    def __init__(self, messages: Messages | None) -> None:
-        """``messages`` : takes the text apart; None where all of it is content."""
-        self.done: list[dict[str, Any]] = []
-        """The blocks that have ended."""
-        self._runs = Runs(messages)
-        self._open: _Block | None = None
-
-    def push(self, text: str, *, ended: bool) -> list[Event]:
-        """The events of the next text; ``ended`` : it is the last."""
-        events: list[Event] = []
-        for part, said in self._runs.push(text, ended=ended):
-            block = self._open
-            if block is None or block.part is not part:
-                events += self._end()
-                block = self._open = _Block(len(self.done), part)
-                events.append(block.begun())
-            if said:
-                events.append(block.delta(said))
-        return events
-
-    def leave_out_cut_call(self) -> None:
-        """The last block is left out where it is a call whose arguments are no JSON."""
-        if self._open is not None and isinstance(self._open.part, ToolCall) and not self._open.part.is_json:
-            self._open = None
-
-    def finish(self) -> list[Event]:
-        """The events that end the last block, which is an empty text where nothing was said."""
-        events: list[Event] = []
-        if self._open is None and not self.done:
-            self._open = _Block(0, "content")
-            events.append(self._open.begun())
-        return events + self._end()
-
-    def _end(self) -> list[Event]:
-        if self._open is None:
-            return []
-        ended, self._open = self._open, None
-        self.done.append(ended.whole())
-        return [ended.ended()]
 
 
 def _object(arguments: str) -> dict[str, Any]:
@@ -112,42 +47,27 @@ def _object(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class AnthropicAnswer(NamedEvents):
+class AnthropicAnswer(PartsAnswer):
     """/v1/messages. It has one choice."""
 
-    id_prefix, object_name = "msg_", "message"
+    id_prefix, object_name, kind = "msg_", "message", _Block
 
     keep_alive = encode_events([("ping", {"type": "ping"})], pad=False)
 
-    def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
-        super().__init__(settings, asked, **options)
-        self._blocks = AnthropicBlocks(self._messages)
-
-    def whole(self) -> dict[str, Any]:
-        """What the events of a stream come to, but for a cut call."""
-        choice = self.generation.choices[0]
-        self._blocks.push("".join(choice.text), ended=True)
-        if is_cut(choice):
-            self._blocks.leave_out_cut_call()
-        self._blocks.finish()
-        return {**self._message(self._blocks.done), **self._stopped(choice)}
+    def finished(self) -> dict[str, Any]:
+        return {**self._message(self.parts.done), **self._stopped(self.generation.choices[0])}
 
     async def beginning(self) -> bytes:
         """The message as it begins; what of its prompt is cached is not known yet."""
         return await self.written(lambda: self.named([{"type": "message_start", "message": self._message([])}]))
 
-    def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:
-        """What the message has said."""
-        return self.named(self._blocks.push(output.text, ended=output.finish_reason is not None))
-
     async def closing(self) -> bytes:
         """The end of the last block, and how the message ended."""
         delta = self._stopped(self.generation.choices[0])
         ended = {"type": "message_delta", "delta": delta, "usage": self._usage()}
-        return self.named([*self._blocks.finish(), ended, {"type": "message_stop"}])
+        return self.named([*self.parts.finish(), ended, {"type": "message_stop"}])
 
     def failed(self, error: Exception) -> bytes:
-        """As above, in their form."""
         return encode_events([("error", anthropic_error_body(error))], pad=False)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,69 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from server.answers.answer import Answer
-from server.answers.wire import encode_events, filler
 from server.base.settings import ServerSettings
-from server.running.generation import Choice, Usage
+from server.running.generation import Choice
 from server.schema.body import Body
 from server.schema.chat import ChatBody
-from server.tools.messages import Message, MessageDelta, Messages, ToolCall
+from server.tools.messages import Message, Messages, ToolCall, ToolCallDelta
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput
-
-
-Event = dict[str, Any]
-
-_LITTLE = re.compile(r"[\w ]+|[^\w ]")
-"""Words, or one character of another kind."""
-
-Part = Literal["content", "reasoning"] | ToolCall
-"""Of a message: what some text belongs to."""
-
-
-class Runs:
-    """Takes the text of a request's only choice apart."""
-
-    def __init__(self, messages: Messages | None) -> None:
-        """``messages`` : knows how; None where all of it is content."""
-        self._messages = messages
-
-    def push(self, text: str, *, ended: bool) -> list[tuple[Part, str]]:
-        """What the text adds to which part, in the order it says so; ``ended`` : it is the last.
-
-        A parser that is given much at once does not tell what came first, so it is given little, and no words together
-        with what may be a mark: the runs are the same however the text was cut.
-        """
-        if self._messages is None:
-            return [("content", text)] if text else []
-        runs: list[tuple[Part, list[str]]] = []
-
-        def add(part: Part, said: str) -> None:
-            if not runs or runs[-1][0] is not part:
-                runs.append((part, []))
-            runs[-1][1].append(said)
-
-        parts = _LITTLE.findall(text) or [""]
-        for number, little in enumerate(parts, 1):
-            num_begun = len(self._messages.of(0).tool_calls)
-            delta = self._messages.push(0, little, ended=ended and number == len(parts))
-            calls = self._messages.of(0).tool_calls
-            if delta.reasoning:
-                add("reasoning", delta.reasoning)
-            for piece in delta.tool_calls:  # the end of one that is known
-                if piece.index < num_begun:
-                    add(calls[piece.index], piece.arguments)
-            if delta.content:
-                add("content", delta.content)
-            for piece in delta.tool_calls:
-                if piece.index >= num_begun:
-                    add(calls[piece.index], piece.arguments)
-        return [(part, "".join(pieces)) for part, pieces in runs]
 
 
 _FEW_TOKENS = 512
@@ -97,7 +45,6 @@ class ChatAnswer(Answer):
 
     @property
     def is_short(self) -> bool:
-        """As above; taking a text apart takes longer than writing it."""
         few = self._messages is None or sum(len(each.token_ids) for each in self.generation.choices) <= _FEW_TOKENS
         return few and super().is_short
 
@@ -122,13 +69,11 @@ class ChatAnswer(Answer):
         return written
 
     def whole_extras(self) -> dict[str, Any]:
-        """All choices have one prompt."""
         if self.prompt_logprobs is None:
             return {}
         return {"prompt_logprobs": self.prompt_logprobs.prompt(self.generation.choices[0].prompt_logprobs)}
 
     def ending(self, index: int, choice: Choice) -> dict[str, Any]:
-        """As above; who calls functions ends for that reason."""
         written = super().ending(index, choice)
         if self._messages is not None and choice.finish_reason is not None:
             reason = self._messages.of(index).finish_reason(choice.finish_reason)
@@ -137,7 +82,6 @@ class ChatAnswer(Answer):
         return written
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        """The role goes first, with no text."""
         first: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
         if self.return_token_ids:
             first["prompt_token_ids"] = self.prompt_of(index)
@@ -169,26 +113,20 @@ class ChatAnswer(Answer):
         return self.logprobs.chat(output.logprobs or ()) if self.logprobs is not None else None
 
     def _deltas(self, messages: Messages, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """What an output adds to a message, in the order clients expect it."""
-        delta = messages.push(index, output.text, ended=output.finish_reason is not None)
-        text: dict[str, Any] = {}
-        if delta.reasoning:
-            text |= {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
-        if delta.content:
-            text["content"] = delta.content
-        calls = self._call_deltas(messages.of(index), delta)
-        return [text, *calls] if text else calls
-
-    def _call_deltas(self, message: Message, delta: MessageDelta) -> list[dict[str, Any]]:
+        """What an output adds to a message, in order; the name of a call goes before its arguments."""
         deltas: list[dict[str, Any]] = []
-        for piece in delta.tool_calls:
-            call = message.tool_calls[piece.index]
-            if piece.name is not None:
-                begun = {"name": call.name, "arguments": ""} if self._as_function_call else _call(call, "")
-                deltas.append(self._call_delta(piece.index, begun))
-            if piece.arguments:
-                more = {"arguments": piece.arguments}
-                deltas.append(self._call_delta(piece.index, more if self._as_function_call else {"function": more}))
+        for said in messages.push(index, output.text, ended=output.finish_reason is not None):
+            if isinstance(said, ToolCallDelta):
+                if said.name is not None:
+                    begun = _call(messages.of(index).tool_calls[said.index], "")
+                    deltas.append(self._call_delta(said.index, begun["function"] if self._as_function_call else begun))
+                if said.arguments:
+                    more = {"arguments": said.arguments}
+                    deltas.append(self._call_delta(said.index, more if self._as_function_call else {"function": more}))
+            elif said[0] == "content":
+                deltas.append({"content": said[1]})
+            else:
+                deltas.append({"reasoning_content": said[1], "reasoning": said[1]})
         return deltas
 
     def _call_delta(self, index: int, written: dict[str, Any]) -> dict[str, Any]:
@@ -200,34 +138,17 @@ class ChatAnswer(Answer):
         """All in one, where there has to be one event: a call's first piece then has arguments already."""
         merged: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
-        for delta in deltas:
-            for entry in delta.get("tool_calls", ()):
-                known = calls.get(entry["index"])
-                if known is None:
-                    calls[entry["index"]] = entry
-                else:
-                    known["function"]["arguments"] += entry["function"]["arguments"]
-            if (older := delta.get("function_call")) is not None:
-                begun = merged.setdefault("function_call", {"arguments": ""})
-                begun |= {**older, "arguments": begun["arguments"] + older["arguments"]}
-            merged |= {key: value for key, value in delta.items() if key not in ("tool_calls", "function_call")}
+        for name, value in (item for delta in deltas for item in delta.items()):
+            if name == "tool_calls":
+                known = calls.setdefault(value[0]["index"], value[0])
+                if known is not value[0]:
+                    known["function"]["arguments"] += value[0]["function"]["arguments"]
+            elif name == "function_call":
+                begun = merged.setdefault(name, {"arguments": ""})
+                begun |= {**value, "arguments": begun["arguments"] + value["arguments"]}
+            else:
+                merged[name] = merged.get(name, "") + value
         return {**merged, "tool_calls": list(calls.values())} if calls else merged
-
-
-class NamedEvents(ChatAnswer):
-    """A conversation's answer of one choice, whose events have names; the last says that it is the last."""
-
-    end = b""
-
-    async def opening(self, _index: int, _usage: Usage | None = None) -> bytes:
-        """Nothing: each part begins with what it says."""
-        return b""
-
-    def named(self, events: Sequence[Event]) -> bytes:
-        """Events on the wire. Obfuscated, all of them together fill whole units, be there any or none."""
-        if not events:
-            return filler() if self.pad else b""
-        return encode_events([(event["type"], event) for event in events], pad=self.pad)
 
 
 def _call(call: ToolCall, arguments: str) -> dict[str, Any]:

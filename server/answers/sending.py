@@ -122,7 +122,6 @@ class Answers:
         self._unsent = Budget(settings.limits.max_answers_bytes, "long answers")
 
     def stream(self, answer: Answer, options: StreamOptions) -> Response:
-        """The answer as events, while they come."""
         settings, engine, generation = self._settings, self._worker.loaded_engine, answer.generation
         is_declined = options.include_obfuscation is False or options.include_drafts  # which tell what it hides
         if settings.obfuscation == "always" or (settings.obfuscation == "default" and not is_declined):

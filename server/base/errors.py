@@ -133,7 +133,6 @@ class ErrorResponse(JSONResponse):
         super().__init__(error_body(error), status, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         if speaks_anthropic(scope):
             self.body = self.render(anthropic_error_body(self._error))
             self.headers["content-length"] = str(len(self.body))

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Annotated, TypeVar
+
+from cyclopts import Parameter
 
 from ssd.errors import ConfigError
+
+N = TypeVar("N", int, float)
+_Fixed = Annotated[N, Parameter(parse=False)]
+"""Of no option: what nobody changes."""
 
 SMALL_BODY_BYTES = 64 << 10
 """A body up to here is parsed where it arrives, in about a millisecond."""
@@ -18,17 +25,17 @@ class Limits:
     """Bytes of a request's body."""
     # While a string is read from JSON the process's other threads stand still, at worst 5 ms for each megabyte.
 
-    max_body_values: int = 1 << 18
+    max_body_values: _Fixed[int] = 1 << 18
     """Values, names and brackets in a body's JSON; twice the context where that is more."""
     # Other threads stand still for them, up to 60 ms; a prompt of token ids can always be sent.
 
-    max_body_seconds: float = 20.0
+    max_body_seconds: _Fixed[float] = 20.0
     """Longest a body may stall; see ``min_bytes_per_second``."""
 
-    max_bodies_bytes: int = 128 << 20
+    max_bodies_bytes: _Fixed[int] = 128 << 20
     """Bytes of all bodies above 64 KiB that are arriving or being checked; a tenant has half of what others leave."""
 
-    max_answers_bytes: int = 1 << 30
+    max_answers_bytes: _Fixed[int] = 1 << 30
     """Bytes of all whole answers above 256 KiB that their clients have not taken yet, shared as those of bodies."""
 
     max_choices: int = 1024
@@ -40,28 +47,28 @@ class Limits:
     max_queued_tokens: int = 1 << 23
     """Tokens of prompts and predictions, for each choice, of all requests in the service, shared as bytes of bodies."""
 
-    max_logprob_entries: int = 1 << 20
+    max_logprob_entries: _Fixed[int] = 1 << 20
     """Log-probabilities of an answer, alternatives included."""
 
-    max_logit_bias: int = 1024
+    max_logit_bias: _Fixed[int] = 1024
     """Entries of ``logit_bias``."""
 
-    max_allowed_token_ids: int = 1 << 17
+    max_allowed_token_ids: _Fixed[int] = 1 << 17
     """Entries of ``allowed_token_ids``."""
 
-    max_bad_words: int = 1000
+    max_bad_words: _Fixed[int] = 1000
     """Entries of ``bad_words``."""
 
-    max_bad_words_characters: int = 1 << 14
+    max_bad_words_characters: _Fixed[int] = 1 << 14
     """Characters of ``bad_words`` together."""
 
-    max_stop_characters: int = 1 << 12
+    max_stop_characters: _Fixed[int] = 1 << 12
     """Characters of ``stop`` together."""
 
     max_grammar_characters: int = 1 << 16
     """Characters of a schema, choices or a grammar."""
 
-    max_regex_characters: int = 1 << 13
+    max_regex_characters: _Fixed[int] = 1 << 13
     """Characters of a regular expression."""
 
     max_messages: int = 4096
@@ -70,7 +77,7 @@ class Limits:
     max_tools: int = 512
     """Functions that a model is told of."""
 
-    max_tools_characters: int = 1 << 18
+    max_tools_characters: _Fixed[int] = 1 << 18
     """Characters of their names, descriptions and schemas together."""
 
     max_connections: int = 1 << 14
@@ -86,7 +93,7 @@ class Limits:
     max_send_seconds: float = 30.0
     """Longest a client may take nothing of what waits for it."""
 
-    min_bytes_per_second: int = 8192
+    min_bytes_per_second: _Fixed[int] = 8192
     """Who sends a body, or reads an answer, at this rate is waited for as long as it takes."""
 
     def __post_init__(self) -> None:

@@ -10,42 +10,26 @@ import time
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ssd.config import SamplingParams
 
 
-_PARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
 _MOST_BYTES = 512
 """More of either header is not looked at; of ``tracestate`` the recommendation asks for so much."""
-_SAMPLED = 1
 
 
-class TraceContext(NamedTuple):
-    """The span that a request was sent from: lower-case hexadecimal ids, and the vendors' part as it came."""
-
-    trace_id: str
-    parent_id: str
-    is_sampled: bool
-    state: str
-
-
-def read_trace_context(headers: Sequence[tuple[bytes, bytes]]) -> TraceContext | None:
-    """The context of raw headers with lower-case names; None without exactly one valid ``traceparent``."""
-    parents = [value for name, value in headers if name == b"traceparent"]
-    if len(parents) != 1 or len(parents[0]) > _MOST_BYTES:
-        return None
-    found = _PARENT.fullmatch(parents[0].strip(b" \t"))
-    if found is None or (found[1] == b"00" and found[5] is not None):  # later versions may have more fields
-        return None
-    state = b",".join(value for name, value in headers if name == b"tracestate")
-    return TraceContext(
-        found[2].decode(),
-        found[3].decode(),
-        bool(int(found[4], 16) & _SAMPLED),
-        state.decode("latin-1") if len(state) <= _MOST_BYTES else "",
+def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """W3C's trace context of raw headers with lower-case names, as it came; empty without a valid ``traceparent``."""
+    parent, state = (
+        b",".join(value for name, value in headers if name == wanted).decode("latin-1").strip(" \t")
+        for wanted in (b"traceparent", b"tracestate")
     )
+    if len(parent) > _MOST_BYTES or not _PARENT.fullmatch(parent) or (parent[:2] == "00" and len(parent) > 55):
+        return {}
+    return {"traceparent": parent, "tracestate": state if len(state) <= _MOST_BYTES else ""}
 
 
 @dataclass(slots=True)
@@ -53,8 +37,8 @@ class Record:
     """One HTTP request. Whoever learns something notes it; times are those of ``time.perf_counter``, 0 for never."""
 
     received_s: float = field(default_factory=time.perf_counter)
-    trace: TraceContext | None = None
-    """What the client's ``traceparent`` says."""
+    trace: dict[str, str] = field(default_factory=dict)
+    """The client's `trace_headers`."""
     request_id: str | None = None
     tenant: str | None = None
     """Whose key it brought; None where there are no keys."""

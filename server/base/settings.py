@@ -1,45 +1,124 @@
-"""What the endpoints need to know about the service they belong to."""
+"""What the endpoints need to know about the service they belong to: options, a field a flag, and what they come to.
+
+Names and meanings of options are those of ``vllm serve`` where it has them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter, Token
 
 import ssd
 from server.base.limits import Limits
+from server.tools.formats import AUTO, OFF, REASONING_FORMATS, TOOL_FORMATS
 from ssd.errors import ConfigError
 
 VERSION = ssd.__version__
-
-OBFUSCATION_INTERVAL_S = 0.25
-OBFUSCATION_TOKENS = 16
-OBFUSCATIONS = ("asked", "default", "always")
-"""Which streams are obfuscated: those that ask for it; those that do not decline it; all, and whole answers too."""
-
-SpecDecodeMetrics = Literal["none", "summary", "detailed"]
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """Fields of a model's generation_config.json that stand in for what a request leaves out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cors:
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What requests may do."""
+
+    share_cache_across_keys: bool = False
+    """all API keys draft from one cache and teach it (default: each tenant has its own)"""
+    share_prefix_cache: bool = False
+    """requests of different API keys share keys and values, and can then find out what others have asked"""
+    trust_request_chat_template: bool = False
+    """run chat templates that requests bring"""
+    ignore_unknown_fields: bool = False
+    """leave fields of requests unread that this server does not know (default: 400, with the name that may be meant)"""
+    allow_special_tokens: bool = False
+    """special tokens that messages spell out are control tokens, as those of the chat template (default: text)"""
+
+
+def _names(_type: object, tokens: Sequence[Token]) -> tuple[str, ...]:
+    """A JSON list of texts, as for ``vllm serve``, or texts between commas."""
+    found: list[object] = []
+    for text in (token.value for token in tokens):
+        try:
+            found += json.loads(text) if text.lstrip().startswith("[") else text.split(",")
+        except ValueError as error:
+            raise ValueError(f"not a JSON list: {error}") from error
+    if not all(isinstance(name, str) for name in found):
+        raise ValueError("expected a JSON list of texts, or texts between commas")
+    return tuple(str(name).strip() for name in found if str(name).strip())
+
+
+_Names = Annotated[tuple[str, ...], Parameter(converter=_names, n_tokens=1, accepts_keys=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorsOptions:
     """What browsers let pages of other sites do here."""
 
-    origins: tuple[str, ...] = ()
-    """Sites, as SCHEME://HOST[:PORT], or "*" for all; none: nothing."""
-    methods: tuple[str, ...] = ("*",)
-    headers: tuple[str, ...] = ("*",)
-    credentials: bool = False
+    allowed_origins: _Names = ()
+    """sites whose pages may call from a browser, as a JSON list or with commas; * for all (default: none)"""
+    allowed_methods: _Names = ("*",)
+    """methods they may use"""
+    allowed_headers: _Names = ("*",)
+    """headers they may send"""
+    allow_credentials: bool = False
+    """they may send cookies, which no part of this server reads; not with origins *"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
+@dataclass(frozen=True, kw_only=True)
+class ObfuscationOptions:
+    """What the sizes and times of streams may tell."""
+
+    obfuscation: Literal["asked", "default", "always"] = "asked"
+    """which streams come in even, padded pieces: those that ask for it (include_obfuscation), those that do not
+    decline, or all, and whole answers too"""
+    obfuscation_tokens: int = 16
+    """tokens of each piece of an obfuscated stream"""
+    obfuscation_interval_s: Annotated[float, Parameter(name="--obfuscation-interval")] = 0.25
+    """seconds between the pieces of an obfuscated stream; 0 sends each when it is complete"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageOptions:
+    """The page at /, and what streams say about drafts."""
+
+    no_page: bool = False
+    """no page at /, and no details of drafts in streams (default: both)"""
+    allow_draft_details: bool = False
+    """with --no-page: streams may still say which tokens were drafted (`stream_options.include_drafts`)"""
+
+
+_CALLS = "how the model writes tool calls: auto (as its chat template says), none, or one of " + ", ".join(TOOL_FORMATS)
+_THOUGHTS = "how it writes what it thinks before it answers: auto, none, or one of " + ", ".join(REASONING_FORMATS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolOptions:
+    """How the model writes tool calls, and what it thinks."""
+
+    tool_call_parser: Annotated[str, Parameter(help=_CALLS)] = AUTO
+    reasoning_parser: Annotated[str, Parameter(help=_THOUGHTS)] = AUTO
+    exclude_tools_when_tool_choice_none: bool = False
+    """do not tell the model of tools where a request's tool_choice is none"""
+
+    def check(self) -> None:
+        for option, name, known in (
+            ("--tool-call-parser", self.tool_call_parser, TOOL_FORMATS),
+            ("--reasoning-parser", self.reasoning_parser, REASONING_FORMATS),
+        ):
+            if name not in (AUTO, OFF, *known):
+                raise ConfigError(f"{option}: no parser {name!r}: give {AUTO}, {OFF} or one of {', '.join(known)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOptions, ToolOptions):
     """Fixed for the life of the process."""
 
     model_names: tuple[str, ...]
@@ -57,55 +136,17 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     """Any of these opens the service; empty leaves it open."""
 
-    share_prefix_cache: bool = False
-    """Requests of different keys go on with each other's keys and values; what is cached can then be told by time."""
-
-    share_cache_across_keys: bool = False
-    """All keys draft from one cache and teach it; what others have said can then be told by time."""
-
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values for sampling fields that a request leaves out, by the names of ``SAMPLING_DEFAULTS``."""
-
-    trust_request_chat_template: bool = False
-    """Run a ``chat_template`` that a request brings; a hostile one can keep the tokenizer's thread busy."""
-
-    allow_special_tokens: bool = False
-    """Special tokens that messages spell out are control tokens; else they are text."""
-
-    ignore_unknown_fields: bool = False
-    """Fields of a request that nobody here knows are left unread; else they are refused."""
-
-    tool_call_parser: str = "auto"
-    """The format of the model's tool calls: a name of ``server.tools.formats``, "none", or "auto" by its template."""
-
-    reasoning_parser: str = "auto"
-    """The same for what it thinks."""
-
-    exclude_tools_when_tool_choice_none: bool = False
-    """A model that may not call tools is not told of them either."""
-    obfuscation: str = "asked"
-    """One of ``OBFUSCATIONS``."""
-
-    obfuscation_tokens: int = OBFUSCATION_TOKENS
-    """Tokens of every event of an obfuscated stream but the last."""
-
-    obfuscation_interval_s: float = OBFUSCATION_INTERVAL_S
-    """Seconds between two events of an obfuscated stream; 0 sends each when it is complete."""
-
-    page: bool = True
-    """A page at / shows the drafts at work."""
-
-    allow_draft_details: bool = False
-    """Streams may say of each token whether it was drafted, and from what, also where there is no page."""
 
     keep_alive_s: float = 15.0
     """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""
 
-    spec_decode_metrics: SpecDecodeMetrics = "none"
+    spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     """What answers say of their own drafts: who may read that can tell what the cache holds."""
 
-    logs_requests: bool = True
-    """A line of log for each request."""
+    no_access_log: bool = False
+    """No line of log for each request."""
 
     limits: Limits = field(default_factory=Limits)
     """What is too much for one request, or for all."""
@@ -113,15 +154,11 @@ class ServerSettings:
     root_path: str = ""
     """Path that a proxy serves all this under; requests come with it or without."""
 
-    cors: Cors = field(default_factory=Cors)
-    """Which pages of other sites may call from a browser."""
-
     created: int = field(default_factory=lambda: int(time.time()))
     """Start of the service, seconds since the epoch."""
 
     @property
     def model_name(self) -> str:
-        """The name in responses and metrics."""
         return self.model_names[0]
 
     @property

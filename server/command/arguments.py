@@ -12,7 +12,14 @@ from typing import Annotated
 from cyclopts import App, Group, Parameter
 
 from server.base.limits import Limits
-from server.base.settings import VERSION
+from server.base.settings import (
+    VERSION,
+    CorsOptions,
+    ObfuscationOptions,
+    PageOptions,
+    RequestOptions,
+    ToolOptions,
+)
 from server.command.flags import CONFIG_OPTION, DEFAULTS, group, parsed, read_values, require_within, show_help
 from server.command.listen import check_tls
 from server.command.options import (
@@ -21,11 +28,8 @@ from server.command.options import (
     ModelOptions,
     NetworkOptions,
     ObserveOptions,
-    PageOptions,
     ServiceOptions,
     SpeculationOptions,
-    StreamOptions,
-    ToolOptions,
     read_adapters,
 )
 from server.observe.logs import tell
@@ -76,7 +80,6 @@ _VllmOptions = make_dataclass(
     kw_only=True,
     namespace={"__module__": __name__},  # else it passes for one of Python's own, whose fields are no flags
 )
-_VLLM = group("vllm", show=False)
 
 
 def _check_vllm_options(found: object) -> None:
@@ -89,7 +92,14 @@ def _check_vllm_options(found: object) -> None:
             raise ConfigError(f"--{name}: {advice}")
 
 
-_LIMITS = group("limits", "what one request, and all together, may ask for")
+_GROUPS = {
+    title: group(title)
+    for title in (
+        "model", "network", "service", "engine", "streams", "page", "tools", "speculation", "cache", "limits",
+        "logs and traces",
+    )
+}  # fmt: skip
+_VLLM = group("vllm", show=False)
 
 
 @Parameter(name="*")
@@ -97,17 +107,19 @@ _LIMITS = group("limits", "what one request, and all together, may ask for")
 class Options:
     """A checked command line, a part for each group of options."""
 
-    model: ModelOptions = field(default_factory=ModelOptions)
-    network: NetworkOptions = field(default_factory=NetworkOptions)
-    service: ServiceOptions = field(default_factory=ServiceOptions)
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    streams: StreamOptions = field(default_factory=StreamOptions)
-    page: PageOptions = field(default_factory=PageOptions)
-    tools: ToolOptions = field(default_factory=ToolOptions)
-    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
-    cache: CacheOptions = field(default_factory=CacheOptions)
-    limits: Annotated[Limits, _LIMITS] = field(default_factory=Limits)
-    observe: ObserveOptions = field(default_factory=ObserveOptions)
+    model: Annotated[ModelOptions, _GROUPS["model"]] = field(default_factory=ModelOptions)
+    network: Annotated[NetworkOptions, _GROUPS["network"]] = field(default_factory=NetworkOptions)
+    cors: Annotated[CorsOptions, _GROUPS["network"]] = field(default_factory=CorsOptions)
+    service: Annotated[ServiceOptions, _GROUPS["service"]] = field(default_factory=ServiceOptions)
+    requests: Annotated[RequestOptions, _GROUPS["service"]] = field(default_factory=RequestOptions)
+    engine: Annotated[EngineOptions, _GROUPS["engine"]] = field(default_factory=EngineOptions)
+    streams: Annotated[ObfuscationOptions, _GROUPS["streams"]] = field(default_factory=ObfuscationOptions)
+    page: Annotated[PageOptions, _GROUPS["page"]] = field(default_factory=PageOptions)
+    tools: Annotated[ToolOptions, _GROUPS["tools"]] = field(default_factory=ToolOptions)
+    speculation: Annotated[SpeculationOptions, _GROUPS["speculation"]] = field(default_factory=SpeculationOptions)
+    cache: Annotated[CacheOptions, _GROUPS["cache"]] = field(default_factory=CacheOptions)
+    limits: Annotated[Limits, _GROUPS["limits"]] = field(default_factory=Limits)
+    observe: Annotated[ObserveOptions, _GROUPS["logs and traces"]] = field(default_factory=ObserveOptions)
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be, alone or together."""
@@ -118,6 +130,10 @@ class Options:
         read_adapters(model.lora_modules, model_names=names)
         self.network.check()
         check_tls(self.network)
+        if self.cors.allow_credentials and "*" in self.cors.allowed_origins:
+            raise ConfigError(
+                "--allow-credentials with --allowed-origins *: any page could act as its visitor; name them"
+            )
         self.tools.check()
         _ = self.engine.config, self.speculation.draft, self.cache.config  # they check what they are made of
         require_within("--obfuscation-tokens", streams.obfuscation_tokens, 1, 4096)

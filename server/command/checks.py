@@ -42,19 +42,6 @@ def find_config(model: str, hub: HubOptions) -> Path:
     return _fetched(model, "config.json", hub)
 
 
-def check_tokenizer_is_there(tokenizer: str, hub: HubOptions) -> None:
-    """Raise ModelError, within seconds, where an id names no tokenizer that can be had; paths are not looked at."""
-    if Path(tokenizer).exists():
-        return
-    try:
-        _fetched(tokenizer, "tokenizer_config.json", hub)
-    except ModelError as error:
-        try:
-            _fetched(tokenizer, "tokenizer.json", hub)  # which may be all there is
-        except ModelError:
-            raise error from None
-
-
 def find_generation_config(model: str, hub: HubOptions) -> Path | None:
     """The path of a model's generation_config.json, found as `find_config` finds the other; None where it has none."""
     directory = Path(model)
@@ -170,8 +157,6 @@ def _check_model(options: Options) -> None:
     if context is not None and wanted is not None and wanted > context:
         raise ModelError(f"--max-model-len {wanted} exceeds the model's context of {context} tokens")
     check_weights_are_there(model.path)
-    if model.tokenizer_path != model.path:
-        check_tokenizer_is_there(model.tokenizer_path, model.tokenizer_hub)
     for name, path in model.adapters.items():
         _check_adapter(name, path)
     for drafting in (options.speculation.draft_model, options.speculation.draft_head):
@@ -216,7 +201,6 @@ def _check_cache(cache: CacheOptions) -> None:
             raise ConfigError(f"--warm {directory} holds no cache (no manifest.json): {hint}")
     _check_size(cache)
     if cache.config.directory is not None:
-        _check_writable(cache.config.directory)
         _check_unused(cache.config.directory / cache.namespace)
     if cache.config.redis_url is not None:
         _check_redis(cache.config.redis_url)
@@ -229,20 +213,13 @@ def _check_size(cache: CacheOptions) -> None:
     if directory is None:
         there, what = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "of memory"
     else:
-        there, what = shutil.disk_usage(_existing(directory)).total, f"on the disk of {directory}"
+        nearest = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
+        there, what = shutil.disk_usage(nearest).total, f"on the disk of {directory}"
     if needed > there:
         raise ConfigError(
             f"--cache-tokens {cache.config.index.capacity_tokens} take {needed / 1e9:.0f} GB, and there are "
             f"{there / 1e9:.0f} GB {what}: lower it"
         )
-
-
-def _check_writable(directory: Path) -> None:
-    nearest = _existing(directory)
-    if not nearest.is_dir():
-        raise ConfigError(f"--cache-dir {directory}: Not a directory: {nearest}")
-    if not os.access(nearest, os.W_OK | os.X_OK) and nearest != directory:  # an old cache may be read without
-        raise ConfigError(f"--cache-dir {directory} cannot be made: {nearest} may not be written")
 
 
 def _check_unused(directory: Path) -> None:
@@ -252,11 +229,6 @@ def _check_unused(directory: Path) -> None:
     with contextlib.suppress(OSError):
         if directory.is_dir():
             DirectoryLock(directory).close()
-
-
-def _existing(path: Path) -> Path:
-    """The nearest of a path and its parents that is there."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
 def _check_redis(url: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import stat
@@ -13,7 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cyclopts import App, Argument, ArgumentCollection, CycloptsError, Group, Parameter, Token
+from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
+from cyclopts.config import Dict
 from cyclopts.exceptions import UnusedCliTokensError
 
 from ssd.errors import ConfigError, first_line
@@ -110,9 +110,20 @@ def show_help(console: Console, options: ConsoleOptions, panel: HelpPanel) -> No
 
 def read_values(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """For ``App.config``: adds what the file of ``--config`` says, and makes all whole numbers plain digits."""
-    filed = _named(arguments, CONFIG_OPTION)
+    filed = next((argument for argument in arguments if CONFIG_OPTION in argument.names), None)
     if filed is not None and filed.tokens:
-        _read_file(Path(filed.tokens[-1].value), arguments)
+        path = Path(filed.tokens[-1].value)
+        content = {str(key): value for key, value in _content(path).items() if value is not None}
+        if arguments[0].tokens:  # MODEL, which the command line gives
+            content.pop("model", None)
+        names = [name.removeprefix("--") for argument in arguments for name in argument.names]
+        for key in content:
+            if (spelled_so := key.replace("_", "-")) not in names or spelled_so == "config":
+                near = get_close_matches(spelled_so, names, n=1)
+                hint = f": did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"{CONFIG_OPTION} {path}: there is no option {key[:80]!r}{hint}")
+        Dict(content, source=str(path))(app, commands, arguments)
+        _warn_of_readers(path, content)
     for argument in arguments:
         if argument.hint in (int, int | None) and argument.parameter.converter is None:
             for place, token in enumerate(argument.tokens):
@@ -122,33 +133,11 @@ def read_values(app: App, commands: tuple[str, ...], arguments: ArgumentCollecti
                     raise ConfigError(f"{argument.name}: {error}") from error
 
 
-def _read_file(path: Path, arguments: ArgumentCollection) -> None:
-    """Keys are names of options, with ``-`` or ``_``; MODEL is ``model``. The command line wins."""
-    content = _content(path)
-    for key, value in content.items():
-        name = f"--{str(key).replace('_', '-')}"
-        argument = _named(arguments, name)
-        if argument is None or name == CONFIG_OPTION:
-            names = [option.removeprefix("--") for each in arguments for option in each.names]
-            near = get_close_matches(name.removeprefix("--"), names, n=1)
-            hint = f": did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{CONFIG_OPTION} {path}: there is no option {str(key)[:80]!r}{hint}")
-        positional = arguments[0] if name == "--model" else argument
-        if argument.tokens or positional.tokens:
-            continue
-        try:
-            for token in _tokens(argument, value):
-                argument.append(token)
-        except ValueError as error:
-            raise ConfigError(f"{CONFIG_OPTION} {path}: {key}: {error}") from error
-    secrets = {str(key).replace("-", "_"): str(value) for key, value in content.items()}
+def _warn_of_readers(path: Path, content: dict[str, Any]) -> None:
+    secrets = {key.replace("-", "_"): str(value) for key, value in content.items()}
     has_secret = "api_key" in secrets or re.search("@|password=", secrets.get("redis", ""))
     if has_secret and path.stat().st_mode & (stat.S_IWGRP | stat.S_IRWXO):
         log.warning("%s %s holds a secret and may be read by other users: chmod 600 it", CONFIG_OPTION, path)
-
-
-def _named(arguments: ArgumentCollection, name: str) -> Argument | None:
-    return next((argument for argument in arguments if name in argument.names), None)
 
 
 def _content(path: Path) -> dict[Any, Any]:
@@ -166,25 +155,5 @@ def _content(path: Path) -> dict[Any, Any]:
         reason = " ".join(str(error).split())[:300] or first_line(error)
         raise ConfigError(f"{CONFIG_OPTION} {path} cannot be read: {reason}") from error
     if content is not None and not isinstance(content, dict):
-        raise ConfigError(f"{CONFIG_OPTION} {path} must hold names of options and their values, got {_kind(content)}")
+        raise ConfigError(f"{CONFIG_OPTION} {path} must hold names of options and their values")
     return content or {}
-
-
-def _tokens(argument: Argument, value: Any) -> list[Token]:
-    """A value of a file as the command line would give it; raises ValueError with what is wrong with it."""
-    if argument.hint is bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"expected true or false, got {_kind(value)}")
-        return [Token(keyword=argument.name, source=CONFIG_OPTION, implicit_value=value)]
-    if isinstance(value, bool) or value is None:
-        raise ValueError(f"expected a value, got {_kind(value)}")
-    values = value if isinstance(value, list) else [value]
-    texts = [each if isinstance(each, str) else json.dumps(each, default=str) for each in values]
-    return [
-        Token(keyword=argument.name, source=CONFIG_OPTION, value=text, index=place) for place, text in enumerate(texts)
-    ]
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "a table", list: "a list", str: "text", bool: str(value).lower(), type(None): "nothing"}
-    return names.get(type(value), f"a {type(value).__name__}")

@@ -9,25 +9,17 @@ import stat
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from server.observe.logs import tell
 from ssd.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-KEY_OPTION, FILE_OPTION, PIPE_OPTION = "--api-key", "--api-key-file", "--api-key-fd"
+KEY_OPTION, FILE_OPTION = "--api-key", "--api-key-file"
+API_KEY_VARIABLE = "SSD_API_KEY"
+"""Keys, one a line."""
 _KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 """What a header can carry as it is."""
-_MOST_PIPED_BYTES = 16 << 10
-"""Any pipe takes that much before it is read."""
-
-
-class Divided(NamedTuple):
-    """A command line without its keys, and the keys."""
-
-    rest: list[str]
-    keys: list[str]
 
 
 def checked_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
@@ -60,40 +52,30 @@ def read_key_file(path: Path) -> tuple[str, ...]:
     return keys
 
 
-def read_pipe(descriptor: int) -> list[str]:
-    """The keys that `hide_keys` handed over; the pipe is closed, so that no child inherits it. Raises ConfigError."""
-    try:
-        with os.fdopen(descriptor, encoding="ascii") as pipe:
-            return pipe.read().splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{PIPE_OPTION} {descriptor} cannot be read: give keys by {FILE_OPTION}") from error
-
-
 def hide_keys() -> None:
     """Start this process again without the keys of its command line, which any user of the machine can read.
 
-    They come back through a pipe. Returns where there is nothing to hide or the command line is not understood, and
-    warns where keys stay visible.
+    They come back in $SSD_API_KEY, which only this user can read. Returns where there is nothing to hide or the command
+    line is not understood, and warns where keys stay visible.
     """
     arguments, whole = sys.argv[1:], sys.orig_argv
     rest, keys = divide(arguments)
     if not keys:
         return
-    understood = bool(sys.executable) and whole[len(whole) - len(arguments) :] == arguments
-    if not understood or sum(len(key) + 1 for key in keys) > _MOST_PIPED_BYTES:
+    interpreter = whole[: len(whole) - len(arguments)]
+    if not sys.executable or whole != [*interpreter, *arguments]:
         tell("warning", f"{KEY_OPTION} shows in the process list: use {FILE_OPTION}")
         return
-    reader, writer = os.pipe()
-    with os.fdopen(writer, "w", encoding="ascii") as pipe:
-        pipe.writelines(f"{key}\n" for key in keys)
-    os.set_inheritable(reader, True)
-    interpreter = whole[: len(whole) - len(arguments)]
+    given = os.environ.get(API_KEY_VARIABLE)
     sys.stdout.flush()
-    os.execv(sys.executable, [*interpreter, PIPE_OPTION, str(reader), *rest])
+    variables = {**os.environ, API_KEY_VARIABLE: "\n".join([*keys, *([given] if given else [])])}
+    os.execve(sys.executable, [*interpreter, *rest], variables)
 
 
-def divide(arguments: Sequence[str]) -> Divided:
-    """Split a command line; no keys where one of them is missing or of no use, which the parser will say."""
+def divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line without its keys, and the keys; none where one of them is missing or of no use, which the parser
+    will say.
+    """
     rest: list[str] = []
     keys: list[str] = []
     words = iter(arguments)
@@ -107,6 +89,4 @@ def divide(arguments: Sequence[str]) -> Divided:
             keys.append(word.partition("=")[2])
         else:
             rest.append(word)
-    if all(_KEY.fullmatch(key) for key in keys):
-        return Divided(rest, keys)
-    return Divided([*arguments], [])
+    return (rest, keys) if all(_KEY.fullmatch(key) for key in keys) else ([*arguments], [])

@@ -163,34 +163,6 @@ def within_files(settings: ServerSettings, num_files: int) -> ServerSettings:
     return replace(settings, limits=replace(settings.limits, max_connections=most))
 
 
-_INTERVAL_S = 10.0
-
-
-class Progress:
-    """The stage that a start has reached; one thread says it, another logs it now and then."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._next_log_s = _INTERVAL_S
-        self._stage = "starting"
-
-    @property
-    def seconds(self) -> float:
-        """Since the start began."""
-        return time.monotonic() - self._began
-
-    def reach(self, stage: str) -> None:
-        """What is being done from now on."""
-        self._stage = stage
-        log.debug("after %.1f s: %s", self.seconds, stage)
-
-    def log_now_and_then(self) -> None:
-        """To be called often: a line every ten seconds, so that a start that nobody hears of is one that hangs."""
-        if self.seconds >= self._next_log_s:
-            log.info("still starting after %.0f s: %s", self.seconds, self._stage)
-            self._next_log_s = self.seconds + _INTERVAL_S
-
-
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """All end the server in the same order, what was learned is kept."""
 
@@ -208,14 +180,13 @@ class HttpServer(uvicorn.Server):
         self,
         config: uvicorn.Config,
         worker: Worker,
-        progress: Progress,
         summary: Callable[[Engine], dict[str, object]],
         address: str,
         shutdown_timeout_s: float,
     ) -> None:
         super().__init__(config)
         self._worker = worker
-        self._progress = progress
+        self._began = time.monotonic()
         self._summary = summary
         self._address = address
         self._shutdown_timeout_s = shutdown_timeout_s
@@ -244,13 +215,11 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Several times a second: say once that the server is ready, or stop when there is no engine."""
-        if self._worker.state is WorkerState.LOADING:
-            self._progress.log_now_and_then()
-        elif not self._announced and self._worker.state is WorkerState.READY:
+        if not self._announced and self._worker.state is WorkerState.READY:
             self._announced = True
             gc.freeze()  # libraries and model stay: collections need not look at them again
             facts = self._summary(self._worker.engine)
-            log.info(Fields(f"ready after {self._progress.seconds:.1f} s: {self._address}", **facts))
+            log.info(Fields(f"ready after {time.monotonic() - self._began:.1f} s: {self._address}", **facts))
         return await super().on_tick(counter) or self._worker.state is WorkerState.FAILED
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

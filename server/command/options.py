@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter, Token
 
 from server.admission.rules import SECRET_OPTION, SECRET_VARIABLE, TENANTS_OPTION
-from server.base.settings import OBFUSCATION_INTERVAL_S, OBFUSCATION_TOKENS, Cors, SpecDecodeMetrics
-from server.command.flags import group, number, require_within
-from server.command.keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
+from server.command.flags import number, require_within
+from server.command.keys import API_KEY_VARIABLE, FILE_OPTION, KEY_OPTION, checked_keys
 from server.observe.logs import LogFormat
-from server.tools.formats import AUTO, OFF, REASONING_FORMATS, TOOL_FORMATS
 from ssd.config import (
     MAX_COUPLED_STREAMS,
     CacheConfig,
@@ -31,7 +29,6 @@ from ssd.config import (
 from ssd.errors import ConfigError
 from ssd.text.load_tokenizer import HubOptions
 
-API_KEY_VARIABLE = "SSD_API_KEY"
 BUNDLED_NAME = "ssd-bundled"
 """Name of the model that comes with the package."""
 
@@ -41,7 +38,6 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,30}")
 """It becomes part of a namespace's name and of module names, where a dot would be a level."""
 
 
-@group("model")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     """Which model, from where, how it is read."""
@@ -70,7 +66,6 @@ class ModelOptions:
 
     @property
     def path(self) -> str:
-        """A directory or an id."""
         from ssd.bundled import MODEL_PATH
 
         return str(MODEL_PATH) if self.model is None else self.model
@@ -82,7 +77,6 @@ class ModelOptions:
 
     @property
     def hub(self) -> HubOptions:
-        """How the model is fetched."""
         return replace(self.draft_hub, revision=self.revision)
 
     @property
@@ -92,12 +86,10 @@ class ModelOptions:
 
     @property
     def tokenizer_path(self) -> str:
-        """A directory, a file or an id."""
         return self.path if self.tokenizer is None else self.tokenizer
 
     @property
     def tokenizer_hub(self) -> HubOptions:
-        """How the tokenizer is fetched."""
         revision = self.tokenizer_revision or (self.revision if self.tokenizer is None else None)
         return replace(self.draft_hub, revision=revision)
 
@@ -120,23 +112,6 @@ def _root_path(_type: object, tokens: Sequence[Token]) -> str:
     return path
 
 
-def _names(_type: object, tokens: Sequence[Token]) -> tuple[str, ...]:
-    """A JSON list of texts, as for ``vllm serve``, or texts between commas."""
-    found: list[object] = []
-    for text in (token.value for token in tokens):
-        try:
-            found += json.loads(text) if text.lstrip().startswith("[") else text.split(",")
-        except ValueError as error:
-            raise ValueError(f"not a JSON list: {error}") from error
-    if not all(isinstance(name, str) for name in found):
-        raise ValueError("expected a JSON list of texts, or texts between commas")
-    return tuple(str(name).strip() for name in found if str(name).strip())
-
-
-_Names = Annotated[tuple[str, ...], Parameter(converter=_names, n_tokens=1, accepts_keys=False)]
-
-
-@group("network")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkOptions:
     """Where the service listens, with which certificate, behind which proxy, for which pages."""
@@ -157,36 +132,12 @@ class NetworkOptions:
     """authorities that clients' certificates must be signed by"""
     ssl_cert_reqs: Literal[0, 1, 2] = 0
     """clients' certificates: 0 not asked for, 1 checked where sent, 2 required"""
-    allowed_origins: _Names = ()
-    """sites whose pages may call from a browser, as a JSON list or with commas; * for all (default: none)"""
-    allowed_methods: _Names = ("*",)
-    """methods they may use"""
-    allowed_headers: _Names = ("*",)
-    """headers they may send"""
-    allow_credentials: bool = False
-    """they may send cookies, which no part of this server reads; not with origins *"""
     shutdown_timeout_s: Annotated[float, Parameter(name="--shutdown-timeout")] = 30.0
-    """after SIGTERM requests in flight have this long to end, in seconds, while new ones are answered 503; a second
-    signal ends them at once"""
-
-    @property
-    def cors(self) -> Cors:
-        """What browsers let pages of other sites do."""
-        return Cors(
-            origins=self.allowed_origins,
-            methods=self.allowed_methods,
-            headers=self.allowed_headers,
-            credentials=self.allow_credentials,
-        )
+    """after SIGTERM requests in flight have this long to end, in seconds; a second signal ends them at once"""
 
     def check(self) -> None:
-        """Raise ConfigError."""
         require_within("--port: a port", self.port, 0, 65535)
         require_within("--shutdown-timeout", self.shutdown_timeout_s, 0, 86_400, " seconds")
-        if self.allow_credentials and "*" in self.allowed_origins:
-            raise ConfigError(
-                "--allow-credentials with --allowed-origins *: any page could act as its visitor; name them"
-            )
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs: who signs the clients' certificates")
         for option, path in (("--ssl-keyfile", self.ssl_keyfile), ("--ssl-ca-certs", self.ssl_ca_certs)):
@@ -194,7 +145,6 @@ class NetworkOptions:
                 raise ConfigError(f"{option} needs --ssl-certfile, the server's own certificate")
 
 
-@group("service")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
     """What the service is called, whom it lets in, what requests may do."""
@@ -205,33 +155,21 @@ class ServiceOptions:
     """API keys, one a line; requests without one get /live, /health, /version, /metrics and /docs alone"""
     api_keys: Annotated[tuple[str, ...], Parameter(name=KEY_OPTION)] = field(default=(), repr=False)
     """one more key; repeatable; it shows in the process list for the first moment (also: $SSD_API_KEY)"""
-    api_key_fd: Annotated[int | None, Parameter(name=PIPE_OPTION, show=False)] = None
     tenants_file: Annotated[Path | None, Parameter(name=TENANTS_OPTION)] = None
     """tenants, their keys and quotas, and who is an operator, see docs/tenants.md; read again when it changes"""
     secret_file: Annotated[Path | None, Parameter(name=SECRET_OPTION)] = None
-    """what names of tenants' caches and coupled noise are derived from, the same for all servers of one --redis (also:
-    $SSD_SECRET; default: made once and kept in --cache-dir)"""
+    """what names tenants' caches and coupled noise, one for all servers of a --redis (also: $SSD_SECRET; default: made
+    once and kept in --cache-dir)"""
     secret: Annotated[str | None, Parameter(parse=False)] = field(default=None, repr=False)
-    share_cache_across_keys: bool = False
-    """all API keys draft from one cache and teach it (default: each tenant has its own)"""
-    share_prefix_cache: bool = False
-    """requests of different API keys share keys and values, and can then find out what others have asked"""
-    trust_request_chat_template: bool = False
-    """run chat templates that requests bring"""
-    ignore_unknown_fields: bool = False
-    """leave fields of requests unread that this server does not know (default: 400, with the name that may be meant)"""
-    allow_special_tokens: bool = False
-    """special tokens that messages spell out are control tokens, as those of the chat template (default: text)"""
 
     def with_environment(self, environment: Mapping[str, str]) -> ServiceOptions:
         """With keys and secret that come by other ways than the command line; raises ConfigError."""
         if not all(name.strip() for name in self.model_names):
             raise ConfigError("--served-model-name must not be empty: requests could not name the model")
-        piped = [] if self.api_key_fd is None else read_pipe(self.api_key_fd)
-        keys = checked_keys([*self.api_keys, *piped], KEY_OPTION)
+        keys = checked_keys(self.api_keys, KEY_OPTION)
         if environment.get(API_KEY_VARIABLE):
-            keys += checked_keys([environment[API_KEY_VARIABLE]], f"${API_KEY_VARIABLE}")
-        return replace(self, api_keys=keys, api_key_fd=None, secret=environment.get(SECRET_VARIABLE) or None)
+            keys += checked_keys(environment[API_KEY_VARIABLE].split("\n"), f"${API_KEY_VARIABLE}")
+        return replace(self, api_keys=keys, secret=environment.get(SECRET_VARIABLE) or None)
 
 
 def _length(_type: object, tokens: Sequence[Token]) -> int | None:
@@ -245,7 +183,6 @@ def _seed(_type: object, tokens: Sequence[Token]) -> int:
     return int(text)
 
 
-@group("engine")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """How many sequences at once, how long, in how much memory."""
@@ -267,96 +204,27 @@ class EngineOptions:
     enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
     """keep the keys and values of ended requests for those that begin alike"""
     exact: Exact = _ENGINE.exact
-    """outputs equal to the bit. auto: where that takes at most 5% more time; on: or the model is not served; off: each
-    pass as fast as it can be"""
+    """outputs equal to the bit. auto: where that takes at most 5% more time; on: or the model is not served"""
     enforce_eager: bool = False
     """record no CUDA graphs: slower steps, less memory (default: graphs where there is a GPU)"""
     fuse_linears: bool = False
     """on a GPU compute query, key and value, and gate and up, as one product each (a CPU always does)"""
     seed: Annotated[int | None, Parameter(converter=_seed)] = None
-    """where the seeds of requests without one begin: the same requests in the same order give the same outputs
-    (default: drawn at random)"""
+    """where the seeds of requests without one begin, so that a run can be repeated (default: drawn at random)"""
     coupled_sampling: int = _ENGINE.coupled_streams
-    """streams of noise that sampled requests without a seed share, so that what was answered before can be drafted; two
-    answers to one question may be equal. 0: each request has noise of its own"""
+    """streams of noise that sampled requests without a seed share, so that earlier answers can be drafted, and come
+    again; 0: none"""
 
     @property
     def config(self) -> EngineConfig:
         """Raises ConfigError."""
         require_within("--coupled-sampling", self.coupled_sampling, 0, MAX_COUPLED_STREAMS)
+        same = {each.name: getattr(self, each.name) for each in fields(EngineConfig) if hasattr(self, each.name)}
         return EngineConfig(
-            max_num_seqs=self.max_num_seqs,
-            max_model_len=self.max_model_len,
-            max_waiting=self.max_waiting,
-            prefill_chunk_tokens=self.max_num_batched_tokens,
-            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            scheduling_policy=self.scheduling_policy,
-            enable_prefix_caching=self.enable_prefix_caching,
-            exact=self.exact,
-            enforce_eager=self.enforce_eager,
-            fuse_linears=self.fuse_linears,
-            coupled_streams=self.coupled_sampling,
+            **same, prefill_chunk_tokens=self.max_num_batched_tokens, coupled_streams=self.coupled_sampling
         )
 
 
-@group("streams")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamOptions:
-    """What the sizes and times of streams may tell."""
-
-    obfuscation: Literal["asked", "default", "always"] = "asked"
-    """which streams come in even, padded pieces at a steady pace: those that ask for it (include_obfuscation), those
-    that do not decline it, or all, and whole answers too"""
-    obfuscation_tokens: int = OBFUSCATION_TOKENS
-    """tokens of each piece of an obfuscated stream"""
-    obfuscation_interval_s: Annotated[float, Parameter(name="--obfuscation-interval")] = OBFUSCATION_INTERVAL_S
-    """seconds between the pieces of an obfuscated stream; 0 sends each when it is complete"""
-
-
-@group("page")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageOptions:
-    """The page at /, and what streams say about drafts."""
-
-    no_page: bool = False
-    """no page at /, and no details of drafts in streams (default: both)"""
-    allow_draft_details: bool = False
-    """with --no-page: streams may still say which tokens were drafted (`stream_options.include_drafts`)"""
-
-
-@group("tools")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolOptions:
-    """How the model writes tool calls, and what it thinks."""
-
-    tool_call_parser: Annotated[
-        str,
-        Parameter(
-            help="how the model writes tool calls: auto (as its chat template says), none, or one of "
-            + ", ".join(TOOL_FORMATS)
-        ),
-    ] = AUTO
-    reasoning_parser: Annotated[
-        str,
-        Parameter(
-            help="how it writes what it thinks before it answers: auto, none, or one of " + ", ".join(REASONING_FORMATS)
-        ),
-    ] = AUTO
-    exclude_tools_when_tool_choice_none: bool = False
-    """do not tell the model of tools where a request's tool_choice is none"""
-
-    def check(self) -> None:
-        """Raise ConfigError."""
-        for option, name, known in (
-            ("--tool-call-parser", self.tool_call_parser, TOOL_FORMATS),
-            ("--reasoning-parser", self.reasoning_parser, REASONING_FORMATS),
-        ):
-            if name not in (AUTO, OFF, *known):
-                raise ConfigError(f"{option}: no parser {name!r}: give {AUTO}, {OFF} or one of {', '.join(known)}")
-
-
-@group("speculation")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
     """How drafts are made and by what."""
@@ -390,7 +258,6 @@ class SpeculationOptions:
         )
 
 
-@group("cache")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
     """How large the retrieval cache is, where it is kept, whom it is shared with."""
@@ -404,8 +271,7 @@ class CacheOptions:
     cache_dir: Path | None = None
     """keep the cache here (default: nothing outlives the process)"""
     cache_memory_bytes: int = _CACHE.memory_bytes
-    """keep private copies of the cache's files up to this much; what is beyond is mapped and shared with other
-    servers"""
+    """private copies of the cache's files; what is beyond is mapped and shared with other servers"""
     warm_directories: Annotated[tuple[Path, ...], Parameter(name="--warm")] = ()
     """draft from what `ssd-cache build` wrote; repeatable"""
     redis: str | None = field(default=None, repr=False)
@@ -428,7 +294,6 @@ class CacheOptions:
         )
 
 
-@group("logs and traces")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveOptions:
     """What an operator sees: logs, spans, what answers tell of their drafts."""
@@ -441,7 +306,9 @@ class ObserveOptions:
     """no line for each request (default: one; of probes, metrics and the page's counters at --log-level debug)"""
     otlp_traces_endpoint: str | None = None
     """send a span of each generation to this OpenTelemetry collector, by HTTP; needs the extra telemetry"""
-    spec_decode_metrics: Annotated[SpecDecodeMetrics, Parameter(name="--per-request-spec-decode-metrics")] = "none"
+    spec_decode_metrics: Annotated[
+        Literal["none", "summary", "detailed"], Parameter(name="--per-request-spec-decode-metrics")
+    ] = "none"
     """answers of one choice say how their drafts fared, detailed: each draft"""
 
 

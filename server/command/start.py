@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,10 +26,9 @@ from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options
 from server.command.checks import check_before_loading, find_generation_config
 from server.command.flags import spelled
-from server.command.keys import read_key_file
+from server.command.keys import API_KEY_VARIABLE, read_key_file
 from server.command.listen import (
     HttpServer,
-    Progress,
     allow_open_files,
     give_up,
     listen,
@@ -38,7 +37,7 @@ from server.command.listen import (
     url_of,
     within_files,
 )
-from server.command.options import API_KEY_VARIABLE, ModelOptions
+from server.command.options import ModelOptions
 from server.endpoints.app import create_app
 from server.observe.logs import set_up_logging, tell
 from server.observe.spans import Spans, make_spans
@@ -94,31 +93,18 @@ _LONGEST_LOOK_S = 4.0
 
 def make_settings(options: Options) -> ServerSettings:
     """What the endpoints need; raises ConfigError or ModelError when the model is not there."""
-    service = options.service
+    groups = (options.requests, options.cors, options.streams, options.page, options.tools)
     return ServerSettings(
-        model_names=service.model_names or (options.model.name,),
+        **{each.name: getattr(group, each.name) for group in groups for each in fields(group)},
+        model_names=options.service.model_names or (options.model.name,),
         model=options.model.path,
         namespace=options.cache.namespace,
         adapters=options.model.adapters,
-        api_keys=service.api_keys,
-        share_cache_across_keys=service.share_cache_across_keys,
-        share_prefix_cache=service.share_prefix_cache,
-        ignore_unknown_fields=service.ignore_unknown_fields,
-        allow_special_tokens=service.allow_special_tokens,
-        tool_call_parser=options.tools.tool_call_parser,
-        reasoning_parser=options.tools.reasoning_parser,
-        exclude_tools_when_tool_choice_none=options.tools.exclude_tools_when_tool_choice_none,
-        page=not options.page.no_page,
-        allow_draft_details=options.page.allow_draft_details,
-        obfuscation=options.streams.obfuscation,
-        obfuscation_tokens=options.streams.obfuscation_tokens,
-        obfuscation_interval_s=options.streams.obfuscation_interval_s,
-        trust_request_chat_template=service.trust_request_chat_template,
+        api_keys=options.service.api_keys,
         spec_decode_metrics=options.observe.spec_decode_metrics,
-        logs_requests=not options.observe.no_access_log,
+        no_access_log=options.observe.no_access_log,
         limits=options.limits,
         root_path=options.network.root_path,
-        cors=options.network.cors,
         sampling_defaults=_sampling_defaults(options.model),
     )
 
@@ -133,7 +119,7 @@ def make_tenants(options: Options, settings: ServerSettings, secret: bytes | Non
         path=service.tenants_file,
     )
     has_keys = bool(service.api_keys) or key_file is not None or service.tenants_file is not None
-    has_own_caches = has_keys and not service.share_cache_across_keys
+    has_own_caches = has_keys and not options.requests.share_cache_across_keys
     if redis_url is not None and has_own_caches and secret is None:
         raise ConfigError(
             f"--redis with API keys needs one secret for all servers, or none would find another's caches: give "
@@ -159,7 +145,6 @@ class EngineLoader:
         self._log: RedisLog | None = None
         self.noise = OpenNoise()
         """What coupled noise is made of, once it is known."""
-        self.progress = Progress()
 
     @property
     def log(self) -> RedisLog | None:
@@ -176,7 +161,7 @@ class EngineLoader:
         from ssd.text.codec import TextCodec
 
         transformers_logging.disable_progress_bar()
-        options, reach = self._options, self.progress.reach
+        options, reach = self._options, partial(log.info, "starting: %s")
         self.noise = open_noise(options, self._secret, resources.callback)
         reach("reading the tokenizer")
         codec = TextCodec.load(
@@ -393,7 +378,7 @@ def serve(
     def summary(engine: Engine) -> dict[str, object]:
         return summary_of(engine, options, settings, len(tenants.accounts()), loader.noise.root)
 
-    server = HttpServer(config, worker, loader.progress, summary, address, timeout_s)
+    server = HttpServer(config, worker, summary, address, timeout_s)
     log.info("loading %s; %s answers /live now and /health once it is ready", options.model.path, address)
     worker.start()
     if tenants.is_closed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,13 +15,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from server.admission.account import RATE_HEADERS
-from server.admission.gate import Gate, RootPath, account_of
+from server.admission.gate import Gate, account_of
 from server.admission.opening import tenants_of
 from server.admission.registry import Tenants
+from server.answers.sending import ClientGone
 from server.answers.wire import json_text
 from server.base.errors import RETRY_AFTER_S, ApiError, answer_error, answer_http_exception, model_not_found
-from server.base.settings import VERSION, Cors, ServerSettings
-from server.endpoints.generate import add_generation
+from server.base.settings import VERSION, ServerSettings
 from server.endpoints.openapi import describe
 from server.endpoints.service import Service
 from server.observe.access import Access, SpanSink
@@ -30,10 +30,65 @@ from server.page.routes import add_files, add_page, docs_files, page_files
 from server.running.engine_thread import Worker, WorkerState
 from server.schema.anthropic import AnthropicBody, CountTokensBody
 from server.schema.body import ELSEWHERE, IGNORED, REFUSED, renaming
-from server.schema.chat import ChatBody, DetokenizeBody
-from server.schema.generate import CompletionBody
+from server.schema.chat import ChatBody, ChatForm, DetokenizeBody
+from server.schema.generate import CompletionBody, StreamOptions
 from server.schema.responses import ResponsesBody
 from ssd.errors import ConfigError, SSDError
+
+_Asked = CompletionBody | ChatBody | ResponsesBody | AnthropicBody
+_GENERATION: dict[str, tuple[str, type[_Asked]]] = {
+    "/v1/completions": ("completions", CompletionBody),
+    "/v1/chat/completions": ("chat_completions", ChatBody),
+    "/v1/responses": ("responses", ResponsesBody),
+    "/v1/messages": ("messages", AnthropicBody),
+}
+_STORED: dict[str, tuple[str, ...]] = {
+    "/v1/responses/{id}": ("GET", "DELETE"),
+    "/v1/responses/{id}/cancel": ("POST",),
+    "/v1/responses/{id}/input_items": ("GET",),
+    "/v1/responses/compact": ("POST",),
+    "/v1/chat/completions": ("GET",),
+    "/v1/chat/completions/{id}": ("GET", "POST", "DELETE"),
+    "/v1/chat/completions/{id}/messages": ("GET",),
+}
+"""What OpenAI answers from its store, by path and methods."""
+_CLIENT_CLOSED_REQUEST = 499
+
+
+def add_generation(app: FastAPI, service: Service) -> None:
+    """All of them; nothing is stored."""
+    for path, (name, schema) in _GENERATION.items():
+        app.add_api_route(path, _generates(service, schema), methods=["POST"], name=name)
+    options: dict[str, Any] = {"include_in_schema": False}
+    for path, methods in _STORED.items():
+        app.add_api_route(path, _nothing_stored, methods=list(methods), **options)
+
+
+def _generates(service: Service, schema: type[_Asked]) -> Callable[[Request], Awaitable[Response]]:
+    async def generate(request: Request) -> Response:
+        asked = await service.read(request, schema)
+        body = asked.chat if isinstance(asked, ChatForm) else asked
+        with renaming(asked.chat_names):
+            answer = await service.start(body, account_of(request.scope), asked)
+        if body.stream:
+            options = asked.events if isinstance(asked, ChatForm) else body.stream_options
+            return service.answers.stream(answer, options or StreamOptions())
+        try:
+            return await service.answers.whole(answer, request.receive)
+        except ClientGone:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        finally:
+            answer.generation.close()
+
+    return generate
+
+
+async def _nothing_stored(_request: Request) -> Response:
+    raise ApiError(
+        404,
+        "this server stores no responses and no chat completions: send the whole conversation with each request",
+        code="not_stored",
+    )
 
 
 def add_models(app: FastAPI, service: Service) -> None:
@@ -153,8 +208,7 @@ def add_admin(app: FastAPI, service: Service) -> None:
         return await lane.run(tenants.delete_cache, account.name)
 
 
-_BODIES = (ChatBody, CompletionBody, AnthropicBody, ResponsesBody)
-_FIELDS = frozenset[str]().union(*(body.model_fields for body in _BODIES), IGNORED, REFUSED, ELSEWHERE)
+_FIELDS = frozenset[str]().union(*(body.model_fields for _, body in _GENERATION.values()), IGNORED, REFUSED, ELSEWHERE)
 
 
 def create_app(
@@ -185,20 +239,27 @@ def create_app(
 
     # Its own pages of the API would have browsers load scripts from another host.
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.root_path = settings.root_path  # requests come with it and without
     docs = docs_files()
-    files = page_files() if settings.page else {}
+    files = {} if settings.no_page else page_files()
     app.add_middleware(Gate, tenants=tenants, open_paths=docs | files, let_in=worker.let_in, let_out=worker.let_out)
-    _allow_other_sites(app, settings.cors)  # around the gate: pages may read refusals too
+    if settings.allowed_origins:  # around the gate: pages may read refusals too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+            expose_headers=("x-request-id", "retry-after", *RATE_HEADERS),
+        )
     app.add_middleware(  # around all that may refuse
         Access,
         counts=service.metrics.http,
         paths=lambda: [path for route in app.routes if (path := getattr(route, "path", None))],
         fields=_FIELDS,
-        writes_lines=settings.logs_requests,
+        writes_lines=not settings.no_access_log,
         span=span,
     )
-    if settings.root_path:
-        app.add_middleware(RootPath, root_path=settings.root_path)
     for kind in (SSDError, ApiError):
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
@@ -207,20 +268,8 @@ def create_app(
     add_tokenizer(app, service)
     add_state(app, service)
     add_files(app, docs)
-    if settings.page:
+    if not settings.no_page:
         add_page(app, files, worker, settings, tenants, service.lanes.answers)
     add_admin(app, service)
     describe(app, needs_key=tenants.is_closed)
     return app
-
-
-def _allow_other_sites(app: FastAPI, cors: Cors) -> None:
-    if cors.origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=cors.origins,
-            allow_methods=cors.methods,
-            allow_headers=cors.headers,
-            allow_credentials=cors.credentials,
-            expose_headers=("x-request-id", "retry-after", *RATE_HEADERS),
-        )

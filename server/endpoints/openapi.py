@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 
 from server.schema.anthropic import AnthropicBody, CountTokensBody
 from server.schema.body import Body
@@ -41,39 +42,28 @@ _ABOUT = {
 _OPEN = frozenset({"/live", "/health", "/version", "/metrics"})
 _PLACE = "#/components/schemas/{model}"
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error", "request_id"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {
-                "type": {"type": "string"},
-                "message": {"type": "string"},
-                "details": {"type": "object"},
-            },
-        },
-        "request_id": {"type": ["string", "null"]},
-    },
-}
+
+class _Said(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: _Said
+
+
+class _AnthropicSaid(BaseModel):
+    type: str
+    message: str
+    details: dict[str, Any] = {}
+
+
+class AnthropicError(BaseModel):
+    type: Literal["error"]
+    error: _AnthropicSaid
+    request_id: str | None
 
 
 def describe(app: FastAPI, *, needs_key: bool) -> None:
@@ -90,7 +80,9 @@ def describe(app: FastAPI, *, needs_key: bool) -> None:
 
 
 def _complete(description: dict[str, Any], needs_key: bool) -> None:
-    schemas: dict[str, Any] = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+    schemas: dict[str, Any] = {}
+    for kind in (Error, AnthropicError):
+        _reference(kind, schemas)
     components: dict[str, Any] = {"schemas": schemas}
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -107,14 +99,16 @@ def _complete(description: dict[str, Any], needs_key: bool) -> None:
 
 def _body(kinds: tuple[type[Body], ...], schemas: dict[str, Any]) -> dict[str, Any]:
     """A reference to the schema of a body, whose own parts go to ``schemas``."""
-    references = []
-    for kind in kinds:
-        schema = kind.model_json_schema(ref_template=_PLACE)
-        schemas |= schema.pop("$defs", {})
-        schemas[kind.__name__] = schema
-        references.append({"$ref": _PLACE.format(model=kind.__name__)})
+    references = [_reference(kind, schemas) for kind in kinds]
     chosen = references[0] if len(references) == 1 else {"anyOf": references}
     return {"required": True, "content": {"application/json": {"schema": chosen}}}
+
+
+def _reference(kind: type[BaseModel], schemas: dict[str, Any]) -> dict[str, str]:
+    schema = kind.model_json_schema(ref_template=_PLACE)
+    schemas |= schema.pop("$defs", {})
+    schemas[kind.__name__] = schema
+    return {"$ref": _PLACE.format(model=kind.__name__)}
 
 
 def _responses(path: str) -> dict[str, Any]:

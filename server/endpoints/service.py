@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request
 
 from server.admission.account import Account, Budget
-from server.admission.bodies import BodyReader
+from server.admission.connections import BodyReader
 from server.admission.gate import account_of, may_learn
 from server.admission.lanes import Lanes
 from server.admission.registry import Tenants
@@ -102,7 +102,6 @@ class Service:
         return self.worker.engine
 
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
-        """The answer of /tokenize."""
         engine = self._engine_for(body)
         if isinstance(body, TokenizeChatBody):
             tokens, texts = await self._chats.tokenize(engine, body)
@@ -111,7 +110,6 @@ class Service:
         return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": texts}
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
-        """The answer of /detokenize."""
         return {"prompt": await self._texts.detokenize(self._engine_for(body), body.tokens)}
 
     async def start(self, body: CompletionBody | ChatBody, account: Account, asked: Body) -> Answer:
@@ -226,7 +224,7 @@ class Service:
         return generation
 
     def _require_draft_details(self) -> None:
-        if not (self.settings.page or self.settings.allow_draft_details):
+        if self.settings.no_page and not self.settings.allow_draft_details:
             raise RequestError(
                 "include_drafts is not allowed here: the operator started the server with --no-page; "
                 "--allow-draft-details allows it without the page",

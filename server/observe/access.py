@@ -7,12 +7,12 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.admission.gate import path_below_root
-from server.base.record import Record, begin_record, read_trace_context
+from server.base.record import Record, begin_record, trace_headers
 from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)
@@ -43,55 +43,41 @@ class HttpCounts:
         self.num_under_way = 0
 
 
-class SpanSink(Protocol):
-    """Takes a span of a request that has ended; returns its trace id and its own, in hexadecimal."""
-
-    def __call__(self, record: Record, path: str, ended_s: float) -> tuple[str, str]: ...
+SpanSink = Callable[[Record, str, float], tuple[str, str]]
+"""Takes a span of a request that has ended, its path and when; returns its trace id and its own, in hexadecimal."""
 
 
+@dataclass(slots=True, kw_only=True)
 class Access:
-    """ASGI middleware around all that may refuse: makes a request's record and tells of it when its end was sent.
+    """ASGI middleware around all that may refuse: makes a request's record and tells of it when its end was sent."""
 
-    ``paths`` gives the application's own; what else is asked for may hold anything, and is called "other".
-    ``fields`` : of requests, whose names may be told.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        counts: HttpCounts,
-        paths: Callable[[], Iterable[str]],
-        fields: Container[str] = (),
-        writes_lines: bool,
-        span: SpanSink | None,
-    ) -> None:
-        self._app = app
-        self._counts = counts
-        self._find_paths = paths
-        self._paths: frozenset[str] | None = None
-        self._fields = fields
-        self._writes_lines = writes_lines
-        self._span = span
+    app: ASGIApp = field(kw_only=False)
+    counts: HttpCounts
+    paths: Callable[[], Iterable[str]]
+    """The application's own; what else is asked for may hold anything, and is called "other"."""
+    fields: Container[str] = ()
+    """Of requests, whose names may be told."""
+    writes_lines: bool
+    span: SpanSink | None
+    _paths: frozenset[str] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         record = begin_record()
-        record.trace = read_trace_context(scope["headers"])
+        record.trace = trace_headers(scope["headers"])
 
         async def send_and_note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
             await send(message)
 
-        self._counts.num_under_way += 1
+        self.counts.num_under_way += 1
         try:
-            await self._app(scope, receive, send_and_note)
+            await self.app(scope, receive, send_and_note)
         finally:
-            self._counts.num_under_way -= 1
+            self.counts.num_under_way -= 1
             self._tell(scope, record)
 
     def _tell(self, scope: Scope, record: Record) -> None:
@@ -100,16 +86,17 @@ class Access:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         status = record.status or _CLIENT_LEFT
         record.is_gone |= status == _CLIENT_LEFT
-        self._counts.requests[path, method, str(status)] += 1
+        self.counts.requests[path, method, str(status)] += 1
         if record.refusal is not None and record.refusal != "failed" and status >= 400:
-            self._counts.refused[record.refusal] += 1
+            self.counts.refused[record.refusal] += 1
         ids: tuple[str, str] | None = None
-        if self._span is not None and record.num_choices:
-            ids = self._span(record, path, ended)
-        elif record.trace is not None:
-            ids = record.trace.trace_id, record.trace.parent_id
+        if self.span is not None and record.num_choices:
+            ids = self.span(record, path, ended)
+        elif record.trace:
+            _, trace_id, parent_id, *_ = record.trace["traceparent"].split("-")
+            ids = trace_id, parent_id
         level = logging.DEBUG if path in PROBES and status in _PROBED else logging.INFO
-        if self._writes_lines and log.isEnabledFor(level):
+        if self.writes_lines and log.isEnabledFor(level):
             facts = {"method": method, "path": path, "status": status, **self._asked(scope, record, path)}
             log.log(level, Fields("request", **facts, **_came_to(record, ended, ids)))
 
@@ -120,14 +107,14 @@ class Access:
         return {
             "request_id": record.request_id,
             "tenant": record.tenant,
-            "param": param if param is None or param in self._fields else "other",
+            "param": param if param is None or param in self.fields else "other",
             "asked": None if beginning is None else beginning[0],
         }
 
     def _path(self, scope: Scope) -> str:
         """The path as the application knows it, without what a client put in a place of its choice."""
         if self._paths is None:
-            self._paths = frozenset(self._find_paths())
+            self._paths = frozenset(self.paths())
         path = path_below_root(scope)
         if path in self._paths:
             return path

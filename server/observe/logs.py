@@ -119,7 +119,6 @@ class JsonFormatter(logging.Formatter):
     """One object a line: ``time`` in UTC, ``level``, ``logger``, ``message``, and what `Fields` hold beside it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{moment}.{int(record.msecs):03d}Z",

@@ -10,25 +10,122 @@ import platform
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from server.admission.account import REFUSALS
 from server.admission.registry import Tenants
 from server.base.settings import VERSION
 from server.observe.access import HttpCounts
-from server.observe.families import Families, NamespaceFamilies
 from server.observe.logs import num_dropped_lines
 from server.running.engine_thread import Worker, WorkerState
 from server.running.generation import LABELS, Latencies
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
+
+COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
+
+
+class Families:
+    """Makes families whose samples all have the labels of one model."""
+
+    def __init__(self, labels: tuple[str, str]) -> None:
+        self.labels = labels
+
+    def by(
+        self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, names: str | tuple[str, ...],
+        values: Mapping[Any, float],
+    ) -> Metric:  # fmt: skip
+        """Numbers by one more label, or several. The exposition adds ``_total`` to the name of what only grows."""
+        more = (names,) if isinstance(names, str) else names
+        family = kind(name, text, labels=[*LABELS, *more])
+        for each, value in values.items():
+            family.add_metric([*self.labels, *((each,) if isinstance(each, str) else each)], value)
+        return family
+
+    def of(self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, value: float) -> Metric:
+        return self.by(kind, name, text, (), {(): value})
+
+    def info(self, name: str, text: str, **facts: str) -> Metric:
+        """Facts, as the labels of a gauge that is 1."""
+        return self.by(GAUGE, name, text, tuple(facts), {tuple(facts.values()): 1.0})
+
+    def histogram(self, name: str, text: str, histogram: Any) -> Metric:
+        """Numbers by ascending ``bounds`` they are not above; one more of ``counts``, and their ``total``."""
+        bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+        counts = map(float, accumulate(list(histogram.counts)))
+        family = HistogramMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self.labels, list(zip(bounds, counts, strict=True)), histogram.total)
+        return family
+
+
+MOST_NAMED = 64
+"""Namespaces that have labels of their own: each is a time series for every number."""
+OTHERS = "(others)"
+"""No namespace is called so: brackets are refused."""
+
+_SIZES = frozenset({
+    "num_tokens", "num_static_tokens", "num_borrowed_tokens", "num_kept_tokens", "num_tail_tokens", "num_segments",
+    "generation", "is_connected", "num_queued", "lag_seconds",
+})  # fmt: skip
+"""Statistics that may shrink; all others only grow."""
+
+_GREATEST = frozenset({"lag_seconds"})
+"""Of the other namespaces together, the greatest and not the sum."""
+
+
+class NamespaceFamilies:
+    """Makes families of the namespaces' statistics, dataclasses of one kind; ``num_x`` becomes ``x``.
+
+    Fields that are no numbers are left out.
+
+    The first 64 namespaces that are seen keep their names for the life of the process. What grows is added up for the
+    others, so that one that is deleted takes nothing back. To be asked by one thread at a time.
+    """
+
+    def __init__(self, prefix: str, texts: Mapping[str, str], families: Families) -> None:
+        """``texts`` : what each number is, by the name of its field."""
+        self._prefix, self._texts, self._families = prefix, texts, families
+        self._named: set[str] = set()
+        self._seen: dict[tuple[str, str], float] = {}
+        self._grown: dict[str, float] = {}
+
+    def collect(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
+        """One family for each number, and how many namespaces there are. O(namespaces)."""
+        yield self._families.of(GAUGE, f"{self._prefix}_namespaces", "Namespaces that are open.", len(stats))
+        self._named |= set([name for name in stats if name not in self._named][: MOST_NAMED - len(self._named)])
+        first = next(iter(stats.values()), None)
+        for name in [each.name for each in fields(first)] if first is not None else ():
+            if not isinstance(getattr(first, name), int | float):
+                continue
+            values = {namespace: float(getattr(counts, name)) for namespace, counts in stats.items()}
+            shown = {namespace: value for namespace, value in values.items() if namespace in self._named}
+            others = {namespace: value for namespace, value in values.items() if namespace not in self._named}
+            if others or name in self._grown:
+                shown[OTHERS] = self._together(name, others)
+            kind = GAUGE if name in _SIZES else COUNTER
+            full = f"{self._prefix}_{name.removeprefix('num_').removeprefix('is_')}"
+            yield self._families.by(kind, full, self._texts.get(name, name), "namespace", shown)
+        self._seen = {key: value for key, value in self._seen.items() if key[0] in stats}
+
+    def _together(self, name: str, values: Mapping[str, float]) -> float:
+        if name in _SIZES:
+            return max(values.values(), default=0.0) if name in _GREATEST else sum(values.values())
+        for namespace, value in values.items():
+            before = self._seen.get((namespace, name), 0.0)
+            self._grown[name] = self._grown.get(name, 0.0) + (value - before if value >= before else value)
+            self._seen[namespace, name] = value
+        return self._grown.get(name, 0.0)
+
 
 NamespaceStats = Callable[[], Mapping[str, Any]]
 """Counts of each namespace: dataclasses of numbers."""
@@ -117,8 +214,8 @@ _STREAM_TEXTS = {
 }
 
 
-class ServerMetrics:
-    """A registry of our own with everything this process exports."""
+class ServerMetrics(Collector):
+    """Everything this process exports, of plain counters at each scrape."""
 
     def __init__(
         self,
@@ -136,11 +233,15 @@ class ServerMetrics:
             "ssd:event_loop_lag_seconds", "By how much the event loop was late, four times a second.", LABELS,
             buckets=_LAG_SECONDS, registry=self._registry,
         ).labels(*labels)  # fmt: skip
+        self._worker, self._tenants, self._sharing_stats = worker, tenants or Tenants(), sharing_stats
+        self._families = families = Families(labels)
+        self._caches = NamespaceFamilies("ssd:cache", _CACHE_TEXTS, families)
+        self._sharing = NamespaceFamilies("ssd:sharing", _SHARING_TEXTS, families)
+        self._streams = NamespaceFamilies("ssd:stream", _STREAM_TEXTS, families)
         ProcessCollector(registry=self._registry)
-        self._registry.register(_Collector(worker, self.http, Families(labels), sharing_stats, tenants or Tenants()))
+        self._registry.register(self)
 
     def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format 0.0.4."""
         with self._scraping:  # what namespaces grew by is added up at each scrape
             return generate_latest(self._registry)
 
@@ -152,64 +253,35 @@ class ServerMetrics:
             await asyncio.sleep(LAG_INTERVAL_S)
             self._loop_lag.observe(max(0.0, loop.time() - due))
 
-
-class _Collector(Collector):
-    """Turns plain counters into metric families at each scrape."""
-
-    def __init__(
-        self,
-        worker: Worker,
-        http: HttpCounts,
-        families: Families,
-        sharing_stats: NamespaceStats | None,
-        tenants: Tenants,
-    ) -> None:
-        self._worker, self._http, self._families, self._tenants = worker, http, families, tenants
-        self._sharing_stats = sharing_stats
-        self._caches = NamespaceFamilies("ssd:cache", _CACHE_TEXTS, families.labels)
-        self._sharing = NamespaceFamilies("ssd:sharing", _SHARING_TEXTS, families.labels)
-        self._streams = NamespaceFamilies("ssd:stream", _STREAM_TEXTS, families.labels)
-
     def collect(self) -> Iterator[Metric]:
         """All families; those of the engine once it is loaded."""
-        families = self._families
+        of, by, http = self._families.of, self._families.by, self.http
         is_ready = self._worker.state is WorkerState.READY
-        yield families.gauge("ssd:ready", "1 while requests are taken.", float(is_ready))
-        yield from self._of_http()
-        yield from self._of_tenants()
-        engine = self._worker.loaded_engine
-        if engine is None:
-            return
-        yield from self._of_engine(engine)
-        if engine.caches is not None:
-            yield from self._caches.collect(self._by_label(engine.caches.stats()))
-            yield families.counter(
-                "ssd:cache_worker_restarts",
-                "How often the process that merges had to be started again.",
-                engine.caches.num_worker_restarts,
-            )
-        if self._sharing_stats is not None:
-            yield from self._of_sharing(self._sharing_stats())
-
-    def _of_http(self) -> Iterator[Metric]:
-        families, counts = self._families, self._http
+        yield of(GAUGE, "ssd:ready", "1 while requests are taken.", float(is_ready))
+        grouped: Counter[tuple[str, str, str]] = Counter()
+        for (path, method, status), number in list(http.requests.items()):
+            grouped[path, method, f"{status[0]}xx"] += number
         requests = CounterMetricFamily(
             "http_requests", "HTTP requests that ended, by path, method and class of status.",
             labels=["handler", "method", "status"],
         )  # fmt: skip
-        grouped: Counter[tuple[str, str, str]] = Counter()
-        for (path, method, status), number in list(counts.requests.items()):
-            grouped[path, method, f"{status[0]}xx"] += number
         for labels, number in grouped.items():
             requests.add_metric(labels, number)
         yield requests
-        yield families.counters(
-            "ssd:requests_refused", "HTTP requests answered with an error of the client's or of load, by reason.",
-            "reason", dict.fromkeys(_REASONS, 0) | dict(counts.refused),
+        yield by(
+            COUNTER, "ssd:requests_refused",
+            "HTTP requests answered with an error of the client's or of load, by reason.", "reason",
+            dict.fromkeys(_REASONS, 0) | dict(http.refused),
         )  # fmt: skip
-        yield families.gauge("ssd:http_requests_under_way", "HTTP requests being handled.", counts.num_under_way)
-        yield families.counter("ssd:log_lines_dropped", "Log lines that nobody read fast enough.", num_dropped_lines())
-        yield families.info("ssd:build_info", "What runs here.", **_build())
+        yield of(GAUGE, "ssd:http_requests_under_way", "HTTP requests being handled.", http.num_under_way)
+        yield of(COUNTER, "ssd:log_lines_dropped", "Log lines that nobody read fast enough.", num_dropped_lines())
+        yield self._families.info("ssd:build_info", "What runs here.", **_build())
+        yield from self._of_tenants()
+        engine = self._worker.loaded_engine
+        if engine is not None:
+            yield from self._of_engine(engine)
+            if self._sharing_stats is not None:
+                yield from self._of_sharing(self._sharing_stats())
 
     def _of_engine(self, engine: Engine) -> Iterator[Metric]:
         families, target, counts = self._families, engine.target, engine.metrics
@@ -222,10 +294,9 @@ class _Collector(Collector):
             num_gpu_blocks=str(target.num_slots),
             enable_prefix_caching=str(engine.config.enable_prefix_caching),
         )
-        for name, (count, text) in _ENGINE_COUNTS.items():
-            yield families.counter(name, text, getattr(counts, count))
-        for name, (size, text) in _ENGINE_SIZES.items():
-            yield families.gauge(name, text, getattr(counts, size))
+        for kind, table in ((COUNTER, _ENGINE_COUNTS), (GAUGE, _ENGINE_SIZES)):
+            for name, (count, text) in table.items():
+                yield families.of(kind, name, text, getattr(counts, count))
         for name, (histogram, text) in _ENGINE_HISTOGRAMS.items():
             yield families.histogram(name, text, getattr(counts.histograms, histogram))
         by_source, finished = dict(counts.by_source), dict(counts.num_requests_finished)
@@ -239,42 +310,36 @@ class _Collector(Collector):
             ("ssd:source_accepted_tokens", "Draft tokens emitted, by source.", "source", accepted),
             ("vllm:request_success", "Choices that ended, by reason.", "finished_reason", ended),
         ):
-            yield families.counters(name, text, label, values)
+            yield families.by(COUNTER, name, text, label, values)
+        if engine.caches is not None:
+            yield from self._caches.collect(self._by_label(engine.caches.stats()))
+            text = "How often the process that merges had to be started again."
+            yield families.of(COUNTER, "ssd:cache_worker_restarts", text, engine.caches.num_worker_restarts)
 
     def _of_tenants(self) -> Iterator[Metric]:
         """What each used, by name, never by key; none where there are no tenants."""
         uses = {account.name: account.use for account in self._tenants.accounts()}
         if not uses:
             return
+        by = self._families.by
         for name, text in _TENANT_COUNTS.items():
             used = {tenant: getattr(use, f"num_{name}") for tenant, use in uses.items()}
-            yield self._families.counters(f"ssd:tenant_{name}", text, "tenant", used)
-        labels = [*LABELS, "tenant"]
-        refused = CounterMetricFamily(
-            "ssd:tenant_refused", "Requests that were answered 429, by what was used up.", labels=[*labels, "reason"]
-        )
-        in_flight = GaugeMetricFamily("ssd:tenant_in_flight", "Choices that wait or run.", labels=labels)
-        for tenant, use in uses.items():
-            in_flight.add_metric([*self._families.labels, tenant], use.num_in_flight)
-            for reason in REFUSALS:
-                refused.add_metric([*self._families.labels, tenant, reason], use.num_refused[reason])
-        yield refused
-        yield in_flight
+            yield by(COUNTER, f"ssd:tenant_{name}", text, "tenant", used)
+        refused = {(tenant, reason): use.num_refused[reason] for tenant, use in uses.items() for reason in REFUSALS}
+        text = "Requests that were answered 429, by what was used up."
+        yield by(COUNTER, "ssd:tenant_refused", text, ("tenant", "reason"), refused)
+        in_flight = {tenant: use.num_in_flight for tenant, use in uses.items()}
+        yield by(GAUGE, "ssd:tenant_in_flight", "Choices that wait or run.", "tenant", in_flight)
 
     def _of_sharing(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
         """``stats`` : of the log, by the one namespace it is named after."""
         yield from self._sharing.collect(self._by_label(stats))
         for log in stats.values():
             yield from self._streams.collect(self._by_label(log.streams))
-            yield self._families.histogram(
-                "ssd:sharing_delay_seconds",
-                "From when an entry of another replica was appended to when it was stored here, by Redis' clock.",
-                log.delays,
-            )
-            yield self._families.counters(
-                "ssd:sharing_refusals", "Calls that failed and entries that were skipped, by reason.", "reason",
-                log.refusals,
-            )  # fmt: skip
+            text = "From when an entry of another replica was appended to when it was stored here, by Redis' clock."
+            yield self._families.histogram("ssd:sharing_delay_seconds", text, log.delays)
+            text = "Calls that failed and entries that were skipped, by reason."
+            yield self._families.by(COUNTER, "ssd:sharing_refusals", text, "reason", log.refusals)
 
     def _by_label(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """Of tenants' own namespaces by the tenants' names."""

@@ -14,7 +14,6 @@ from server.base.settings import VERSION
 from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
@@ -53,6 +52,7 @@ class Spans:
     def __call__(self, record: Record, path: str, ended_s: float) -> tuple[str, str]:
         """Queue the span of a request; returns the ids of its trace and its own, in hexadecimal."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         offset_ns = time.time_ns() - int(time.perf_counter() * 1e9)
 
@@ -62,7 +62,7 @@ class Spans:
         operation = _OPERATIONS.get(path, "chat")
         span = self._tracer.start_span(
             f"{operation} {record.model}",
-            context=_parent(record),
+            context=TraceContextTextMapPropagator().extract(record.trace),
             kind=SpanKind.SERVER,
             attributes=_attributes(record, path, operation, ended_s),
             start_time=at(record.received_s),
@@ -128,21 +128,6 @@ def _told_once(exporter: SpanExporter, name: str) -> SpanExporter:
 
     exporter.export = told  # type: ignore[method-assign]
     return exporter
-
-
-def _parent(record: Record) -> Context | None:
-    if record.trace is None:
-        return None
-    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, set_span_in_context
-
-    context = SpanContext(
-        trace_id=int(record.trace.trace_id, 16),
-        span_id=int(record.trace.parent_id, 16),
-        is_remote=True,
-        trace_flags=TraceFlags(TraceFlags.SAMPLED if record.trace.is_sampled else TraceFlags.DEFAULT),
-        trace_state=TraceState.from_header([record.trace.state]),
-    )
-    return set_span_in_context(NonRecordingSpan(context))
 
 
 def _attributes(record: Record, path: str, operation: str, ended_s: float) -> dict[str, Any]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.staticfiles import StaticFiles
 
 from server.admission.account import Account
 from server.admission.gate import account_of
@@ -22,12 +21,6 @@ from server.running.engine_thread import Worker
 
 _PAGE = Path(__file__).parent / "static"
 _DOCS = Path(__file__).parent / "docs"
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 _POLICY = "; ".join(
     [
         "default-src 'self'",
@@ -51,39 +44,20 @@ SECURITY_HEADERS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    """A file as it is answered; ``etag`` : changes when the content does."""
-
-    content: bytes
-    media_type: str
-    etag: str
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """A browser keeps the file, and asks each time whether it is still the same."""
-        return {**SECURITY_HEADERS, "etag": self.etag, "cache-control": "no-cache"}
-
-
-def page_files() -> dict[str, PageFile]:
+def page_files() -> dict[str, Path]:
     """Those of / by their path in the service; they lie below /page/, as its own links have it."""
-    files = {f"/page/{path.name}": _read(path) for path in sorted(_PAGE.iterdir())}
+    files = {f"/page/{path.name}": path for path in sorted(_PAGE.iterdir())}
     files["/"] = files.pop("/page/index.html")
     files["/favicon.ico"] = files["/page/icon.svg"]
     return files
 
 
-def docs_files() -> dict[str, PageFile]:
+def docs_files() -> dict[str, Path]:
     """Those of /docs by their path in the service; they lie below it."""
-    files = {f"/docs/{path.name}": _read(path) for path in sorted(_DOCS.iterdir())}
+    files = {f"/docs/{path.name}": path for path in sorted(_DOCS.iterdir())}
     files["/docs"] = files.pop("/docs/docs.html")
-    files["/docs/icon.svg"] = _read(_PAGE / "icon.svg")
+    files["/docs/icon.svg"] = _PAGE / "icon.svg"
     return files
-
-
-def _read(path: Path) -> PageFile:
-    content = path.read_bytes()
-    return PageFile(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
 def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
@@ -136,7 +110,7 @@ def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, accou
     return found
 
 
-def add_files(app: FastAPI, files: Mapping[str, PageFile]) -> None:
+def add_files(app: FastAPI, files: Mapping[str, Path]) -> None:
     """Files of a page by their paths, open to everybody."""
     for path, file in files.items():
         app.add_route(path, _answers(file), methods=["GET", "HEAD"], include_in_schema=False)
@@ -144,7 +118,7 @@ def add_files(app: FastAPI, files: Mapping[str, PageFile]) -> None:
 
 def add_page(
     app: FastAPI,
-    files: Mapping[str, PageFile],
+    files: Mapping[str, Path],
     worker: Worker,
     settings: ServerSettings,
     tenants: Tenants,
@@ -159,10 +133,13 @@ def add_page(
         return JSONResponse(found, headers={**SECURITY_HEADERS, "cache-control": "no-store"})
 
 
-def _answers(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
+def _answers(path: Path) -> Callable[[Request], Awaitable[Response]]:
+    files, status = StaticFiles(directory=path.parent), path.stat()
+
     async def answer(request: Request) -> Response:
-        if file.etag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=file.headers)
-        return Response(file.content, media_type=file.media_type, headers=file.headers)
+        """A browser keeps the file, and asks each time whether it is still the same."""
+        response = files.file_response(path, status, request.scope)
+        response.headers.update({**SECURITY_HEADERS, "cache-control": "no-cache"})
+        return response
 
     return answer

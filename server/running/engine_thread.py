@@ -59,7 +59,6 @@ class Inbox:
         return len(self._arrived)
 
     def put(self, request_id: str, delivery: RequestOutput | Exception) -> None:
-        """To be called on the event loop."""
         self._arrived.append((request_id, delivery))
         _wake(self._waiter)
 
@@ -129,11 +128,9 @@ class Worker:
 
     @property
     def num_requests(self) -> int:
-        """Requests submitted and not yet ended."""
         return len(self._inboxes)
 
     def start(self) -> None:
-        """Begin to load; returns at once."""
         self._thread.start()
 
     def submit(self, request: Request, inbox: Inbox) -> None:

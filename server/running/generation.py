@@ -92,7 +92,6 @@ class Usage:
     reasoning_tokens: int | None = None
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
         counts: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -249,7 +248,6 @@ class Generation:
             )
 
     async def finish(self) -> None:
-        """Wait until all choices have ended."""
         async for _ in self.outputs():
             pass
 

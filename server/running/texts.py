@@ -125,7 +125,6 @@ class Texts:
         return await self._lanes.tools.run(call)
 
     async def detokenize(self, engine: Engine, tokens: list[int]) -> str:
-        """The text of token ids."""
         codec, most = codec_of(engine), max(_MOST_DETOKENIZED, engine.max_model_len)
         if len(tokens) > most:
             raise RequestError(
@@ -136,7 +135,6 @@ class Texts:
         return await self._lanes.tools.run(codec.decode, tokens)
 
     def most_tokens(self, engine: Engine) -> int:
-        """Prompt tokens that one request may have."""
         return max(self._limits.max_request_tokens, engine.max_model_len)
 
     def _conversation(

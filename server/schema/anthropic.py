@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr, TypeAdapter
 
 from server.base.errors import NO_THREADS, ApiError
 from server.base.limits import Limits
-from server.schema.body import IGNORED, Body, Part, Refused, renaming
-from server.schema.chat import ChatForm, Conversation, TokenizeChatBody, function_choice, string_of
+from server.schema.body import IGNORED, Body, Part, Refused, checked, renaming
+from server.schema.chat import ChatForm, Conversation, TokenizeChatBody, function_choice
 from server.schema.generate import CommonFields
 from ssd.errors import RequestError, shown
 
@@ -41,20 +41,78 @@ _REFUSED: Refused = {
 """Fields that would change the output, or where it is made, each with values that mean "without it" and the reason."""
 
 
-_ROLES = ("user", "assistant", "system")
-_FIELDS: dict[str, frozenset[str]] = {
-    "text": frozenset({"text", "citations"}),
-    "thinking": frozenset({"thinking", "signature"}),
-    "redacted_thinking": frozenset({"data"}),
-    "tool_use": frozenset({"id", "name", "input", "caller", "toolset_name"}),
-    "tool_result": frozenset({"tool_use_id", "content", "is_error", "toolset_name"}),
-}
-"""Blocks, and what each may hold beside its type and ``cache_control``, which is a hint to a cache that needs none."""
-_BLOCKS_OF: dict[str, tuple[str, ...]] = {
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "system": ("text",),
-}
+class _Block(Part):
+    cache_control: Any = None  # a hint to a cache that needs none
+
+
+class _Text(_Block):
+    type: Literal["text"]
+    text: str
+    citations: Any = None
+
+
+class _Thinking(_Block):
+    type: Literal["thinking"]
+    thinking: str
+    signature: Any = None
+
+
+class _Redacted(_Block):
+    """Only who wrote it can read it."""
+
+    type: Literal["redacted_thinking"]
+    data: Any = None
+
+
+class _Use(_Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Any = None
+    toolset_name: Any = None
+
+
+_of_text = BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given)
+_Texts = Annotated[list[_Text], Field(fail_fast=True), _of_text]
+
+
+class _Result(_Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Texts = Field(default_factory=list)
+    is_error: bool = False
+    toolset_name: Any = None
+
+    @property
+    def text(self) -> str:
+        """What came of a call; that it went wrong is told in words, where they do not say so."""
+        text = _joined(self.content)
+        return f"Error: {text}" if self.is_error and not text.lower().startswith("error") else text
+
+
+_Said = Annotated[_Text | _Thinking | _Redacted | _Use, Field(discriminator="type")]
+_Asked = Annotated[_Text | _Result, Field(discriminator="type")]
+
+
+class _UserTurn(Part):
+    role: Literal["user"]
+    content: Annotated[list[_Asked], Field(fail_fast=True), _of_text]
+
+
+class _AssistantTurn(Part):
+    role: Literal["assistant"]
+    content: Annotated[list[_Said], Field(fail_fast=True), _of_text]
+
+
+class _SystemTurn(Part):
+    role: Literal["system"]
+    content: _Texts
+
+
+_Turn = Annotated[_UserTurn | _AssistantTurn | _SystemTurn, Field(discriminator="role")]
+_TURNS: TypeAdapter[list[_Turn]] = TypeAdapter(Annotated[list[_Turn], Field(fail_fast=True)])
+_SYSTEM: TypeAdapter[list[_Text]] = TypeAdapter(_Texts)
 
 
 def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[str, Any]]:
@@ -63,11 +121,24 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
     The results of tools become messages of their own. Raises RequestError (``param`` "messages" or "system") for what
     cannot become a message, and names it.
     """
-    conversation = _Turns()
+    conversation = Conversation()
     if system is not None:
-        conversation.add("system", _joined(_blocks(system, "system", "system", "system"), "system"))
-    for number, turn in enumerate(turns):
-        conversation.take(turn, f"messages[{number}]")
+        conversation.add("system", _joined(checked(_SYSTEM, system, "system")))
+    for turn in checked(_TURNS, turns, "messages"):
+        texts: list[_Text] = []  # that follow each other
+        for block in [*turn.content, None]:
+            if isinstance(block, _Text):
+                texts.append(block)
+                continue
+            if texts:
+                conversation.say(turn.role, _joined(texts))
+                texts.clear()
+            if isinstance(block, _Thinking):
+                conversation.assistant("reasoning_content")["reasoning_content"] = block.thinking
+            elif isinstance(block, _Use):
+                conversation.call(block.name, json.dumps(block.input, ensure_ascii=False), block.id)
+            elif isinstance(block, _Result):
+                conversation.add("tool", block.text, tool_call_id=block.tool_use_id)
     return conversation.messages
 
 
@@ -77,105 +148,9 @@ def goes_on(messages: list[dict[str, Any]]) -> bool:
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
-class _Turns(Conversation):
-    """Messages as they are put together from turns."""
-
-    def take(self, turn: Any, where: str) -> None:
-        """Add what a turn says."""
-        if not isinstance(turn, Mapping):
-            raise _wrong(f"{where} must be an object, got {type(turn).__name__}")
-        role = turn.get("role")
-        if not isinstance(role, str) or role not in _ROLES:
-            raise _wrong(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}")
-        _require_known(turn, {"role", "content"}, where)
-        texts: list[str] = []  # of blocks that follow each other
-        for block, at in _blocks(turn.get("content"), role, f"{where}.content", "messages"):
-            if block["type"] == "text":
-                texts.append(string_of(block, "text", at, "messages"))
-                continue
-            self._say(role, texts)
-            _TAKES[block["type"]](self, block, at)
-        self._say(role, texts)
-
-    def thinking(self, block: Mapping[str, Any], at: str) -> None:
-        """What the assistant thought."""
-        self.assistant("reasoning_content")["reasoning_content"] = string_of(block, "thinking", at, "messages")
-
-    def redacted_thinking(self, _block: Mapping[str, Any], _at: str) -> None:
-        """Nothing: only who wrote it can read it."""
-
-    def tool_use(self, block: Mapping[str, Any], at: str) -> None:
-        """A call the assistant made."""
-        given = block.get("input")
-        if not isinstance(given, Mapping):
-            raise _wrong(f"{at}.input must be an object, got {shown(given)}")
-        name, call_id = (string_of(block, field, at, "messages") for field in ("name", "id"))
-        self.call(name, json.dumps(given, ensure_ascii=False), call_id)
-
-    def tool_result(self, block: Mapping[str, Any], at: str) -> None:
-        """What came of a call; that it went wrong is told in words, where they do not say so."""
-        content, is_error = block.get("content"), block.get("is_error")
-        if not (is_error is None or isinstance(is_error, bool)):
-            raise _wrong(f"{at}.is_error must be true or false, got {shown(is_error)}")
-        where = f"{at}.content"
-        text = "" if content is None else _joined(_blocks(content, "system", where, "messages"), "messages")
-        if is_error and not text.lower().startswith("error"):
-            text = f"Error: {text}"
-        self.add("tool", text, tool_call_id=string_of(block, "tool_use_id", at, "messages"))
-
-    def _say(self, role: str, texts: list[str]) -> None:
-        """Add texts, which are taken."""
-        if not texts:
-            return
-        text = "\n".join(texts)
-        texts.clear()
-        if role == "assistant":
-            self.assistant("content")["content"] = text
-        else:
-            self.add(role, text)
-
-
-_TAKES: dict[str, Callable[[_Turns, Mapping[str, Any], str], None]] = {
-    "thinking": _Turns.thinking,
-    "redacted_thinking": _Turns.redacted_thinking,
-    "tool_use": _Turns.tool_use,
-    "tool_result": _Turns.tool_result,
-}
-
-
-def _blocks(content: Any, role: str, where: str, param: str) -> list[tuple[Mapping[str, Any], str]]:
-    """The blocks of a content, each with where it is; a string is one of text."""
-    if isinstance(content, str):
-        return [({"type": "text", "text": content}, where)]
-    if not isinstance(content, list):
-        raise _wrong(f"{where} must be a string or a list of blocks, got {shown(content)}", param)
-    found: list[tuple[Mapping[str, Any], str]] = []
-    for number, block in enumerate(content):
-        at = f"{where}[{number}]"
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if not isinstance(kind, str) or kind not in _BLOCKS_OF[role]:
-            taken = ", ".join(_BLOCKS_OF[role])
-            raise _wrong(f"{at} is of type {shown(kind)}, which this model is not given: {taken} are taken here", param)
-        _require_known(block, _FIELDS[kind] | {"type", "cache_control"}, at, param)
-        found.append((block, at))
-    return found
-
-
-def _joined(blocks: list[tuple[Mapping[str, Any], str]], param: str) -> str:
-    """The text of text blocks, which follow each other in lines."""
-    return "\n".join(string_of(block, "text", at, param) for block, at in blocks)
-
-
-def _require_known(
-    given: Mapping[str, Any], known: set[str] | frozenset[str], where: str, param: str = "messages"
-) -> None:
-    name = next((name for name, value in given.items() if value is not None and name not in known), None)
-    if name is not None:
-        raise _wrong(f"unknown field {shown(f'{where}.{name}')}: remove it, or check its spelling", param)
-
-
-def _wrong(message: str, param: str = "messages") -> RequestError:
-    return RequestError(message, param=param)
+def _joined(blocks: list[_Text]) -> str:
+    """Texts that follow each other in lines."""
+    return "\n".join(block.text for block in blocks)
 
 
 _WITHOUT: Mapping[str, tuple[Any, ...]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
@@ -203,6 +178,10 @@ class ToolChoice(Part):
         return {"tool_choice": function_choice(self.name), "parallel_tool_calls": parallel}
 
 
+def _wrong_tool(message: str) -> RequestError:
+    return RequestError(message, param="tools")
+
+
 def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
     """Functions; raises RequestError for any other tool, since this server runs none itself."""
     return [{"type": "function", "function": _function(tool, f"tools[{number}]")} for number, tool in enumerate(tools)]
@@ -210,19 +189,18 @@ def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
-        raise _wrong(f"{where} must be an object, got {type(tool).__name__}", "tools")
+        raise _wrong_tool(f"{where} must be an object, got {type(tool).__name__}")
     if tool.get("type") not in (None, "custom"):
-        raise _wrong(
+        raise _wrong_tool(
             f'{where} is of type {shown(tool["type"])}: only tools of type "custom" are known, with a name, a '
-            "description and an input_schema, and clients run them",
-            "tools",
+            "description and an input_schema, and clients run them"
         )
     for name, value in tool.items():
         if value is None or name == "type" or name in _NAMES or name in _HINTS or value in _WITHOUT.get(name, ()):
             continue
-        raise _wrong(f"{where} has the field {shown(name)}, which is not supported: leave it out", "tools")
+        raise _wrong_tool(f"{where} has the field {shown(name)}, which is not supported: leave it out")
     if not isinstance(tool.get("input_schema"), Mapping):
-        raise _wrong(f"{where}.input_schema must be an object, got {shown(tool.get('input_schema'))}", "tools")
+        raise _wrong_tool(f"{where}.input_schema must be an object, got {shown(tool.get('input_schema'))}")
     return {there: tool[here] for here, there in _NAMES.items() if tool.get(here) is not None}
 
 
@@ -279,7 +257,6 @@ class AnthropicChat(Body):
 
     @classmethod
     def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """As `Body` says; ``thread`` is refused with the code by which Anthropic's client knows to do without."""
         if content.get("thread") is not None:
             raise ApiError(400, f"thread is not supported: {_REFUSED['thread'][1]}", param="thread", code=NO_THREADS)
         return super().honoured(content)
@@ -313,7 +290,6 @@ class CountTokensBody(AnthropicChat):
 
     @property
     def chat(self) -> TokenizeChatBody:
-        """The conversation."""
         return self._chat
 
     def require_within(self, limits: Limits) -> None:
@@ -330,7 +306,6 @@ class AnthropicBody(CommonFields, AnthropicChat, ChatForm):
     store: bool | None = Field(default=None, description="false: nothing is learned from this request")
 
     def chat_fields(self) -> dict[str, Any]:
-        """As above."""
         fields = {**self.same_fields(), **self.prompt_fields(), "stop": self.stop_sequences}
         if self.thinking is not None and self.thinking.display == "omitted":
             fields["include_reasoning"] = False

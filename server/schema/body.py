@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any, ClassVar, Self
+from itertools import pairwise
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from server.base.limits import Limits
@@ -25,7 +26,10 @@ def meant(name: str, known: Iterable[str]) -> str | None:
 
 
 class Part(BaseModel):
-    """An object in a request. Strict: "5" is no number and 1 no boolean, as at OpenAI; unknown names are refused."""
+    """An object in a request. Strict: "5" is no number and 1 no boolean, as at OpenAI; unknown names are refused.
+
+    An explicit null means absent.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -34,6 +38,7 @@ class Part(BaseModel):
     def _refuse_unknown(cls, content: Any) -> Any:
         """One complaint, where pydantic writes one for each unknown name: there may be very many."""
         if isinstance(content, dict):
+            content = {name: value for name, value in content.items() if value is not None}
             known = {field.alias or name for name, field in cls.model_fields.items()}
             name = next((name for name in content if name not in known), None)
             if name is not None:
@@ -217,6 +222,25 @@ class Body(BaseModel):
 
     def require_within(self, limits: Limits) -> None:
         """Raises RequestError for what can be measured only now."""
+
+
+T = TypeVar("T")
+
+
+def checked(kind: TypeAdapter[T], value: Any, param: str) -> T:
+    """What a field's value is; raises RequestError with the place of the first mistake."""
+    try:
+        return kind.validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = param
+        for before, part in pairwise((None, *first["loc"])):
+            if not isinstance(before, int):  # else it is the name of a kind
+                where += f"[{part}]" if isinstance(part, int) else f".{part:.80}"
+        if first["type"] == UNKNOWN_FIELD:
+            name = shown(f"{where}.{first['ctx']['name']}")
+            raise RequestError(f"unknown field {name}: remove it, or check its spelling", param=param) from None
+        raise RequestError(f"{where:.160}: {first['msg']:.200}", param=param) from None
 
 
 def _unknown_field(name: str, near: str | None) -> RequestError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -12,7 +12,7 @@ from server.base.limits import Limits
 from server.schema.body import Body, Part, renaming
 from server.schema.generate import GenerateBody, Prediction, StreamOptions
 from ssd.config import MAX_LOGPROBS
-from ssd.errors import RequestError, shown
+from ssd.errors import RequestError
 
 ToolMode = Literal["none", "auto", "required"]
 
@@ -100,7 +100,6 @@ class ToolUse:
     is_older: bool = False
 
     def told(self) -> list[dict[str, Any]]:
-        """The tools as chat templates read them."""
         return [{"type": "function", "function": function.told()} for function in self.functions]
 
 
@@ -225,7 +224,6 @@ class ChatBody(ChatTemplateFields, GenerateBody):
         return self.top_logprobs if self.logprobs else None
 
     def template_arguments(self) -> dict[str, Any]:
-        """As above; ``reasoning_effort`` is the template's to honour, as in vLLM."""
         arguments = super().template_arguments()
         if self.reasoning_effort is not None:
             arguments["template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **arguments["template_kwargs"]}
@@ -266,9 +264,15 @@ class Conversation:
         """Which of `_ORDER` the last message has come to; -1 where it is not an assistant's."""
 
     def add(self, role: str, content: str, **others: Any) -> None:
-        """A message of its own."""
         self.messages.append({"role": role, "content": content, **others})
         self._said = -1
+
+    def say(self, role: str, text: str) -> None:
+        """What anybody says; it may be part of the assistant's last message."""
+        if role == "assistant":
+            self.assistant("content")["content"] = text
+        else:
+            self.add(role, text)
 
     def assistant(self, says: AssistantField) -> dict[str, Any]:
         """The assistant's message that goes on with this: the last one, or another."""
@@ -307,12 +311,10 @@ class ChatForm(Body):
 
     @property
     def events(self) -> StreamOptions:
-        """How the stream is written."""
         wants = None if self.stream_options is None else self.stream_options.include_obfuscation
         return StreamOptions(include_obfuscation=wants)
 
     def keep_out_of_cache(self) -> None:
-        """As ``store: false``."""
         self._chat.keep_out_of_cache()
 
     def require_within(self, limits: Limits) -> None:
@@ -339,11 +341,3 @@ _FORMED = {"messages", "tools", "tool_choice", "chat_template_kwargs", "stream_o
 def function_choice(name: str) -> dict[str, Any]:
     """``tool_choice`` of one function."""
     return {"type": "function", "function": {"name": name}}
-
-
-def string_of(given: Mapping[str, Any], name: str, where: str, param: str) -> str:
-    """A text that has to be there; raises RequestError."""
-    value = given.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{where}.{name} must be a string, got {shown(value)}", param=param)
-    return value

@@ -91,7 +91,6 @@ class Prediction(Part):
 
     @property
     def text(self) -> str:
-        """All of it."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -108,40 +107,33 @@ class OutputFields(BaseModel):
 
     def structured_output(self) -> StructuredOutput | None:
         """What was asked for under any name; raises RequestError when that is more than one thing, or none."""
-        found = [*self._by_response_format(), *self._by_structured_outputs(), *self._by_guided_fields()]
-        if len(found) > 1:
-            names = " and ".join(output.param for output in found)
-            raise RequestError(f"only one structured output is possible, got {names}: keep one", param=found[1].param)
-        return found[0] if found else None
-
-    def _by_response_format(self) -> list[StructuredOutput]:
-        asked, name = self.response_format, "response_format"
-        if asked is None or asked.type == "text":
-            return []
-        if asked.type == "json_object":
-            return [StructuredOutput("json_object", "", name)]
-        if asked.json_schema is None:
-            raise RequestError('response_format of type "json_schema" needs the field json_schema', param=name)
-        return [StructuredOutput("json_schema", json.dumps(asked.json_schema.schema_), name)]
-
-    def _by_structured_outputs(self) -> list[StructuredOutput]:
-        asked, name = self.structured_outputs, "structured_outputs"
-        if asked is None:
-            return []
-        found = _given(name, json_=asked.json_, regex=asked.regex, choice=asked.choice, grammar=asked.grammar)
-        if asked.json_object:
-            found.append(StructuredOutput("json_object", "", name))
-        if not found:
-            raise RequestError("structured_outputs needs one of json, regex, choice, grammar, json_object", param=name)
-        return found
-
-    def _by_guided_fields(self) -> list[StructuredOutput]:
-        return [
+        form, outputs = self.response_format, self.structured_outputs
+        found = [
             *_given("guided_json", json_=self.guided_json),
             *_given("guided_regex", regex=self.guided_regex),
             *_given("guided_choice", choice=self.guided_choice),
             *_given("guided_grammar", grammar=self.guided_grammar),
         ]
+        if outputs is not None:
+            given = {name: getattr(outputs, name) for name in StructuredOutputs.model_fields}
+            if not (found_here := _given("structured_outputs", **given)):
+                raise RequestError(
+                    "structured_outputs needs one of json, regex, choice, grammar, json_object",
+                    param="structured_outputs",
+                )
+            found = [*found_here, *found]
+        if form is not None and form.type != "text":
+            if form.type == "json_schema" and form.json_schema is None:
+                raise RequestError(
+                    'response_format of type "json_schema" needs the field json_schema', param="response_format"
+                )
+            schema = "" if form.json_schema is None else json.dumps(form.json_schema.schema_)
+            source = schema if form.type == "json_schema" else ""
+            found.insert(0, StructuredOutput(form.type, source, "response_format"))
+        if len(found) > 1:
+            names = " and ".join(output.param for output in found)
+            raise RequestError(f"only one structured output is possible, got {names}: keep one", param=found[1].param)
+        return found[0] if found else None
 
 
 _SPELLED: dict[str, tuple[GrammarKind, Callable[[Any], str]]] = {
@@ -149,6 +141,7 @@ _SPELLED: dict[str, tuple[GrammarKind, Callable[[Any], str]]] = {
     "regex": ("regex", str),
     "choice": ("choice", json.dumps),
     "grammar": ("grammar", str),
+    "json_object": ("json_object", lambda _asked: ""),
 }
 
 
@@ -156,7 +149,7 @@ def _given(param: str, **sources: Any) -> list[StructuredOutput]:
     return [
         StructuredOutput(_SPELLED[name][0], _SPELLED[name][1](source), param)
         for name, source in sources.items()
-        if source is not None
+        if source is not None and source is not False
     ]
 
 
@@ -201,7 +194,6 @@ class GenerateBody(SamplingFields, OutputFields, Body):
             )
 
     def keep_out_of_cache(self) -> None:
-        """As ``store: false``."""
         self.store = False
 
     def output_limit(self) -> tuple[str, int | None]:
@@ -309,7 +301,6 @@ class CompletionBody(GenerateBody):
         return self.echo and self.output_limit()[1] == 0
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
-        """As above; with ``echo`` the prompt's log-probabilities belong to the answer."""
         params = super().sampling(defaults, room=room, default_limit=default_limit)
         if self.echo and params.logprobs is not None:
             wanted = max(params.logprobs, params.prompt_logprobs or 0)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic_core
-from pydantic import Field, PrivateAttr
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    TypeAdapter,
+)
 
 from server.base.limits import SMALL_BODY_BYTES, Limits
-from server.schema.body import IGNORED, Part, Refused
-from server.schema.chat import ChatForm, Conversation, function_choice, string_of
+from server.schema.body import IGNORED, Part, Refused, checked
+from server.schema.chat import ChatForm, Conversation, function_choice
 from server.schema.generate import SamplingFields, StructuredOutputs
 from ssd.config import MAX_LOGPROBS
 from ssd.errors import RequestError, shown
@@ -39,97 +49,90 @@ _REFUSED: Refused = {
 }
 
 
+class _Part(BaseModel):
+    """What comes back from responses has fields that say nothing to a model."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class _Text(_Part):
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+
+
+_Texts = Annotated[
+    list[_Text], Field(fail_fast=True),
+    BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given),
+]  # fmt: skip
+
+
+class _Message(_Part):
+    role: str
+    content: _Texts
+
+
+class _Call(_Part):
+    name: str
+    arguments: str
+    call_id: str
+
+
+class _Output(_Part):
+    output: _Texts
+    call_id: str | None = None
+
+
+class _Reasoning(_Part):
+    """Nothing where it holds no plain text."""
+
+    content: _Texts | None = None
+
+
+def _kind(item: Any) -> str | None:
+    kind = item.get("type", "message") if isinstance(item, Mapping) else None
+    return kind if isinstance(kind, str) else None
+
+
+_Item = Annotated[
+    Annotated[_Message, Tag("message")] | Annotated[_Call, Tag("function_call")]
+    | Annotated[_Output, Tag("function_call_output")] | Annotated[_Reasoning, Tag("reasoning")],
+    Discriminator(_kind),
+]  # fmt: skip
+_ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(Annotated[list[_Item], Field(fail_fast=True)])
+
+
 def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[str, Any]]:
     """Messages as /v1/chat/completions takes them, ``instructions`` first. O(items and their text).
 
     Reasoning, text and calls that an assistant gave one after the other are one message. Raises RequestError
     (``param="input"``) for an item that cannot become a message, and names it.
     """
-    conversation = _Items()
+    conversation = Conversation()
     if instructions is not None:
         conversation.add("system", instructions)
     if isinstance(items, str):
-        conversation.add("user", items)
-    else:
-        for number, item in enumerate(items):
-            conversation.take(item, f"input[{number}]")
+        items = [{"role": "user", "content": items}]
+    for item in checked(_ITEMS, items, "input"):
+        if isinstance(item, _Message):
+            conversation.say(item.role, _joined(item.content))
+        elif isinstance(item, _Call):
+            conversation.call(item.name, item.arguments, item.call_id)
+        elif isinstance(item, _Output):
+            call = {} if item.call_id is None else {"tool_call_id": item.call_id}
+            conversation.add("tool", _joined(item.output), **call)
+        elif item.content:
+            conversation.assistant("reasoning_content")["reasoning_content"] = _joined(item.content)
     if not conversation.messages:
-        raise _wrong("input is empty: give a text or at least one item")
+        raise _wrong("input is empty: give a text or at least one item", "input")
     return conversation.messages
 
 
-class _Items(Conversation):
-    """Messages as they are put together from items."""
-
-    def take(self, item: Any, where: str) -> None:
-        """Add what an item says."""
-        if not isinstance(item, Mapping):
-            raise _wrong(f"{where} must be an object, got {type(item).__name__}")
-        kind = item.get("type", "message")
-        takes = _TAKES.get(kind) if isinstance(kind, str) else None
-        if takes is None:
-            raise _wrong(f"{where} is of type {shown(kind)}, which is {_why_not(kind)}: {', '.join(_TAKES)} are taken")
-        takes(self, item, where)
-
-    def message(self, item: Mapping[str, Any], where: str) -> None:
-        """What anybody says."""
-        role, text = item.get("role"), _text_of(item, "content", where)
-        if role == "assistant":
-            self.assistant("content")["content"] = text
-        else:
-            self.add(string_of(item, "role", where, "input"), text)
-
-    def function_call(self, item: Mapping[str, Any], where: str) -> None:
-        """A call the assistant made."""
-        name, arguments = string_of(item, "name", where, "input"), string_of(item, "arguments", where, "input")
-        self.call(name, arguments, string_of(item, "call_id", where, "input"))
-
-    def function_call_output(self, item: Mapping[str, Any], where: str) -> None:
-        """What came of a call."""
-        call = {} if item.get("call_id") is None else {"tool_call_id": string_of(item, "call_id", where, "input")}
-        self.add("tool", _text_of(item, "output", where), **call)
-
-    def reasoning(self, item: Mapping[str, Any], where: str) -> None:
-        """What the assistant thought; nothing where the item holds no plain text."""
-        if item.get("content"):
-            self.assistant("reasoning_content")["reasoning_content"] = _text_of(item, "content", where)
+def _joined(texts: list[_Text]) -> str:
+    """Texts that follow each other in lines."""
+    return "\n".join(each.text for each in texts)
 
 
-_TAKES: dict[str, Callable[[_Items, Mapping[str, Any], str], None]] = {
-    "message": _Items.message,
-    "function_call": _Items.function_call,
-    "function_call_output": _Items.function_call_output,
-    "reasoning": _Items.reasoning,
-}
-_TEXT_OF = {
-    "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "reasoning_text": "text",
-}  # fmt: skip
-"""Parts of a text, and where each has it."""
-
-
-def _why_not(kind: Any) -> str:
-    if kind == "item_reference":
-        return "kept nowhere: this server stores no items"
-    return "no part of a conversation here"
-
-
-def _text_of(item: Mapping[str, Any], name: str, where: str) -> str:
-    """A string, or the strings of a list of parts, which follow each other in lines."""
-    content = item.get(name)
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise _wrong(f"{where}.{name} must be a string or a list of parts, got {shown(content)}")
-    texts = []
-    for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if not isinstance(kind, str) or kind not in _TEXT_OF:
-            raise _wrong(f"{where}.{name}[{number}] is of type {shown(kind)}: this model takes text parts only")
-        texts.append(string_of(part, _TEXT_OF[kind], f"{where}.{name}[{number}]", "input"))
-    return "\n".join(texts)
-
-
-def _wrong(message: str, param: str = "input") -> RequestError:
+def _wrong(message: str, param: str) -> RequestError:
     return RequestError(message, param=param)
 
 
@@ -254,13 +257,11 @@ class ResponsesBody(SamplingFields, ChatForm):
         return self.top_logprobs > 0 or "message.output_text.logprobs" in self.include
 
     def require_within(self, limits: Limits) -> None:
-        """As above."""
         super().require_within(limits)
         repeated = pydantic_core.to_json([self.instructions, self.tools, self.metadata, self.tool_choice])
         self._is_small = len(repeated) <= SMALL_BODY_BYTES
 
     def chat_fields(self) -> dict[str, Any]:
-        """As above."""
         fields = {
             **self.same_fields(),
             "messages": messages_of(self.instructions, self.input),

@@ -40,24 +40,22 @@ _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
 _HEADER = ("<|start_header_id|>", "<|end_header_id|>")
 _LLAMA = CallFormat(
-    about="Llama 3.1 to 3.3: JSON at the beginning or after <|python_tag|>", call=("<|python_tag|>",),
-    bare=("{", "["), space_is_text=True, noise=_HEADER, special=("<|python_tag|>", *_HEADER),  # text in arguments
+    call=("<|python_tag|>",), bare=("{", "["), space_is_text=True, noise=_HEADER, special=("<|python_tag|>", *_HEADER),
     written=Written(call=_PARAMETERS, between="; "),
     told_by=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
 )  # fmt: skip
 _HERMES = CallFormat(
-    about="Hermes, Qwen 2.5 and 3: JSON in <tool_call>", call=("<tool_call>",), end=("</tool_call>",),
-    written=Written(call=f"<tool_call>\n{_OBJECT}\n</tool_call>"), told_by=(("<tool_call>",),),
+    call=("<tool_call>",), end=("</tool_call>",), written=Written(call=f"<tool_call>\n{_OBJECT}\n</tool_call>"),
+    told_by=(("<tool_call>",),),
 )  # fmt: skip
 _JAMBA = CallFormat(
-    about="Jamba 1.5: a JSON list in <tool_calls>", call=("<tool_calls>",), end=("</tool_calls>",),
+    call=("<tool_calls>",), end=("</tool_calls>",),
     written=Written(call=_OBJECT, before="<tool_calls>[", between=", ", after="]</tool_calls>"),
     told_by=(("<tool_calls>",),),
 )  # fmt: skip
 _DEEPSEEK_V31 = CallFormat(
-    about="DeepSeek V3.1: name, separator, JSON", arguments="json", section=("<｜tool▁calls▁begin｜>",), closes=True,
-    call=("<｜tool▁call▁begin｜>",), after_name=(("<｜tool▁sep｜>",),),
-    end=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"), space_is_text=True,
+    arguments="json", section=("<｜tool▁calls▁begin｜>",), closes=True, call=("<｜tool▁call▁begin｜>",),
+    after_name=(("<｜tool▁sep｜>",),), end=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"), space_is_text=True,
     written=Written(
         call="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>", before="<｜tool▁calls▁begin｜>",
         between="", after="<｜tool▁calls▁end｜>",
@@ -65,20 +63,18 @@ _DEEPSEEK_V31 = CallFormat(
     told_by=(("<｜tool▁calls▁begin｜>",),),
 )  # fmt: skip
 _DEEPSEEK_V32 = CallFormat(
-    about="DeepSeek V3.2: tags of DSML", arguments="tags",
-    section=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"), call=("<｜DSML｜invoke name=",), after_name=((">",),),
-    key="<｜DSML｜parameter name=", after_key=(">",), value_end="</｜DSML｜parameter>", call_end="</｜DSML｜invoke>",
-    end=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"), special=("｜DSML｜",), told_by=(("｜DSML｜",),),
+    arguments="tags", section=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"), call=("<｜DSML｜invoke name=",),
+    after_name=((">",),), key="<｜DSML｜parameter name=", after_key=(">",), value_end="</｜DSML｜parameter>",
+    call_end="</｜DSML｜invoke>", end=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"), special=("｜DSML｜",),
+    told_by=(("｜DSML｜",),),
 )  # fmt: skip
 _GLM = CallFormat(
-    about="GLM 4.5: <arg_key> and <arg_value>", arguments="tags", call=("<tool_call>",), key="<arg_key>",
-    after_key=("</arg_key>", "<arg_value>"), value_end="</arg_value>", call_end="</tool_call>",
-    told_by=(("<arg_key>",),),
+    arguments="tags", call=("<tool_call>",), key="<arg_key>", after_key=("</arg_key>", "<arg_value>"),
+    value_end="</arg_value>", call_end="</tool_call>", told_by=(("<arg_key>",),),
 )  # fmt: skip
 _QWEN = CallFormat(
-    about="Qwen3-Coder, Qwen 3.5: <function=name> and <parameter=name>", arguments="tags", section=("<tool_call>",),
-    call=("<function=",), after_name=((">",),), key="<parameter=", after_key=(">",), value_end="</parameter>",
-    call_end="</function>", end=("</tool_call>",), on_lines=True,
+    arguments="tags", section=("<tool_call>",), call=("<function=",), after_name=((">",),), key="<parameter=",
+    after_key=(">",), value_end="</parameter>", call_end="</function>", end=("</tool_call>",), on_lines=True,
     written=Written(
         call="<tool_call>\n<function=NAME>\n", parameter="<parameter=KEY>\n", value_end="\n</parameter>\n",
         call_end="</function>\n</tool_call>",
@@ -86,9 +82,9 @@ _QWEN = CallFormat(
     told_by=(("<function=", "<parameter="),),
 )  # fmt: skip
 _MINIMAX = CallFormat(
-    about="MiniMax M2: <invoke> and <parameter>", arguments="tags", section=("<minimax:tool_call>",),
-    call=("<invoke name=",), after_name=((">",),), key="<parameter name=", after_key=(">",), value_end="</parameter>",
-    call_end="</invoke>", end=("</minimax:tool_call>",),
+    arguments="tags", section=("<minimax:tool_call>",), call=("<invoke name=",), after_name=((">",),),
+    key="<parameter name=", after_key=(">",), value_end="</parameter>", call_end="</invoke>",
+    end=("</minimax:tool_call>",),
     written=Written(
         call='<invoke name="NAME">\n', parameter='<parameter name="KEY">', value_end="</parameter>\n",
         call_end="</invoke>\n", before="<minimax:tool_call>\n", between="", after="</minimax:tool_call>",
@@ -96,35 +92,27 @@ _MINIMAX = CallFormat(
     told_by=(("<minimax:tool_call>",),),
 )  # fmt: skip
 _K3 = [f"<|{mark}|>{name}<|sep|>" for mark in ("open", "close") for name in ("response", "tools")]
-_PYTHONIC = CallFormat(
-    about="Llama 3.2, ToolACE: [f(a=1), g()] at the beginning", arguments="python", bare=("[",),
-    told_by=(("[func_name1(",), ("[func1(",)),
-)  # fmt: skip
+_PYTHONIC = CallFormat(arguments="python", bare=("[",), told_by=(("[func_name1(",), ("[func1(",)))  # fmt: skip
 
 TOOL_FORMATS: Mapping[str, CallFormat] = {
     "openai": CallFormat(
-        about="gpt-oss: harmony, the channel commentary", arguments="json", message_ends=(END,),
-        special=(START, CALL, RETURN),
-        written=Written(
-            call=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}ARGUMENTS", several=False
-        ),
+        arguments="json", message_ends=(END,), special=(START, CALL, RETURN),
+        written=Written(call=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}ARGUMENTS", several=False),
         told_by=(("<|channel|>", "commentary"),),
     ),
     "muse_glimmer": replace(
-        _MINIMAX, about="Muse Glimmer: <atem:invoke> in messages to=name", message_ends=("<|eom|>", "<|eot|>"),
-        section=("<atem:function_calls>",), call=("<atem:invoke name=",), key="<atem:parameter name=",
-        value_end="</atem:parameter>", call_end="</atem:invoke>", end=("</atem:function_calls>",),
-        special=(START, MESSAGE), written=None, told_by=(("<atem:function_calls>",),),
+        _MINIMAX, message_ends=("<|eom|>", "<|eot|>"), section=("<atem:function_calls>",), call=("<atem:invoke name=",),
+        key="<atem:parameter name=", value_end="</atem:parameter>", call_end="</atem:invoke>",
+        end=("</atem:function_calls>",), special=(START, MESSAGE), written=None, told_by=(("<atem:function_calls>",),),
     ),
     "deepseek_v41": replace(
-        _DEEPSEEK_V32, about="DeepSeek V4.1: the same as V3.2, a space before each name", section=("<｜DSML｜ calls>",),
-        call=("<｜DSML｜ invoke name=",), key="<｜DSML｜ parameter name=", value_end="</｜DSML｜ parameter>",
-        call_end="</｜DSML｜ invoke>", end=("</｜DSML｜ calls>",), told_by=(("<｜DSML｜ ",),),
+        _DEEPSEEK_V32, section=("<｜DSML｜ calls>",), call=("<｜DSML｜ invoke name=",), key="<｜DSML｜ parameter name=",
+        value_end="</｜DSML｜ parameter>", call_end="</｜DSML｜ invoke>", end=("</｜DSML｜ calls>",),
+        told_by=(("<｜DSML｜ ",),),
     ),
     "deepseek_v32": _DEEPSEEK_V32,
     "deepseek_v3": replace(
-        _DEEPSEEK_V31, about="DeepSeek V3 and R1: JSON in a block of code",
-        head=(("function",), ("<｜tool▁sep｜>",)), after_name=(("```json",),),
+        _DEEPSEEK_V31, head=(("function",), ("<｜tool▁sep｜>",)), after_name=(("```json",),),
         written=Written(
             call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
             before="<｜tool▁calls▁begin｜>", after="<｜tool▁calls▁end｜>",
@@ -133,10 +121,9 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
     ),
     "deepseek_v31": _DEEPSEEK_V31,
     "kimi_k2": CallFormat(
-        about="Kimi K2: functions.name:0, JSON", arguments="json", section=("<|tool_calls_section_begin|>",),
-        closes=True, call=("<|tool_call_begin|>",), head=(("functions.", ""),),
-        after_name=(("<|tool_call_argument_begin|>",),), end=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
-        space_is_text=True,
+        arguments="json", section=("<|tool_calls_section_begin|>",), closes=True, call=("<|tool_call_begin|>",),
+        head=(("functions.", ""),), after_name=(("<|tool_call_argument_begin|>",),),
+        end=("<|tool_call_end|>", "<|tool_calls_section_end|>"), space_is_text=True,
         written=Written(
             call="<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
             before="<|tool_calls_section_begin|>", between="", after="<|tool_calls_section_end|>",
@@ -144,28 +131,23 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         told_by=(("<|tool_calls_section_begin|>",),),
     ),
     "kimi_k3": CallFormat(
-        about="Kimi K3: sections of <|open|> and <|close|>", arguments="tags", call=("<|open|>call tool=",),
-        after_name=(("<|sep|>",),), key="<|open|>argument key=", after_key=("<|sep|>",),
-        value_end="<|close|>argument<|sep|>", call_end="<|close|>call<|sep|>", value_end_before_tag=True, escaped=True,
-        noise=(*_K3, "<|close|>message<|sep|>"), space_is_text=True,
+        arguments="tags", call=("<|open|>call tool=",), after_name=(("<|sep|>",),), key="<|open|>argument key=",
+        after_key=("<|sep|>",), value_end="<|close|>argument<|sep|>", call_end="<|close|>call<|sep|>",
+        value_end_before_tag=True, escaped=True, noise=(*_K3, "<|close|>message<|sep|>"), space_is_text=True,
         told_by=(("<|open|>", "<|close|>", "<|sep|>"),),
     ),
     "gemma4": CallFormat(
-        about="Gemma 4: call:name{key:value} in <|tool_call>", arguments="gemma", call=("<|tool_call>",),
-        head=(("call:",),), end=("<tool_call|>",), space_is_text=True, special=('<|"|>',),
-        told_by=(("<|tool_call>", "<tool_call|>"),),
+        arguments="gemma", call=("<|tool_call>",), head=(("call:",),), end=("<tool_call|>",), space_is_text=True,
+        special=('<|"|>',), told_by=(("<|tool_call>", "<tool_call|>"),),
     ),
     "mistral": CallFormat(
-        about="Mistral: a JSON list, or name[ARGS]{...}, after [TOOL_CALLS]", arguments="json", call=("[TOOL_CALLS]",),
-        after_name=((CALL_ID, ""), ("[ARGS]", "")), space_is_text=True,
+        arguments="json", call=("[TOOL_CALLS]",), after_name=((CALL_ID, ""), ("[ARGS]", "")), space_is_text=True,
         special=("[TOOL_CALLS]", CALL_ID, "[ARGS]"),
-        written=Written(call=_OBJECT, before="[TOOL_CALLS][", between=", ", after="]"),
-        told_by=(("[TOOL_CALLS]",),),
+        written=Written(call=_OBJECT, before="[TOOL_CALLS][", between=", ", after="]"), told_by=(("[TOOL_CALLS]",),),
     ),
     "minimax_m2": _MINIMAX,
     "seed_oss": replace(
-        _QWEN, about="Seed-OSS: <function=name> and <parameter=name> in <seed:tool_call>",
-        section=("<seed:tool_call>",), end=("</seed:tool_call>",), on_lines=False,
+        _QWEN, section=("<seed:tool_call>",), end=("</seed:tool_call>",), on_lines=False,
         written=Written(
             call="<seed:tool_call>\n<function=NAME>\n", parameter="<parameter=KEY>", value_end="</parameter>\n",
             call_end="</function>\n</seed:tool_call>",
@@ -173,118 +155,96 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         told_by=(("<seed:tool_call>",),),
     ),
     "longcat": replace(
-        _HERMES, about="LongCat: JSON in <longcat_tool_call>", call=("<longcat_tool_call>",),
-        end=("</longcat_tool_call>",), told_by=(("<longcat_tool_call>",),),
+        _HERMES, call=("<longcat_tool_call>",), end=("</longcat_tool_call>",), told_by=(("<longcat_tool_call>",),),
         written=Written(call=f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>"),
     ),
     "glm45": _GLM,
-    "glm47": replace(_GLM, about="GLM 4.7: the same as glm45"),
+    "glm47": _GLM,
     "qwen3_coder": _QWEN,
-    "qwen3_xml": replace(_QWEN, about="the same as qwen3_coder"),
+    "qwen3_xml": _QWEN,
     "internlm": CallFormat(
-        about="InternLM 2.5: JSON after <|action_start|><|plugin|>",
         call=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), end=("<|action_end|>",),
         told_by=(("<|action_start|>", "<|plugin|>"),),
         written=Written(call=f"<|action_start|><|plugin|>\n{_PARAMETERS}<|action_end|>", several=False),
     ),
     "lfm2": CallFormat(
-        about="LFM2: [f(a=1)] after <|tool_call_start|>", arguments="python", call=("<|tool_call_start|>",),
-        end=("<|tool_call_end|>",), told_by=(("<|tool_list_start|>",), ("<|tool_call_start|>",)),
+        arguments="python", call=("<|tool_call_start|>",), end=("<|tool_call_end|>",),
+        told_by=(("<|tool_list_start|>",), ("<|tool_call_start|>",)),
     ),
     "olmo3": CallFormat(
-        about="Olmo 3: f(a=1), one a line, in <function_calls>", arguments="python", call=("<function_calls>",),
-        end=("</function_calls>",), told_by=(("<function_calls>",),),
+        arguments="python", call=("<function_calls>",), end=("</function_calls>",), told_by=(("<function_calls>",),),
     ),
     "granite-20b-fc": CallFormat(
-        about="Granite 20B: JSON after <function_call>", call=("<function_call>",), told_by=(("<function_call>",),),
-        written=Written(call=f"<function_call> {_OBJECT}"),
+        call=("<function_call>",), told_by=(("<function_call>",),), written=Written(call=f"<function_call> {_OBJECT}"),
     ),
     "granite": CallFormat(
-        about="Granite 3: a JSON list after <|tool_call|>", call=("<|tool_call|>", "<tool_call>"),
+        call=("<|tool_call|>", "<tool_call>"),
         written=Written(call=_OBJECT, before="<|tool_call|>[", between=", ", after="]"),
         told_by=(("<|tool_call|>", "<|start_of_role|>"),),
     ),
     "phi4_mini_json": CallFormat(
-        about="Phi-4-mini: a JSON list after functools or <|tool_call|>", call=("functools", "<|tool_call|>"),
-        end=("<|/tool_call|>",), told_by=(("<|tool|>",), ("functools[",)),
+        call=("functools", "<|tool_call|>"), end=("<|/tool_call|>",), told_by=(("<|tool|>",), ("functools[",)),
         written=Written(call=_OBJECT, before="functools[", between=", ", after="]"),
     ),
     "hermes": _HERMES,
-    "granite4": replace(_HERMES, about="Granite 4: the same as hermes"),
+    "granite4": _HERMES,
     "jamba": _JAMBA,
-    "hunyuan_a13b": replace(_JAMBA, about="Hunyuan A13B: the same as jamba"),
+    "hunyuan_a13b": _JAMBA,
     "llama4_pythonic": replace(
-        _PYTHONIC, about="Llama 4: [f(a=1), g()] at the beginning or after <|python_start|>",
-        call=("<|python_start|>",), end=("<|python_end|>",),
+        _PYTHONIC, call=("<|python_start|>",), end=("<|python_end|>",),
         told_by=(("<|python_start|>",), ("<|header_start|>", "[func_name1(")),
     ),
     "pythonic": _PYTHONIC,
-    "llama4_json": replace(
-        _LLAMA, about="Llama 4: JSON at the beginning or after <|python_tag|>",
-        told_by=(("<|header_start|>", '"parameters": '),),
-    ),
+    "llama4_json": replace(_LLAMA, told_by=(("<|header_start|>", '"parameters": '),)),
     "llama3_json": _LLAMA,
     "xlam": CallFormat(
-        about="xLAM: a JSON list at the beginning or after [TOOL_CALLS]", call=("[TOOL_CALLS]",), bare=("{", "["),
-        written=Written(call=_OBJECT, before="[", between=", ", after="]"),
+        call=("[TOOL_CALLS]",), bare=("{", "["), written=Written(call=_OBJECT, before="[", between=", ", after="]"),
     ),
-    JSON: CallFormat(
-        about='[{"name": ..., "parameters": ...}], which any model can be made to write', bare=("{", "["),
-        written=Written(call=_PARAMETERS, before="[", between=", ", after="]"),
-    ),
+    JSON: CallFormat(bare=("{", "["), written=Written(call=_PARAMETERS, before="[", between=", ", after="]")),
 }  # fmt: skip
 """The most particular first: a chat template has the first that it tells of."""
 
-_INSIDE = ReasoningFormat("DeepSeek R1: <think>, the model begins inside unless the prompt closed it", inside=True)
+_INSIDE = ReasoningFormat(inside=True)  # the model begins inside unless the prompt closed it
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "openai_gptoss": ReasoningFormat(
-        "gpt-oss: harmony, the channel analysis", (f"{CHANNEL}analysis{MESSAGE}",), (END,),
-        also_ends=(CALL, RETURN), header=f"{START}assistant", told_by=(("<|channel|>", "analysis"),),
+        (f"{CHANNEL}analysis{MESSAGE}",), (END,), also_ends=(CALL, RETURN), header=f"{START}assistant",
+        told_by=(("<|channel|>", "analysis"),),
     ),
     "muse_glimmer": ReasoningFormat(
-        "Muse Glimmer: messages to=self", (f" to=self{MESSAGE}", f"to=self{MESSAGE}"), ("<|eom|>", "<|eot|>"),
-        header=f"{START}assistant", told_by=(("<atem:function_calls>",),),
+        (f" to=self{MESSAGE}", f"to=self{MESSAGE}"), ("<|eom|>", "<|eot|>"), header=f"{START}assistant",
+        told_by=(("<atem:function_calls>",),),
     ),
     "kimi_k3": ReasoningFormat(
-        "Kimi K3: the section think", ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",),
-        also_ends=tuple(_K3[:2]), told_by=(("<|open|>", "<|close|>", "<|sep|>"),),
+        ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), also_ends=tuple(_K3[:2]),
+        told_by=(("<|open|>", "<|close|>", "<|sep|>"),),
     ),
     "gemma4": ReasoningFormat(
-        "Gemma 4: <|channel>thought", ("<|channel>thought\n", "<|channel>thought"), ("<channel|>",),
-        also_ends=("<|tool_call>",), told_by=(("<|channel>", "<channel|>"),),
+        ("<|channel>thought\n", "<|channel>thought"), ("<channel|>",), also_ends=("<|tool_call>",),
+        told_by=(("<|channel>", "<channel|>"),),
     ),
-    "mistral": ReasoningFormat(
-        "Magistral: [THINK]", ("[THINK]", "<think>"), ("[/THINK]", "</think>"), told_by=(("[THINK]",),)
-    ),
-    "seed_oss": ReasoningFormat(
-        "Seed-OSS: <seed:think>", ("<seed:think>",), ("</seed:think>",), told_by=(("<seed:think>",),)
-    ),
+    "mistral": ReasoningFormat(("[THINK]", "<think>"), ("[/THINK]", "</think>"), told_by=(("[THINK]",),)),
+    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",), told_by=(("<seed:think>",),)),
     "granite": ReasoningFormat(
-        "Granite 3.2: from 'Here is my thought process:' to 'Here is my response:'",
         ("Here is my thought process:", "Here's my thought process:"),
         ("Here is my response: ", "Here's my response: ", "Here is my response:", "Here's my response:"),
         told_by=(("Here is my thought process:",),),
     ),
     "kimi_k2": ReasoningFormat(
-        "Kimi K2: <think>; calls end it, too", also_ends=("<|tool_calls_section_begin|>",), inside=True,
+        also_ends=("<|tool_calls_section_begin|>",), inside=True,
         told_by=(("<|tool_calls_section_begin|>", "<think>"),),
     ),
     "deepseek_r1": replace(_INSIDE, told_by=(("<｜Assistant｜><think>",),)),
-    "deepseek_v3": ReasoningFormat(
-        "DeepSeek V3.1 and later: the same as qwen3", told_by=(("<｜Assistant｜>", "<think>"),)
-    ),
-    "minimax_m2": replace(
-        _INSIDE, about="MiniMax M2: the same as deepseek_r1", told_by=(("<minimax:tool_call>", "<think>"),)
-    ),
-    "glm45": ReasoningFormat("GLM 4.5: the same as qwen3", told_by=(("<arg_key>", "<think>"),)),
-    "glm47": ReasoningFormat("GLM 4.7: the same as qwen3"),
-    "olmo3": replace(_INSIDE, about="Olmo 3: the same as deepseek_r1", told_by=(("<function_calls>", "<think>"),)),
-    "qwen3": ReasoningFormat("Qwen 3: <think>, where the model or the prompt begins it", told_by=(("<think>",),)),
-    "nemotron_v3": ReasoningFormat("Nemotron 3: the same as qwen3"),
-    "holo2": replace(_INSIDE, about="Holo2: the same as deepseek_r1", told_by=(("</think>",),)),
-    "step3": replace(_INSIDE, about="Step 3: the same as deepseek_r1"),
-    "step3p5": replace(_INSIDE, about="Step 3.5: the same as deepseek_r1"),
+    "deepseek_v3": ReasoningFormat(told_by=(("<｜Assistant｜>", "<think>"),)),
+    "minimax_m2": replace(_INSIDE, told_by=(("<minimax:tool_call>", "<think>"),)),
+    "glm45": ReasoningFormat(told_by=(("<arg_key>", "<think>"),)),
+    "glm47": ReasoningFormat(),
+    "olmo3": replace(_INSIDE, told_by=(("<function_calls>", "<think>"),)),
+    "qwen3": ReasoningFormat(told_by=(("<think>",),)),
+    "nemotron_v3": ReasoningFormat(),
+    "holo2": replace(_INSIDE, told_by=(("</think>",),)),
+    "step3": _INSIDE,
+    "step3p5": _INSIDE,
 }  # fmt: skip
 """The most particular first, as above."""
 

@@ -8,7 +8,7 @@ import secrets
 import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from server.tools.scanner import Scanner, Steps
 from server.tools.values import is_json
@@ -27,16 +27,27 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MessageDelta:
-    """What some text added to a message; empty while it may yet become something else."""
+Said = tuple[Literal["content", "reasoning"], str] | ToolCallDelta
+"""What some text said next: more of the content, of the reasoning, or of a call."""
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.tool_calls)
+class MessageDelta(tuple[Said, ...]):
+    """What some text added to a message, in the order it says so; empty while it may yet become something else."""
+
+    @property
+    def content(self) -> str:
+        return self._text("content")
+
+    @property
+    def reasoning(self) -> str:
+        return self._text("reasoning")
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
+        return tuple(said for said in self if isinstance(said, ToolCallDelta))
+
+    def _text(self, part: str) -> str:
+        return "".join(said[1] for said in self if not isinstance(said, ToolCallDelta) and said[0] == part)
 
 
 class Pieces:
@@ -49,11 +60,7 @@ class Pieces:
     def __init__(self) -> None:
         self.num_calls = 0
         """Calls that have begun."""
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCallDelta] = []
-        self._arguments: list[str] = []
-        self._name: str | None = None
+        self._said: list[tuple[str | int, str | None, list[str]]] = []  # part, a call's name, what was said
         self._space: list[str] = []
         self._after_call = self._any_content = False
 
@@ -62,15 +69,19 @@ class Pieces:
         """Whether text of the content stands before what comes, in the same line."""
         return self._any_content and not self._after_call and not any("\n" in space for space in self._space)
 
+    def _say(self, part: str | int, texts: list[str]) -> None:
+        if not any(texts):
+            return
+        if not self._said or self._said[-1][0] != part:
+            self._said.append((part, None, []))
+        self._said[-1][2].extend(texts)
+
     def content(self, text: str) -> None:
-        """Text of the content."""
         visible = text.rstrip()
         if visible:
             first = self._after_call and not self._any_content
-            if not first:
-                self._content += self._space
+            self._say("content", [visible.lstrip()] if first else [*self._space, visible])
             self._space.clear()
-            self._content.append(visible.lstrip() if first else visible)
             self._after_call, self._any_content = False, True
         self._space.append(text[len(visible) :])
 
@@ -78,51 +89,44 @@ class Pieces:
         """Text of the reasoning; line ends are held back until more follows."""
         visible = text.rstrip("\n")
         if visible:
-            self._reasoning += self._space
+            self._say("reasoning", [*self._space, visible])
             self._space.clear()
-            self._reasoning.append(visible)
         self._space.append(text[len(visible) :])
 
     def end_reasoning(self, *, complete: bool) -> None:
         """No more reasoning; where it is not ``complete`` the line ends at its end are part of it."""
         if not complete:
-            self._reasoning += self._space
+            self._say("reasoning", self._space)
         self._space.clear()
 
     def call(self, name: str, *, space_is_text: bool = False) -> None:
         """The beginning of another call; ``space_is_text`` : between content and a call as well."""
-        self._flush_call()
-        self.num_calls += 1
-        self._name = name
         if space_is_text and self._any_content and not self._after_call:
-            self._content += self._space
+            self._say("content", self._space)
         self._space.clear()
+        self._said.append((self.num_calls, name, []))
+        self.num_calls += 1
         self._after_call = True
 
     def arguments(self, text: str) -> None:
-        """More text of the last call's arguments."""
-        self._arguments.append(text)
+        self._say(self.num_calls - 1, [text])
 
     def end(self) -> None:
-        """The message is complete."""
         if not self._after_call:
-            self._content += self._space
+            self._say("content", self._space)
         self._space.clear()
 
     def take(self) -> MessageDelta:
         """All of it, since it was last taken."""
-        self._flush_call()
-        delta = MessageDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))
-        self._content.clear()
-        self._reasoning.clear()
-        self._calls.clear()
-        return delta
-
-    def _flush_call(self) -> None:
-        if self._name is not None or self._arguments:
-            self._calls.append(ToolCallDelta(self.num_calls - 1, self._name, "".join(self._arguments)))
-            self._name = None
-            self._arguments.clear()
+        said: list[Said] = []
+        for part, name, pieces in self._said:
+            text = "".join(pieces)
+            if isinstance(part, int):
+                said.append(ToolCallDelta(part, name, text))
+            elif text:
+                said.append(("content" if part == "content" else "reasoning", text))
+        self._said.clear()
+        return MessageDelta(said)
 
 
 Reader = Callable[[Scanner, Pieces], Steps[None]]
@@ -149,7 +153,6 @@ class MessageParser:
         yield from self._scanner.rest(self._pieces.content)
 
     def push(self, text: str) -> MessageDelta:
-        """What the next text certainly adds."""
         self._scanner.feed(text)
         next(self._steps, None)
         return self._pieces.take()
@@ -272,7 +275,7 @@ class Messages:
             parser = self._parsers[index] = self._make_parser()
         delta = parser.push(text)
         if ended:
-            delta = _joined(delta, parser.finish())
+            delta = MessageDelta(delta + parser.finish())
         return self._taken(self.of(index), delta)
 
     def of(self, index: int) -> Message:
@@ -288,28 +291,21 @@ class Messages:
         return message
 
     def _taken(self, message: Message, delta: MessageDelta) -> MessageDelta:
-        content = "" if self._only_calls else delta.content
-        reasoning = delta.reasoning if self._show_reasoning else ""
-        calls = delta.tool_calls
-        if self._most_calls is not None:
-            calls = tuple(call for call in calls if call.index < self._most_calls)
-        delta = MessageDelta(content=content, reasoning=reasoning, tool_calls=calls)
-        if delta.content:
-            message.content.append(delta.content)
-        if delta.reasoning:
-            message.reasoning.append(delta.reasoning)
-        for call in delta.tool_calls:
-            if call.name is not None:
-                message.tool_calls.append(ToolCall(self._make_id(), call.name))
-            message.tool_calls[call.index].pieces.append(call.arguments)
-        return delta
-
-
-def _joined(first: MessageDelta, second: MessageDelta) -> MessageDelta:
-    if not second:
-        return first
-    return MessageDelta(
-        content=first.content + second.content,
-        reasoning=first.reasoning + second.reasoning,
-        tool_calls=first.tool_calls + second.tool_calls,
-    )
+        taken: list[Said] = []
+        for said in delta:
+            if isinstance(said, ToolCallDelta):
+                if self._most_calls is not None and said.index >= self._most_calls:
+                    continue
+                if said.name is not None:
+                    message.tool_calls.append(ToolCall(self._make_id(), said.name))
+                message.tool_calls[said.index].pieces.append(said.arguments)
+            elif said[0] == "content":
+                if self._only_calls:
+                    continue
+                message.content.append(said[1])
+            elif self._show_reasoning:
+                message.reasoning.append(said[1])
+            else:
+                continue
+            taken.append(said)
+        return MessageDelta(taken)

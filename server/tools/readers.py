@@ -14,18 +14,20 @@ from server.tools.scanner import Markers, Scanner, Steps
 from server.tools.values import (
     GEMMA,
     PYTHON,
+    PYTHON_NAME,
+    Dialect,
     Functions,
     Plain,
     is_object,
     json_string,
     read_gemma_key,
     read_literal,
+    read_python_key,
     types_of,
 )
 
 _NAME = re.compile(r"[\w.:/-]+")
 _TAG_NAME = re.compile(r"""[^\s<>"'{}\[\]]+""")
-_PYTHON_NAME = re.compile(r"[\w.]+")
 _GEMMA_NAME = re.compile(r"[^\s{}<>:,]+")
 _NUMBER = re.compile(r":\d+$")
 _TO_LINE_END = re.compile(r"[^<>\n]+")
@@ -82,7 +84,6 @@ class CallFormat:
     ``escaped`` : keys as in XML. ``written`` : for grammars.
     """
 
-    about: str
     told_by: tuple[tuple[str, ...], ...] = ()
     arguments: Literal["object", "json", "tags", "python", "gemma"] = "object"
     message_ends: tuple[str, ...] = ()
@@ -107,7 +108,6 @@ class CallFormat:
 
     @cached_property
     def starts(self) -> Markers:
-        """What begins calls, and noise."""
         return Markers(*self.section, *self.call, *self.noise)
 
     @cached_property
@@ -167,7 +167,6 @@ class Calls:
         self._read_one: Callable[[], Steps[None]] = getattr(self, f"_read_{form.arguments}")
 
     def read(self) -> Steps[None]:
-        """All of the message."""
         form, scanner, pieces = self._form, self._scanner, self._pieces
         if form.bare:
             yield from scanner.space()
@@ -218,7 +217,6 @@ class Calls:
         self._pieces.call(name, space_is_text=self._form.space_is_text)
 
     def _argument(self, name: str, key: str, *, first: bool) -> None:
-        """Another argument, whose value follows."""
         if first:
             self._begin(name)
         self._scanner.forget()
@@ -338,26 +336,31 @@ class Calls:
 
     def _read_gemma(self) -> Steps[None]:
         scanner = self._scanner
-        if not (yield from self._literals(self._form.head)):
-            return
-        name = yield from scanner.word(_GEMMA_NAME)
-        if not name or not self._accepts(name) or not (yield from scanner.literal("{")):
-            return
-        first = True
+        if (yield from self._literals(self._form.head)):
+            name = yield from scanner.word(_GEMMA_NAME)
+            if name and self._accepts(name) and (yield from scanner.literal("{")):
+                yield from self._named(name, "}", read_gemma_key, GEMMA)
+
+    def _named(
+        self, name: str, close: str, read_key: Callable[[Scanner], Steps[str | None]], dialect: Dialect
+    ) -> Steps[bool]:
+        """Arguments by name, up to ``close``; whether all are there."""
+        scanner, first = self._scanner, True
         yield from scanner.space()
-        while not (yield from scanner.literal("}")):
-            key = yield from read_gemma_key(scanner)
+        while not (yield from scanner.literal(close)):
+            key = yield from read_key(scanner)
             if key is None or not (yield from scanner.peek()):
-                return
+                return False
             self._argument(name, key, first=first)
             first = False
-            if not (yield from read_literal(scanner, self._pieces.arguments, GEMMA)):
-                return
+            if not (yield from read_literal(scanner, self._pieces.arguments, dialect)):
+                return False
             yield from scanner.space()
-            if not (yield from scanner.literal(",")) and (yield from scanner.peek()) != "}":
-                return
+            if not (yield from scanner.literal(",")) and (yield from scanner.peek()) != close:
+                return False
             yield from scanner.space()
         self._end(name, first=first)
+        return True
 
     def _read_python(self) -> Steps[None]:
         scanner = self._scanner
@@ -373,31 +376,12 @@ class Calls:
             scanner.forget()
 
     def _python_call(self) -> Steps[bool]:
-        """Whether it is complete."""
         scanner = self._scanner
-        name = yield from scanner.word(_PYTHON_NAME)
+        name = yield from scanner.word(PYTHON_NAME)
         if not name or not self._accepts(name):
             return False
         yield from scanner.space()
-        if not (yield from scanner.literal("(")):
-            return False
-        first = True
-        yield from scanner.space()
-        while not (yield from scanner.literal(")")):
-            key = yield from scanner.word(_PYTHON_NAME)
-            yield from scanner.space()
-            if not key or not (yield from scanner.literal("=")) or not (yield from scanner.peek()):
-                return False
-            self._argument(name, key, first=first)
-            first = False
-            if not (yield from read_literal(scanner, self._pieces.arguments, PYTHON)):
-                return False
-            yield from scanner.space()
-            if not (yield from scanner.literal(",")) and (yield from scanner.peek()) != ")":
-                return False
-            yield from scanner.space()
-        self._end(name, first=first)
-        return True
+        return bool((yield from scanner.literal("("))) and (yield from self._named(name, ")", read_python_key, PYTHON))
 
     # -- tags --------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ class ReasoningFormat:
     it is followed by, of a model whose messages have headers. ``told_by`` : strings of chat templates, all of one.
     """
 
-    about: str
     begin: tuple[str, ...] = ("<think>",)
     end: tuple[str, ...] = ("</think>",)
     also_ends: tuple[str, ...] = ()
@@ -119,7 +118,6 @@ class _Channels:
             header = header or (yield from self._first_header())
 
     def _first_header(self) -> Steps[str]:
-        """Empty where there is none."""
         scanner = self._scanner
         yield from scanner.space()
         marker = yield from scanner.literal(START, CHANNEL, MESSAGE, "to=")

@@ -50,7 +50,6 @@ class Scanner:
         self._at = 0
 
     def end(self) -> None:
-        """No more will come."""
         self._ended = True
 
     def forget(self) -> None:
@@ -58,7 +57,6 @@ class Scanner:
         self._trail = []
 
     def trail(self) -> str:
-        """The trail, which begins anew here."""
         text = "".join(self._trail)
         self._trail = []
         return text
@@ -96,11 +94,9 @@ class Scanner:
         return word
 
     def space(self) -> Steps[bool]:
-        """White space."""
         return (yield from self.run(_SPACE))
 
     def rest(self, sink: Sink) -> Steps[None]:
-        """All text to the end."""
         yield from self.run(_ANY, sink)
 
     def peek(self) -> Steps[str]:

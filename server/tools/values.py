@@ -108,7 +108,6 @@ class Plain:
             sink('"')
 
     def add(self, text: str) -> None:
-        """The next characters."""
         if self._text is None:
             self._sink(json_characters(text))
         else:
@@ -273,3 +272,13 @@ def read_gemma_key(scanner: Scanner) -> Steps[str | None]:
         return None
     yield from scanner.space()
     return "".join(written)
+
+
+PYTHON_NAME = re.compile(r"[\w.]+")
+
+
+def read_python_key(scanner: Scanner) -> Steps[str | None]:
+    """A name and the sign of equality behind it; None where there is none."""
+    key = yield from scanner.word(PYTHON_NAME)
+    yield from scanner.space()
+    return key if key and (yield from scanner.literal("=")) else None

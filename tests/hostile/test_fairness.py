@@ -228,33 +228,3 @@ def test_a_lane_serves_tenants_in_turn_and_each_has_a_line_of_its_own() -> None:
         lane.close()
 
     asyncio.run(scenario())
-
-
-async def is_empty(lane: Lane) -> None:
-    """A call's place is given back a moment after its result is there."""
-    while lane._costs:
-        await asyncio.sleep(0.001)
-
-
-def test_the_line_of_a_lane_is_priced_and_whoever_leaves_it_gives_the_price_back() -> None:
-    async def scenario() -> None:
-        lane, gate = Lane("work", num_threads=1, max_waiting=1, unit=100), threading.Event()
-        first = asyncio.create_task(lane.run_priced(1000, lambda: gate.wait(20)))  # one alone always has room
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFull):
-            await lane.run_priced(1, int)
-        gate.set()
-        await first
-        await is_empty(lane)
-        waiting = [asyncio.create_task(lane.run_priced(100, int)) for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFull):
-            await lane.run_priced(1, int)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        await is_empty(lane)
-        assert await lane.run_priced(200, lambda: 7) == 7
-        lane.close()
-
-    asyncio.run(scenario())

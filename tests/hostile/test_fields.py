@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -97,104 +97,64 @@ def test_no_value_of_a_field_is_an_error_of_the_server(
     assert get(server.port, "/health").status == 200
 
 
-@pytest.mark.parametrize(("name", "part"), [*PARTS.items(), ("json_schema", JsonSchemaFormat)])
-def test_no_value_within_a_part_is_an_error_of_the_server(server: RunningServer, name: str, part: type[Any]) -> None:
-    for field, info in part.model_fields.items():
-        key = info.alias or field
+Spelled = Callable[[str, str], bytes]
+"""A body with a value, as JSON, under a key somewhere in it."""
+CHAT, RESPONSE = BODIES[1][2], BODIES[2][2]
+TOOL = {"name": "f", "description": "x", "parameters": {}, "strict": True}
+ANTHROPIC_TOOL = {"name": "f", "description": "x", "input_schema": {}, "type": "custom", "strict": True}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "text": {"text": "x"}, "thinking": {"thinking": "x"}, "redacted_thinking": {"data": "x"},
+    "tool_use": {"id": "c", "name": "f", "input": {}}, "image": {"data": "x"},
+    "tool_result": {"tool_use_id": "c", "content": "x", "is_error": False},
+}  # fmt: skip
+ITEM = {"role": "user", "content": "x", "call_id": "c", "name": "f", "arguments": "{}", "output": "x"}
+
+
+def inside(base: dict[str, Any], name: str, given: dict[str, Any], around: str = "[%s]") -> Spelled:
+    """``around`` : what the part stands in, as the field ``name`` of a body."""
+    return lambda key, value: spelled(base, name, around % spelled(given, key, value).decode())
+
+
+def cases() -> Iterator[tuple[str, str, Spelled, Iterable[str]]]:
+    """Name, path, how a body is spelled, and the keys it may be spelled with."""
+    for name, part in PARTS.items():
+        path, _, base = next(each for each in BODIES if name in each[1].model_fields)
+        base = {**base, "stream": name == "stream_options"}
+        yield name, path, inside(base, name, {}, "%s"), [info.alias or key for key, info in part.model_fields.items()]
+    json_schema = '{"type":"json_schema","json_schema":%s}'
+    keys = [info.alias or key for key, info in JsonSchemaFormat.model_fields.items()]
+    yield "json_schema", BODIES[0][0], inside(BODIES[0][2], "response_format", {}, json_schema), keys
+    chat, called = BODIES[1][0], {**CHAT, "tool_choice": "required"}
+    yield "tool", chat, inside(called, "tools", {"function": {"name": "f"}}), ("type", "function")
+    function = '[{"type":"function","function":%s}]'
+    yield "function", chat, inside(called, "tools", {"name": "f"}, function), (*TOOL, "x")
+    keywords = ("type", "properties", "required", "enum", "const", "anyOf", "$ref", "$defs", "x-guidance")
+    schema = '[{"type":"function","function":{"name":"f","parameters":%s}}]'
+    yield "schema of a function", chat, inside(called, "tools", {}, schema), keywords
+    yield "choice", chat, inside(called, "tool_choice", {}, '{"type":"function","function":%s}'), ("name", "x")
+    keys = ["role", "content", "name", "tool_calls", "tool_call_id", "refusal", "audio", "x"]
+    yield "message", chat, inside(CHAT, "messages", dict(MESSAGES[0])), keys
+    for kind in ("message", "function_call", "function_call_output", "reasoning"):
+        yield f"item {kind}", BODIES[2][0], inside(RESPONSE, "input", {"type": kind, **ITEM}), ("type", *ITEM)
+    tool = {"type": "function", **TOOL}
+    tools = {**RESPONSE, "tools": [tool]}
+    yield "tool of a response", BODIES[2][0], inside(tools, "tools", tool), tool
+    yield "choice of a response", BODIES[2][0], inside(tools, "tool_choice", tool, "%s"), tool
+    path, base = BODIES[3][0], {**BODIES[3][2], "tools": [{"name": "f", "input_schema": {}}]}
+    for kind, block in BLOCKS.items():
+        role = "user" if kind == "tool_result" else "assistant"
+        around = f'[{{"role":"{role}","content":[%s]}}]'
+        yield f"block {kind}", path, inside(base, "messages", {"type": kind, **block}, around), ("type", *block, "x")
+    yield "tool of a message", path, inside(base, "tools", ANTHROPIC_TOOL), (*ANTHROPIC_TOOL, "x")
+    yield "choice of a message", path, inside(base, "tool_choice", {"type": "tool"}, "%s"), ToolChoice.model_fields
+    yield "turn", path, inside(base, "messages", dict(MESSAGES[0])), ("role", "content", "x")
+
+
+@pytest.mark.parametrize(("path", "body", "keys"), [pytest.param(*case, id=name) for name, *case in cases()])
+def test_no_value_within_a_part_is_an_error_of_the_server(
+    server: RunningServer, path: str, body: Spelled, keys: Iterable[str]
+) -> None:
+    for key in keys:
         for value in WHOLE:
-            inner = f"{{{json.dumps(key)}:{value}}}"
-            if name == "json_schema":
-                body = spelled(BODIES[0][2], "response_format", f'{{"type":"json_schema","json_schema":{inner}}}')
-                survives(server, "/v1/completions", body)
-                continue
-            path, _, base = next(each for each in BODIES if name in each[1].model_fields)
-            survives(server, path, spelled({**base, "stream": name == "stream_options"}, name, inner))
-    assert get(server.port, "/health").status == 200
-
-
-@pytest.mark.parametrize("key", ["type", "function", "name", "description", "parameters", "strict", "x"])
-def test_no_value_within_a_tool_is_an_error_of_the_server(server: RunningServer, key: str) -> None:
-    base = {**BODIES[1][2], "tool_choice": "required"}
-    for value in WHOLE:
-        if key in ("type", "function"):
-            tool = f'{{"function":{{"name":"f"}},{json.dumps(key)}:{value}}}'
-        else:
-            tool = f'{{"type":"function","function":{{"name":"f",{json.dumps(key)}:{value}}}}}'
-        survives(server, "/v1/chat/completions", spelled(base, "tools", f"[{tool}]"))
-    assert get(server.port, "/health").status == 200
-
-
-@pytest.mark.parametrize(
-    "keyword", ["type", "properties", "required", "enum", "const", "anyOf", "$ref", "$defs", "x-guidance"]
-)
-def test_no_schema_of_a_tool_is_an_error_of_the_server(server: RunningServer, keyword: str) -> None:
-    base = {**BODIES[1][2], "tool_choice": "required"}
-    for value in WHOLE:
-        tool = f'{{"type":"function","function":{{"name":"f","parameters":{{{json.dumps(keyword)}:{value}}}}}}}'
-        survives(server, "/v1/chat/completions", spelled(base, "tools", f"[{tool}]"))
-        choice = f'{{"type":"function","function":{{"name":{value}}}}}'
-        survives(server, "/v1/chat/completions", spelled(base, "tool_choice", choice))
-    assert get(server.port, "/health").status == 200
-
-
-@pytest.mark.parametrize("key", ["role", "content", "name", "tool_calls", "tool_call_id", "refusal", "audio", "x"])
-def test_no_value_within_a_message_is_an_error_of_the_server(server: RunningServer, key: str) -> None:
-    for value in WHOLE:
-        message = spelled({"role": "user", "content": "x"}, key, value).decode()
-        survives(server, "/v1/chat/completions", f'{{"max_tokens":1,"messages":[{message}]}}'.encode())
-    assert get(server.port, "/health").status == 200
-
-
-@pytest.mark.parametrize("kind", ["message", "function_call", "function_call_output", "reasoning"])
-def test_no_value_within_an_item_is_an_error_of_the_server(server: RunningServer, kind: str) -> None:
-    item = {"type": kind, "role": "user", "content": "x", "call_id": "c", "name": "f", "arguments": "{}", "output": "x"}
-    for key in item:
-        for value in WHOLE:
-            given = spelled(item, key, value).decode()
-            survives(server, "/v1/responses", f'{{"max_output_tokens":1,"input":[{given}]}}'.encode())
-    assert get(server.port, "/health").status == 200
-
-
-@pytest.mark.parametrize("name", ["tools", "tool_choice"])
-def test_no_value_within_a_tool_of_a_response_is_an_error_of_the_server(server: RunningServer, name: str) -> None:
-    tool = {"type": "function", "name": "f", "description": "x", "parameters": {}, "strict": True}
-    base = {"input": "x", "max_output_tokens": 1, "tools": [tool]}
-    for key in tool:
-        for value in WHOLE:
-            given = spelled(tool, key, value).decode()
-            survives(server, "/v1/responses", spelled(base, name, f"[{given}]" if name == "tools" else given))
-    assert get(server.port, "/health").status == 200
-
-
-@pytest.mark.parametrize("kind", ["text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image"])
-def test_no_value_within_a_block_is_an_error_of_the_server(server: RunningServer, kind: str) -> None:
-    block = {
-        "text": "x", "thinking": "x", "data": "x", "id": "c", "name": "f", "input": {}, "tool_use_id": "c",
-        "content": "x", "is_error": False, "cache_control": None,
-    }  # fmt: skip
-    known = {"text": ["text"], "thinking": ["thinking"], "tool_use": ["id", "name", "input"]}
-    known["tool_result"] = ["tool_use_id", "content", "is_error"]
-    base = {"type": kind, **{key: block[key] for key in known.get(kind, ["data"])}}
-    role = "user" if kind == "tool_result" else "assistant"
-    for key in ("type", *block):
-        for value in WHOLE:
-            turn = f'{{"role":"{role}","content":[{spelled(base, key, value).decode()}]}}'
-            survives(server, "/v1/messages", f'{{"max_tokens":1,"messages":[{turn}]}}'.encode())
-    assert get(server.port, "/health").status == 200
-
-
-@pytest.mark.parametrize("name", ["tools", "tool_choice", "messages"])
-def test_no_value_within_a_tool_of_a_message_is_an_error_of_the_server(server: RunningServer, name: str) -> None:
-    tool = {"name": "f", "description": "x", "input_schema": {}, "type": "custom", "strict": True}
-    base = {"messages": MESSAGES, "max_tokens": 1, "tools": [{"name": "f", "input_schema": {}}]}
-    parts: dict[str, dict[str, Any]] = {
-        "tools": tool,
-        "tool_choice": dict.fromkeys(ToolChoice.model_fields),
-        "messages": {**MESSAGES[0]},
-    }
-    for key in (*parts[name], "x"):
-        for value in WHOLE:
-            rest = {"type": "tool"} if name == "tool_choice" else parts[name]
-            given = spelled(rest, key, value).decode()
-            survives(server, "/v1/messages", spelled(base, name, given if name == "tool_choice" else f"[{given}]"))
+            survives(server, path, body(key, value))
     assert get(server.port, "/health").status == 200

@@ -13,8 +13,8 @@ import pytest
 from ssd.bundled import MODEL_PATH
 from ssd.config import StructuredOutput
 from ssd.text.codec import TextCodec
-from ssd.text.grammar import GrammarState, MaskThreads
-from ssd.text.grammar_compiler import GrammarCompiler, expected_cost
+from ssd.text.grammar import MaskThreads
+from ssd.text.grammar_compiler import GrammarCompiler
 from ssd.text.grammar_memory import Compiled, GrammarMemory, Opened, Weight
 
 MB = 1 << 20
@@ -86,40 +86,11 @@ def test_one_that_is_kept_takes_only_its_own_part_and_does_not_push_itself_out()
     assert [each.costs_s for each in opened if each is not None] == [0.0] * 8
 
 
-def test_who_leaves_before_its_turn_is_not_worked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("llguidance")
-    codec = TextCodec.load(str(MODEL_PATH))
-    made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids)
-    state, gate, followed = made.compile(regex(1)), threading.Event(), list[Any]()
-    monkeypatch.setattr(GrammarState, "_follow", lambda _, trial: followed.append(trial))
-    first = made._threads.submit_costly(None, 0.1, lambda: followed.extend([] if gate.wait(20) else ["late"]))
-    state._open = made.memory.open(Weight(MB, 1.0), None, lambda: compiled(MB), may_refuse=False)
-    state._costs_s = 1.0
-    state.begin([])
-    state.put_down()
-    gate.set()
-    first.result(20)
-    assert state._made is not None
-    state._made.result(20)
-    assert followed == [] and state._open is None and made.memory.num_bytes < MB
-
-
 def test_memory_is_given_back_a_moment_after_the_last_that_was_costly() -> None:
     idle = threading.Event()
     threads = MaskThreads(idle.set)
     threads.submit_costly(None, 0.1, lambda: None).result(20)
     assert idle.wait(20)
-
-
-def test_what_is_known_or_short_is_not_behind_what_takes_long() -> None:
-    assert expected_cost(StructuredOutput("regex", "(a{900}){1000}")) > 1 << 20
-    assert expected_cost(StructuredOutput("regex", r"[a-z]{3,20} ([0-9]{2},){1,9}")) < 1 << 14
-    assert expected_cost(StructuredOutput("json_schema", "x" * 9000)) == 9000
-    pytest.importorskip("llguidance")
-    codec = TextCodec.load(str(MODEL_PATH))
-    made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids)
-    made.compile(regex(1), "a")
-    assert made.knows(regex(1), "a") and not made.knows(regex(1), "b") and not made.knows(regex(2), "a")
 
 
 def resident_mb() -> float:

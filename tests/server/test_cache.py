@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import pytest
 
 from server.command.arguments import parse_arguments
 from server.command.start import EngineLoader, make_settings
@@ -93,3 +96,40 @@ def test_replicas_learn_from_each_other_and_live_on_without_redis(redis_server: 
         new = {"prompt": "def unheard_of(value):\n"}
         wait_until(lambda: token_ids(first, **new) and metric(second.port, "ssd:sharing_received_total") > num_received)
         assert token_ids(second, **new) == token_ids(first, **new)
+
+
+# -- what is not to be learned --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with served() as running:
+        yield running
+
+
+def test_store_false_and_the_header_keep_a_request_out_of_the_cache(server: RunningServer) -> None:
+    before = metric(server.port, "ssd:cache_tokens")
+    expected = token_ids(server, store=False)
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "store": False}
+    assert post(server.port, "/v1/chat/completions", chat).status == 200
+    response = {"input": PROMPT, "max_output_tokens": 8}
+    assert post(server.port, "/v1/responses", {**response, "store": False}).status == 200
+    assert post(server.port, "/v1/responses", response, headers={"x-ssd-no-learn": "1"}).status == 200
+    message = {"messages": chat["messages"], "max_tokens": 8}
+    assert post(server.port, "/v1/messages", {**message, "store": False}).status == 200
+    assert post(server.port, "/v1/messages", message, headers={"x-ssd-no-learn": "1"}).status == 200
+    body = {"prompt": PROMPT, "max_tokens": 60}
+    for value in ("1", "true"):
+        assert post(server.port, "/v1/completions", body, headers={"x-ssd-no-learn": value}).status == 200
+    assert metric(server.port, "ssd:cache_tokens") == before
+    assert token_ids(server, store=True) == expected
+    assert metric(server.port, "ssd:cache_tokens") > before
+    steps = metric(server.port, "ssd:verify_steps_total")
+    assert token_ids(server, store=False) == expected
+    assert metric(server.port, "ssd:verify_steps_total") - steps < 40, "it is drafted for from what others left"
+
+
+def test_a_header_that_says_neither_is_refused(server: RunningServer) -> None:
+    answer = post(server.port, "/v1/completions", {"prompt": "x"}, headers={"x-ssd-no-learn": "perhaps"})
+    assert (answer.status, answer.error["param"]) == (400, "x-ssd-no-learn")
+    assert post(server.port, "/v1/completions", {"prompt": "x"}, headers={"x-ssd-no-learn": "0"}).status == 200

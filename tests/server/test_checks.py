@@ -17,7 +17,6 @@ from server.command.checks import check_before_loading
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ConfigError, ModelError, SSDError
 from ssd.retrieval.static import StaticWriter
-from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer
 from tests.redis_server import redis_server as redis_server  # a fixture
 
@@ -62,8 +61,6 @@ def test_what_can_work_passes(tmp_path: Path, model: Path, caplog: pytest.LogCap
         (("--warm", "tests"), "ssd-cache build"),
         (("--warm", "no-such-directory"), "no-such-directory"),
         (("--cache-tokens", "1000t"), "--cache-tokens"),
-        (("--cache-dir", "pyproject.toml"), "Not a directory"),
-        (("--cache-dir", "pyproject.toml/below"), "Not a directory"),
         (("--max-model-len", "1m"), "--max-model-len 1000000 exceeds the model's context of 2048"),
         (("--draft-model", "./no-such-directory"), "no-such-directory"),
         (("--draft-head", "./no-such-directory"), "no-such-directory"),
@@ -85,12 +82,6 @@ def test_what_cannot_work_is_refused(words: tuple[str, ...], hint: str, no_hub: 
 def test_a_device_that_is_not_there_is_missed_at_once() -> None:
     with pytest.raises(ModelError, match="use --device cpu"):
         check("--device", "cuda")
-
-
-def test_a_damaged_warm_directory_is_found(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(SSDError, match="damaged"):
-        check("--warm", str(tmp_path))
 
 
 def test_files_of_a_model_that_are_missing_are_named(model: Path) -> None:
@@ -146,8 +137,6 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def test_an_id_without_a_network_is_refused_without_a_wait(no_hub: None, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ModelError, match=r"nor in the hub's cache, and .* cannot be reached"):
         check("owner/name")
-    with pytest.raises(ModelError, match="owner/other"):
-        check("--tokenizer", "owner/other")
     assert not caplog.records
 
 
@@ -163,10 +152,3 @@ def test_what_is_in_the_cache_is_used_without_a_network(
     assert "cannot be reached" in caplog.text
     options = parse_arguments(["owner/name", "--download-dir", str(tmp_path / "hub")], {}).model
     assert checks.find_generation_config(options.path, options.hub) is None
-
-
-def test_a_template_and_another_tokenizer_are_taken() -> None:
-    codec = TextCodec.load(str(MODEL_PATH), chat_template="{{ messages[0].content }}!")
-    assert codec.decode(codec.encode_chat([{"role": "user", "content": "x = 1"}])) == "x = 1!"
-    lone = TextCodec.load(str(MODEL_PATH / "tokenizer.json"), model=str(MODEL_PATH))
-    assert lone.fingerprint == codec.fingerprint and lone.eos_token_ids == codec.eos_token_ids

@@ -61,40 +61,11 @@ def accepts(found: AnswerPlan, text: str) -> bool:
     return len(masks) == len(ids) + 1 and bool(masks[-1][codec().eos_token_ids[0]])
 
 
-def test_where_nothing_can_be_called_or_thought_nobody_takes_anything_apart() -> None:
-    assert plan(MessageFormat("hermes", None)) == AnswerPlan(None, None)
-    assert plan(MessageFormat("hermes", None), tools=[TOOL], tool_choice="none") == AnswerPlan(None, None)
-
-
-@pytest.mark.parametrize(
-    ("reasoning", "prompt", "allowed", "refused"),
-    [
-        (None, "", [CALL, f"{CALL}\n{CALL}"], ["", "<think>a</think>" + CALL, CALL + "x"]),
-        ("qwen3", "", [CALL, "<think>{ hm\n</think>\n\n" + CALL], ["", "<think>hm</think>", "hm" + CALL]),
-        ("qwen3", "<think>\n", ["hm</think>" + CALL], [CALL, "hm"]),
-        ("qwen3", "<think>\n\n</think>\n\n", [CALL], ["<think>a</think>" + CALL]),
-        ("deepseek_r1", "", ["hm</think>" + CALL, "<think>hm</think>" + CALL], [CALL]),
-        ("mistral", "", [CALL, "[THINK]hm[/THINK]" + CALL], ["[THINK]hm" + CALL]),
-    ],
-)
-def test_forced_calls_may_follow_what_is_thought(
-    reasoning: str | None, prompt: str, allowed: list[str], refused: list[str]
-) -> None:
-    found = plan(MessageFormat("hermes", reasoning), prompt=prompt, tools=[TOOL], tool_choice="required")
-    assert [accepts(found, text) for text in allowed + refused] == [True] * len(allowed) + [False] * len(refused)
-
-
 @pytest.mark.parametrize("reasoning", [*REASONING_FORMATS])
 def test_every_kind_of_reasoning_can_go_before_a_call(reasoning: str) -> None:
     found = plan(MessageFormat("hermes", reasoning), tools=[TOOL], tool_choice="required")
     assert found.output is not None
     grammars().compile(found.output)
-
-
-def test_without_parallel_calls_exactly_one_is_made() -> None:
-    found = plan(MessageFormat("hermes"), tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
-    assert accepts(found, CALL)
-    assert not accepts(found, f"{CALL}\n{CALL}")
 
 
 def test_a_format_without_a_grammar_of_its_own_is_made_to_write_json() -> None:
@@ -113,14 +84,6 @@ def test_an_answer_of_a_schema_may_be_a_call_instead_where_calls_are_possible() 
     ]  # fmt: skip
     with pytest.raises(RequestError, match="not possible in this model's format"):
         plan(MessageFormat("pythonic"), tools=[TOOL], response_format=FORM)
-
-
-def test_an_answer_of_a_schema_may_follow_what_is_thought() -> None:
-    for fields in ({"response_format": FORM}, {"guided_choice": ['"yes"']}, {"guided_regex": '"yes"'}):
-        found = plan(MessageFormat(None, "qwen3"), **fields)
-        assert accepts(found, '"yes"')
-        assert accepts(found, '<think>is it "no"?</think>"yes"')
-        assert not accepts(found, '<think>is it "no"?</think>"no"')
 
 
 def test_special_tokens_that_a_format_is_written_with_stay_in_its_text() -> None:

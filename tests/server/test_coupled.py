@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -18,11 +16,10 @@ from ssd.sharing.connection import connect
 from ssd.sharing.noise_root import KEY
 from tests.redis_server import RedisServer, redis_server
 from tests.server.client import ask, metric, post, until_ready, wait_until
-from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.server.failing_engine import RunningServer, serving
 from tests.server.test_access_log import Log, logging_to
 from tests.server.test_cache import SMALL
 from tests.server.test_process import running
-from tests.waiting import PATIENCE_S, START_S
 
 __all__ = ["redis_server"]  # the fixture
 
@@ -97,18 +94,6 @@ def test_a_seed_goes_before_streams_and_says_what_it_ever_says(one_stream: Runni
         assert len(seeded) == 1 and seeded != {said(client, 8)} and said(client) not in seeded
 
 
-def test_what_is_greedy_is_as_ever(one_stream: RunningServer) -> None:
-    with closing(client_of(one_stream)) as client:
-        messages: Any = QUESTION
-        first, second = (
-            client.chat.completions.create(
-                model="test-model", messages=messages, temperature=0, max_tokens=16, extra_body={"coupled": coupled}
-            )
-            for coupled in (True, False)
-        )
-        assert first.choices[0].message.content == second.choices[0].message.content
-
-
 def test_tenants_and_salts_draw_with_noise_of_their_own(one_stream: RunningServer) -> None:
     with closing(client_of(one_stream)) as alice, closing(client_of(one_stream, "bobs")) as bob:
         found = [said(alice), said(bob), said(alice, cache_salt="a"), said(alice, cache_salt="b")]
@@ -178,22 +163,6 @@ def test_choices_of_one_prompt_take_different_streams(four_streams: RunningServe
     assert len(set(more)) == 6 and set(more) > set(every)
 
 
-def test_each_of_several_prompts_has_its_streams(four_streams: RunningServer) -> None:
-    prompts = [PROMPT, "class Stack:"]
-    one, two = (sorted(texts(four_streams, prompt=prompt, n=4)) for prompt in prompts)
-    both = texts(four_streams, prompt=prompts, n=4)
-    assert (sorted(both[:4]), sorted(both[4:])) == (one, two)
-    assert len(set(texts(four_streams, prompt=[PROMPT] * 2, n=4, coupled=False))) == 8
-    seeded = texts(four_streams, prompt=prompts, n=2, seed=5)
-    assert len(set(seeded)) == 4 and seeded == texts(four_streams, prompt=prompts, n=2, seed=5)
-
-
-def test_without_streams_the_field_changes_nothing_and_nothing_is_drawn_for_them() -> None:
-    with serving(lambda _: FailingEngine()) as server:
-        for coupled in (None, True, False):
-            assert len(texts(server, n=3, coupled=coupled)) == 3
-
-
 # -- what noise is made of ---------------------------------------------------------------------------------------------
 
 
@@ -228,25 +197,6 @@ def test_a_key_of_another_kind_in_redis_is_counted_and_costs_no_answer(redis_ser
         assert texts(server) == own  # its root is that of all now
 
 
-@pytest.mark.parametrize("value", ["-1", "1048577", "x", "1.5", ""])
-def test_a_number_of_streams_of_no_use_is_said_in_one_line(
-    value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # else it is a line of this module's log
-    with pytest.raises(SystemExit) as stopped:
-        parse_arguments([f"--coupled-sampling={value}"], environment={})
-    message = capsys.readouterr().err
-    assert stopped.value.code == 2 and "--coupled-sampling" in message and message.count("\n") == 1
-
-
-def test_a_file_of_options_says_how_many_streams(tmp_path: Path) -> None:
-    path = tmp_path / "ssd.yaml"
-    path.write_text("coupled-sampling: 16\n")
-    options = parse_arguments(["--config", str(path)], environment={})
-    assert options.engine.config.coupled_streams == 16
-    assert parse_arguments([], environment={}).engine.config.coupled_streams == 0
-
-
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 PROCESS = (*SMALL, "--cache-tokens", "65536", "--coupled-sampling", "1")
@@ -271,35 +221,3 @@ def test_replicas_of_one_redis_give_one_answer(tmp_path: Path, redis_server: Red
         assert one == two != alone
         redis_server.kill()
         assert answer_of(ports[0]) == answer_of(ports[1]) == one
-
-
-@pytest.mark.slow
-def test_a_restart_goes_on_with_the_noise_of_its_directory(tmp_path: Path) -> None:
-    said, logs = [], []
-    for life in range(2):
-        log = tmp_path / f"log-{life}"
-        with (
-            log.open("w") as file,
-            running(*PROCESS, "--cache-dir", str(tmp_path / "cache"), stderr=file.fileno()) as (process, port),
-        ):
-            until_ready(port)
-            said.append(answer_of(port))
-            wait_until(lambda log=log: "ready after" in log.read_text(), START_S)  # type: ignore[misc]
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE_S) == 0
-        logs.append(log.read_text())
-    assert said[0] == said[1]
-    kept = (tmp_path / "cache" / ".ssd" / "noise").read_text()
-    assert all("coupled_streams=1 noise=directory" in log and kept not in log for log in logs)
-
-
-@pytest.mark.slow
-def test_a_seed_makes_a_run_of_coupled_requests_repeatable() -> None:
-    runs = []
-    for _ in range(2):
-        with running(*PROCESS[:-1], "4", "--seed", "11") as (_, port):
-            until_ready(port)
-            body = {"prompt": PROMPT, **SAMPLED, "n": 3}
-            more = post(port, "/v1/completions", body).json["choices"]
-            runs.append([answer_of(port), answer_of(port), *(choice["text"] for choice in more)])
-    assert runs[0] == runs[1]

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import http.client
-import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import openai
@@ -18,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.base.settings import read_sampling_defaults
 from ssd.bundled import MODEL_PATH
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import Answer, ask, get, greedy_completion, official_client, post, wait_until
+from tests.server.client import Answer, ask, get, greedy_completion, official_client, post
 from tests.server.failing_engine import RunningServer, serving
 from tests.test_grammar import too_complex
 
@@ -97,20 +92,6 @@ def test_a_grammar_that_becomes_too_complex_is_a_refusal(server: RunningServer) 
     assert b'"type":"invalid_request_error"' in streamed.content and b'"finish_reason":"stop"' not in streamed.content
 
 
-def test_completions_generate_sixteen_tokens_unless_told_otherwise(client: openai.OpenAI) -> None:
-    found = client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"ignore_eos": True})
-    assert found.usage is not None
-    assert found.usage.completion_tokens == 16
-
-
-def test_chat(client: openai.OpenAI) -> None:
-    found = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_completion_tokens=20, temperature=0)
-    assert (found.object, found.choices[0].message.role) == ("chat.completion", "assistant")
-    assert found.id.startswith("chatcmpl-")
-    assert found.choices[0].message.content
-    assert found.choices[0].finish_reason in ("length", "stop")
-
-
 def test_chat_goes_on_to_the_end_of_the_context(server: RunningServer) -> None:
     answer = post(server.port, "/v1/chat/completions", {"messages": MESSAGES, "ignore_eos": True, "temperature": 0})
     assert answer.json["usage"]["total_tokens"] == MAX_MODEL_LEN
@@ -137,13 +118,6 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
-def test_a_streamed_completion_says_what_the_whole_one_says(server: RunningServer) -> None:
-    whole = completion(server, max_tokens=24).json
-    events = completion(server, max_tokens=24, stream=True).events
-    assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
-    assert all("usage" not in event for event in events)
-
-
 def test_continuous_usage_counts_up(server: RunningServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = completion(server, max_tokens=10, ignore_eos=True, stream=True, stream_options=options).events
@@ -167,11 +141,6 @@ def test_choices_of_one_seed_differ_and_are_repeatable(server: RunningServer) ->
         for choice in event["choices"]:
             streamed[choice["index"]] += choice["text"]
     assert streamed == texts
-
-
-def test_without_a_seed_answers_differ(server: RunningServer) -> None:
-    texts = {completion(server, temperature=1.5, top_p=1.0, max_tokens=24).json["choices"][0]["text"] for _ in range(3)}
-    assert len(texts) > 1
 
 
 def test_every_shape_of_prompt(server: RunningServer) -> None:
@@ -383,43 +352,3 @@ def test_metrics_count_what_was_served(server: RunningServer) -> None:
     assert after["ssd:ready", ""] == 1
     assert after["ssd:target_info", ""] == 1
     assert after["ssd:cache_tokens", ""] > 0
-
-
-def test_concurrent_clients_get_what_each_gets_alone(server: RunningServer) -> None:
-    def answer(number: int) -> str:
-        fields = {"prompt": f"# {number}\nimport", "max_tokens": 12, "seed": number, "temperature": 0.8}
-        return str(completion(server, **fields).json["choices"][0]["text"])
-
-    alone = [answer(number) for number in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(answer, range(8))) == alone
-
-
-def test_async_client_streams_concurrently(server: RunningServer) -> None:
-    async def text(client: openai.AsyncOpenAI, prompt: str) -> str:
-        stream = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=10, temperature=0, stream=True)
-        return "".join([chunk.choices[0].text async for chunk in stream])
-
-    async def both() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-            return list(await asyncio.gather(text(client, PROMPT), text(client, "class Stack:\n")))
-
-    assert asyncio.run(both())[0] == completion(server, max_tokens=10).json["choices"][0]["text"]
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slots(server: RunningServer, stream: bool) -> None:
-    engine = server.engine_thread.engine
-    body = {"prompt": PROMPT, "max_tokens": 450, "ignore_eos": True, "temperature": 1.5, "n": 4, "stream": stream}
-    for _ in range(20):  # on a busy machine answers may end before their client gets to leave
-        before = engine.metrics.num_requests_finished.get("cancelled", 0)
-        with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
-            connection.request("POST", "/v1/completions", json.dumps(body))
-            if stream:
-                connection.getresponse().read(10)
-            wait_until(lambda: engine.metrics.num_running > 0)
-        wait_until(lambda: not engine.has_work() and server.engine_thread.num_requests == 0)
-        if engine.metrics.num_requests_finished.get("cancelled", 0) == before + 4:
-            return
-    pytest.fail("they went on to their end")
-    assert completion(server, max_tokens=2).status == 200

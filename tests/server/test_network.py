@@ -16,9 +16,8 @@ from typing import Any
 import openai
 import pytest
 
-from server.base.settings import Cors
 from server.command.arguments import parse_arguments
-from server.command.listen import give_up, listen, url_of
+from server.command.listen import give_up, listen
 from server.command.options import NetworkOptions
 from ssd.errors import ConfigError
 from tests.server.client import Answer, ask, get, post
@@ -101,19 +100,6 @@ def test_a_key_of_another_certificate_is_refused_at_the_start(
     assert "cannot be used for TLS" in capsys.readouterr().err
 
 
-def test_a_key_with_a_password_is_refused_and_not_asked_about(
-    files: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    locked = tmp_path / "locked.key"
-    subprocess.run(
-        ["openssl", "pkcs8", "-topk8", "-in", str(files.key), "-out", str(locked), "-passout", "pass:sesame"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    with pytest.raises(SystemExit):
-        network("--ssl-certfile", str(files.certificate), "--ssl-keyfile", str(locked))
-    assert "without a password" in capsys.readouterr().err
-
-
 # Places
 
 
@@ -139,40 +125,14 @@ def test_a_unix_socket_is_listened_on_and_taken_over_once_nobody_does(tmp_path: 
     assert not path.exists()
 
 
-def test_what_is_no_socket_stays(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("mine")
-    with pytest.raises(ConfigError, match="choose another path"):
-        listen(network("--uds", str(path)))
-    with pytest.raises(ConfigError, match="AF_UNIX path too long"):
-        listen(network("--uds", str(tmp_path / ("x" * 200))))
-    assert path.read_text() == "mine"
-
-
-def test_addresses_are_written_as_a_browser_takes_them(tmp_path: Path) -> None:
-    for words, expected in (
-        ((), "http://127.0.0.1:{}"),
-        (("--host", "::1", "--root-path", "/llm"), "http://[::1]:{}/llm"),
-        (("--uds", str(tmp_path / "a")), f"http+unix://{tmp_path / 'a'}"),
-    ):
-        options = network(*words)
-        try:
-            listener = listen(options)
-        except ConfigError:
-            assert "::1" in words  # a machine without IPv6
-            continue
-        with listener:
-            port = "" if options.uds else listener.getsockname()[1]
-            assert url_of(listener, options) == expected.format(port)
-
-
 # Below a path
 
 
 @pytest.fixture(scope="module")
 def below() -> Iterator[RunningServer]:
-    cors = Cors(origins=("https://a.example",))
-    with serving(lambda _: FailingEngine(), root_path="/llm", api_keys=("sesame",), cors=cors) as server:
+    with serving(
+        lambda _: FailingEngine(), root_path="/llm", api_keys=("sesame",), allowed_origins=("https://a.example",)
+    ) as server:
         yield server
 
 
@@ -187,7 +147,7 @@ def test_requests_come_with_the_path_and_without(below: RunningServer, prefix: s
     assert get(below.port, f"{prefix}/docs/docs.js").status == 200
 
 
-@pytest.mark.parametrize("path", ["/llmhealth", "/llm", "/llm/llm/health", "/other/health", "/llm/health/v1/models"])
+@pytest.mark.parametrize("path", ["/llmhealth", "/llm/llm/health", "/other/health", "/llm/health/v1/models"])
 def test_no_path_opens_more_than_its_own(below: RunningServer, path: str) -> None:
     assert get(below.port, path).status == 401
     assert get(below.port, path, headers=KEY).status == 404

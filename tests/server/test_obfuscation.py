@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from server.answers.obfuscation import EvenPieces, Pace
 from server.answers.wire import PADDED_BYTES
-from server.base.settings import OBFUSCATION_TOKENS as PIECE_TOKENS
-from server.command.arguments import parse_arguments
+from server.base.settings import ObfuscationOptions
 from ssd.bundled import MODEL_PATH
 from ssd.engine import FinishReason, RequestOutput, RequestStats
 from ssd.text.codec import TextCodec
@@ -26,6 +25,7 @@ from tests.server.client import metric, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.waiting import PATIENCE_S
 
+PIECE_TOKENS = ObfuscationOptions().obfuscation_tokens
 INTERVAL_S = 0.02
 PROMPT = "def add(a, b):\n    return"
 
@@ -102,32 +102,6 @@ def said(stream: bytes) -> dict[int, str]:
         for choice in json.loads(block.removeprefix(b"data: "))["choices"]:
             texts[choice["index"]] = texts.get(choice["index"], "") + text_of(choice)
     return texts
-
-
-def test_pieces_hold_what_belongs_together(server: RunningServer, codec: TextCodec) -> None:
-    asked = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "logprobs": 0, "stream": True}
-    options = {"include_obfuscation": True, **USAGE}
-    asked |= {"return_token_ids": True, "stream_options": options}
-    _first, *events, last = post(server.port, COMPLETIONS, asked).events
-    assert [len(event["choices"][0]["token_ids"]) for event in events] == [16, 16, 8]
-    assert [event["usage"]["completion_tokens"] for event in (*events, last)] == [16, 32, 40, 40]
-    assert [event["choices"][0]["finish_reason"] for event in events] == [None, None, "length"]
-    for event in events:
-        choice = event["choices"][0]
-        assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"])
-        assert codec.decode(choice["token_ids"], skip_special_tokens=True) == choice["text"]
-
-
-@pytest.mark.parametrize("stop", [["return"], ["\n\n", "self"], []])
-def test_an_output_that_ends_early_is_whole(server: RunningServer, stop: list[str]) -> None:
-    asked = {"prompt": "class Stack:\n", "max_tokens": 200, "temperature": 0, "stop": stop}
-    whole = post(server.port, COMPLETIONS, asked).json["choices"][0]
-    _, content = on_the_wire(server.port, COMPLETIONS, {**asked, "stream_options": {"include_obfuscation": True}})
-    assert said(content) == {0: whole["text"]}
-    assert (
-        json.loads(content.split(b"\n\n")[-3].removeprefix(b"data: "))["choices"][0]["finish_reason"]
-        == (whole["finish_reason"])
-    )
 
 
 @pytest.mark.parametrize("obfuscation", ["default", "always"])
@@ -228,28 +202,3 @@ def test_a_clock_ticks_evenly_and_waits_for_nobody_who_is_late() -> None:
     found = asyncio.run(ticks())
     assert all(at >= earliest - 0.01 for at, earliest in zip(found, (0.05, 0.10, 0.25, 0.30), strict=True))
     assert found[-1] < 2
-
-
-def test_there_is_no_clock_at_0_and_none_once_the_server_stops() -> None:
-    async def ticks(interval_s: float, *, hurries: bool) -> float:
-        started, pace = time.monotonic(), Pace(interval_s, lambda: hurries)
-        for _ in range(10):
-            await pace.tick()
-        return time.monotonic() - started
-
-    assert asyncio.run(ticks(0.0, hurries=False)) < 1
-    assert asyncio.run(ticks(30.0, hurries=True)) < 1
-
-
-def test_flags_of_obfuscation_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = parse_arguments([], {}).streams
-    assert (plain.obfuscation, plain.obfuscation_tokens, plain.obfuscation_interval_s) == ("asked", 16, 0.25)
-    for wrong in ("0", "4097"):
-        with pytest.raises(SystemExit):
-            parse_arguments(["--obfuscation-tokens", wrong], {})
-        assert "--obfuscation-tokens" in capsys.readouterr().err
-    assert parse_arguments(["--obfuscation-interval", "0"], {}).streams.obfuscation_interval_s == 0
-    for wrong in ("-1", "nan", "1000"):
-        with pytest.raises(SystemExit):
-            parse_arguments(["--obfuscation-interval", wrong], {})
-        assert "--obfuscation-interval" in capsys.readouterr().err

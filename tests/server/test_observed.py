@@ -11,10 +11,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.base.record import Record
-from server.observe.families import MOST_NAMED, OTHERS, NamespaceFamilies
+from server.observe.metrics import MOST_NAMED, OTHERS, Families, NamespaceFamilies
 from ssd.retrieval.cache_state import CacheStats
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import get, greedy_completion, post, wait_until
+from tests.server.client import get, greedy_completion, post
 from tests.server.failing_engine import RunningServer, serving
 from tests.server.test_access_log import Log, logging_to
 
@@ -95,16 +95,6 @@ def test_vllm_s_histograms_are_there_and_count_requests(server: RunningServer) -
     assert grown["vllm:inter_token_latency_seconds_sum"] == pytest.approx(grown["vllm:request_decode_time_seconds_sum"])
 
 
-def test_the_process_and_its_build_are_described(server: RunningServer) -> None:
-    found = metrics(server)
-    assert found["process_resident_memory_bytes"] > 1e7 and found["process_open_fds"] > 3
-    assert found["ssd:build_info"] == found["vllm:cache_config_info"] == 1
-    text = get(server.port, "/metrics").content.decode()
-    (config,) = [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]
-    assert 'block_size="512"' in config and 'num_gpu_blocks="4"' in config
-    wait_until(lambda: metrics(server)["ssd:event_loop_lag_seconds_count"] > 0)
-
-
 def test_every_family_says_what_it_is(server: RunningServer) -> None:
     families = list(text_string_to_metric_families(get(server.port, "/metrics").content.decode()))
     names = [family.name for family in families]
@@ -119,7 +109,7 @@ def stats_of(tokens: int) -> CacheStats:
 
 
 def test_many_namespaces_are_few_series_and_their_counts_never_shrink() -> None:
-    families = NamespaceFamilies("ssd:cache", {}, ("m", "0"))
+    families = NamespaceFamilies("ssd:cache", {}, Families(("m", "0")))
 
     def values(stats: dict[str, CacheStats], name: str) -> dict[str, float]:
         found: list[Any] = [family for family in families.collect(stats) if family.name == name]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
 import openai
-import pydantic
 import pytest
 import torch
 from hypothesis import given
@@ -78,21 +75,6 @@ def test_completion_logprobs(server: RunningServer, client: openai.OpenAI, model
         assert "".join(shown) == found.text[: logprobs.text_offset[i]]
     alone = complete(server, **{**arguments, "logprobs": 0}).json["choices"][0]["logprobs"]
     assert [list(top) for top in alone["top_logprobs"]] == [[token] for token in logprobs.tokens]
-
-
-def test_a_stream_carries_the_same_logprobs(server: RunningServer) -> None:
-    fields: dict[str, Any] = {"max_tokens": 14, "logprobs": 2, "prompt": [7, 8, 9] * 12, "ignore_eos": True}
-    for echo in (False, True):
-        whole = complete(server, **fields, echo=echo).json["choices"][0]
-        choices = [event["choices"][0] for event in complete(server, **fields, echo=echo, stream=True).events]
-        assert "".join(choice["text"] for choice in choices) == whole["text"]
-        for name in ("tokens", "token_logprobs", "text_offset"):
-            streamed = [value for choice in choices for value in choice["logprobs"][name]]
-            if name == "token_logprobs":
-                known = [(a, b) for a, b in zip(streamed, whole["logprobs"][name], strict=True) if a is not None]
-                assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in known)
-            else:
-                assert streamed == whole["logprobs"][name]
 
 
 def test_echo_repeats_the_prompt_with_its_logprobs(server: RunningServer, model: Any) -> None:
@@ -200,27 +182,6 @@ def test_structured_output(server: RunningServer, fields: dict[str, Any], patter
         assert "".join(part.get("text") or part.get("delta", {}).get("content") or "" for part in parts) == text
 
 
-class Size(pydantic.BaseModel):
-    """What the client parses an answer into."""
-
-    width: int
-    unit: str
-
-
-def test_the_official_client_parses_an_answer_into_a_model(client: openai.OpenAI) -> None:
-    pytest.importorskip("llguidance")
-    schema: Any = {"name": "size", "schema": Size.model_json_schema()}
-    for seed in range(20):  # an answer may be cut off in the middle of a number
-        found = client.chat.completions.create(
-            model=MODEL, messages=MESSAGES, max_tokens=60, seed=seed, temperature=0.8,
-            response_format={"type": "json_schema", "json_schema": schema},
-        )  # fmt: skip
-        if found.choices[0].finish_reason == "stop":
-            Size.model_validate_json(found.choices[0].message.content or "")
-            return
-    raise AssertionError("no answer came to an end")
-
-
 def test_a_grammar_that_is_wrong_answers_400_by_its_field(server: RunningServer) -> None:
     wrong: list[dict[str, Any]] = [{"guided_regex": "(["}, {"structured_outputs": {"json": "{"}}, {"guided_choice": []}]
     for fields in wrong:
@@ -265,13 +226,3 @@ def test_a_prediction_saves_steps_changes_nothing_and_is_counted(server: Running
     assert wrong["completion_tokens_details"]["accepted_prediction_tokens"] == 0
     empty = ask(prediction={"type": "content", "content": ""})[0].json["usage"]["completion_tokens_details"]
     assert empty == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
-
-
-def test_the_official_client_sends_a_prediction(client: openai.OpenAI) -> None:
-    found = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=20, temperature=0,
-        prediction={"type": "content", "content": json.dumps({"a": 1})},
-    )  # fmt: skip
-    assert found.usage is not None and found.usage.completion_tokens_details is not None
-    details = found.usage.completion_tokens_details
-    assert details.accepted_prediction_tokens is not None and details.rejected_prediction_tokens is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.keys import Keys
 
-from server.page.routes import page_files
 from ssd.bundled import MODEL_PATH
 from ssd.engine import Request, RequestOutput, RequestStats, VerifiedDraft
 from tests.server import test_page
@@ -24,7 +22,6 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="no chromium with chromedriver here")
 
 PROMPT = test_page.PROMPT
-CODE = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
 """How the last example of the page begins."""
 QUESTION = "Return True if the path is a directory."
 
@@ -117,51 +114,6 @@ def test_asking_again_takes_fewer_passes_and_says_so(page: Page) -> None:
     assert not page["same"].is_displayed()
 
 
-def test_asking_again_draws_a_new_seed_and_the_same_one_where_that_is_said(page: Page) -> None:
-    page.script("document.getElementById('temperature').value = 0.8")
-    ask_for(page, PROMPT, 40)
-    answers = [shown(page)[0]]
-    for number, button in enumerate(("again", "same"), 2):
-        page[button].click()
-        wait_until(lambda number=number: len(page.all("#asks li")) == number)  # type: ignore[misc]
-        answers.append(shown(page)[0])
-    assert answers[0] != answers[1] == answers[2]
-    rows = [row.text.split("\n")[0] for row in page.all("#asks li")]
-    assert rows == ["ask 1, new seed", "ask 2, new seed", "ask 3, same seed"]
-    assert "only clients that send their seeds" in page["hint"].text
-
-
-def test_what_was_saved_is_there_before_anything_is_asked_here(page: Page, server: RunningServer) -> None:
-    post(server.port, "/v1/completions", {"prompt": PROMPT, "max_tokens": 220, "temperature": 0, "seed": 0})
-    wait_until(lambda: page["saved"].is_displayed())
-
-    def says_what_is() -> bool:  # it looks every second
-        found = get(server.port, "/page/stats").json
-        share = int(100 * (found["tokens"] - found["passes"]) / found["tokens"])
-        saved = (
-            rf"{share}% of {found['tokens']:,} passes saved and \d+ (s|min) of waiting, since the start .* ms a pass.*"
-        )
-        return re.fullmatch(saved, page["saved"].text) is not None
-
-    wait_until(says_what_is)
-    shares = page.script(
-        "return [...document.querySelectorAll('#sources .rate')].map(each => parseFloat(each.textContent))"
-    )
-    assert abs(sum(shares) - 100) < 3
-
-
-def test_both_lanes_draw_with_a_seed_that_is_another_at_each_run_unless_it_is_given(page: Page) -> None:
-    page.script("document.getElementById('temperature').value = 0.8")
-    answers = []
-    for seed in ("", "", "7", "7"):
-        page.script("document.getElementById('seed').value = arguments[0]", seed)
-        # What is drawn may end before its 40 tokens.
-        assert re.search(r" passes, the same \d+ tokens?\.$", ask_for(page, PROMPT, 40))
-        answers.append(shown(page)[0])
-    assert len(set(answers)) == 3 and answers[2] == answers[3]
-    page.script("document.getElementById('temperature').value = 0; document.getElementById('seed').value = ''")
-
-
 def test_a_conversation_goes_on(page: Page, server: RunningServer) -> None:
     page.script("document.querySelector('input[value=chat]').click()")
     ask_for(page, QUESTION)
@@ -180,24 +132,6 @@ def test_a_conversation_goes_on(page: Page, server: RunningServer) -> None:
     assert shown(page)[0] == said["message"]["content"]
     page["new-chat"].click()
     assert page.all("#transcript li") == []
-
-
-def test_examples_show_accepted_drafts(page: Page) -> None:
-    page.all(".example")[3].click()
-    page.wait_for_answer()
-    page["again"].click()
-    wait_until(lambda: len(page.all("#asks li")) == 2)
-    assert "fewer passes, the same" in page["verdict"].text
-    assert str(page["prompt"].get_attribute("value")).startswith(CODE)
-    assert len(page.all("#lanes .t")) > 40
-    assert not page["empty"].is_displayed()
-
-
-def test_an_example_calls_a_tool(page: Page) -> None:
-    page.all(".example")[2].click()
-    assert "the same" in page.wait_for_answer()
-    assert '"name": "read_file"' in shown(page)[0] and shown(page)[0] == shown(page)[1]
-    assert page.script("return document.querySelector('input[value=chat]').checked")
 
 
 def test_everything_can_be_done_by_keyboard(page: Page) -> None:
@@ -246,48 +180,11 @@ def test_a_phone_sees_all_of_it_without_scrolling_sideways(browser: Page, server
             assert control.size["height"] >= 34
 
 
-def test_colours_follow_the_system_and_the_switch(browser: Page, server: RunningServer) -> None:
-    def background() -> str:
-        return str(browser.script("return getComputedStyle(document.body).backgroundColor"))
-
-    browser.open(server.url, scheme="dark")
-    dark = background()
-    browser.open(server.url, scheme="light")
-    light = background()
-    assert dark != light
-    for theme, colour in (("light", light), ("dark", dark), ("system", light)):
-        browser["theme"].click()
-        assert (browser["theme"].text, background()) == (f"Theme: {theme}", colour)
-    browser["theme"].click()
-    browser["theme"].click()
-    browser.driver.refresh()
-    assert background() == dark
-    browser.open(server.url, motion=False)
-    assert browser.script("return getComputedStyle(document.getElementById('run')).transitionProperty") == "none"
-
-
-def test_colours_can_be_told_apart_from_what_is_behind_them() -> None:
-    style = page_files()["/page/style.css"].content.decode()
-    colours = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", style)
-    for scheme in (1, 2):
-        named = {colour[0]: luminance(colour[scheme]) for colour in colours}
-        for behind in ("bg", "card", "sunk"):
-            for text in ("ink", "soft", "bad"):
-                assert contrast(named[text], named[behind]) >= 4.5, (text, behind)
-            sources = {"own", "tail", "segment", "warm", "prediction", "model", "head", "recycled", "guess", "coupled"}
-            for mark in sources | {"edge", "good"}:
-                assert contrast(named[mark], named[behind]) >= 3, (mark, behind)
-
-
 def luminance(colour: str) -> float:
     """Relative luminance, as WCAG 2 defines it."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: float, other: float) -> float:
-    return (max(one, other) + 0.05) / (min(one, other) + 0.05)
 
 
 def test_errors_are_shown_as_the_api_words_them(browser: Page, server: RunningServer) -> None:
@@ -400,18 +297,3 @@ def test_the_page_of_the_api_lists_every_endpoint_and_field_and_asks_nobody_else
     assert len(asked) >= 3 and all(name.startswith(f"{server.url}/") for name in asked)
     assert browser.script("return document.documentElement.scrollWidth <= innerWidth")
     assert browser.complaints() == []
-
-
-def test_escape_stops_both_lanes(browser: Page) -> None:
-    engine = Drafting(step_s=0.05)
-    with serving(lambda _: engine) as running:
-        browser.open(running.url)
-        browser["prompt"].send_keys("a" * 200)
-        browser["run"].click()
-        wait_until(lambda: all(len(text) > 2 for text in shown(browser)) and len(shown(browser)) == 2)
-        started = time.monotonic()
-        ActionChains(browser.driver).send_keys(Keys.ESCAPE).perform()
-        wait_until(lambda: browser["verdict"].text == "Stopped.")
-        wait_until(lambda: not engine.has_work())
-        assert time.monotonic() - started < 8
-        assert all(len(text) < 200 for text in shown(browser))

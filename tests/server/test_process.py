@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import resource
 import shutil
 import signal
 import socket
@@ -13,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -79,19 +78,9 @@ def test_port_in_use_is_found_before_anything_is_loaded() -> None:
     ("arguments", "hint"),
     [
         (("--no-such-flag",), "--no-such-flag"),
-        (("--port", "http"), "--port"),
-        (("--num-speculative-tokens", "500"), "num_speculative_tokens"),
-        (("--cache-tokens", "0"), "capacity_tokens"),
         (("--host", "no such host"), "--host"),
-        (("./no-such-directory",), "no-such-directory"),
         (("nonsense model",), "nonsense model"),
-        (("--max-model-len", "1000000"), "--max-model-len"),
-        (("--namespace", "../other"), "namespace"),
-        (("--warm", str(ROOT / "tests")), "tests"),
-        (("--redis", "nowhere"), "Redis URL"),
-        (("--draft-model", "./no-such-directory"), "no-such-directory"),
         (("--cache-dir", str(ROOT / "pyproject.toml")), "Not a directory"),
-        ((str(ROOT / "tests"),), "config.json"),
         (("--generation-config", str(ROOT / "tests")), "generation_config.json"),
     ],
 )
@@ -136,20 +125,6 @@ def test_a_start_says_what_it_is(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-
-
-def test_a_draft_model_drafts_beside_the_cache() -> None:
-    with running(*SMALL, "--draft-model", str(MODEL_PATH)) as (_, port):
-        until_ready(port)
-        asked = {"prompt": "import os\n", "max_tokens": 24, "temperature": 0.9, "ignore_eos": True}
-        seeded = [post(port, "/v1/completions", {**asked, "seed": 3}).json["choices"][0]["text"] for _ in range(2)]
-        assert seeded[0] == seeded[1]
-        assert post(port, "/v1/completions", asked).json["usage"]["completion_tokens"] == 24
-        for _ in range(4):  # one as large as its target does not pay; what is said again does
-            post(port, "/v1/completions", {**asked, "max_tokens": 64, "temperature": 0})
-        metrics = get(port, "/metrics").content.decode()
-        assert "ssd:source_draft_tokens_total" in metrics and 'source="' in metrics
-        assert "ssd:drafter_failures_total" in metrics and get(port, "/health").status == 200
 
 
 def stopped_line(log: str) -> str:
@@ -269,21 +244,6 @@ def test_every_line_of_a_json_log_is_json(arguments: tuple[str, ...], tmp_path: 
     assert arguments[:1] == () or arguments[0].strip("-") in lines[-1]["message"]
 
 
-def test_a_hang_up_keeps_what_was_learned_and_nohup_is_heard(tmp_path: Path) -> None:
-    arguments = (*SMALL, "--cache-dir", str(tmp_path / "cache"))
-    with running(*arguments) as (process, port):
-        until_ready(port, process)
-        greedy_completion(port, prompt="import os\n", max_tokens=40, ignore_eos=True)
-        process.send_signal(signal.SIGHUP)
-        assert process.wait(PATIENCE_S) == 0
-    with running(*arguments, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as (process, port):
-        until_ready(port, process)
-        assert cache_tokens(port) >= 40
-        process.send_signal(signal.SIGHUP)
-        greedy_completion(port, prompt="import os\n", max_tokens=40)
-        assert process.poll() is None
-
-
 _BREAKS = """
 import sys
 from server.command.arguments import parse_arguments
@@ -320,24 +280,3 @@ def test_an_engine_that_ends_answers_500_and_ends_the_process_with_status_1(tmp_
     finally:
         process.kill()
         process.communicate()
-
-
-def test_few_open_files_bound_connections_and_not_the_log(tmp_path: Path) -> None:
-    def few_files() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-
-    with (
-        (tmp_path / "log").open("wb") as file,
-        ExitStack() as held,
-        running(*SMALL, before=few_files, stderr=file.fileno()) as (process, port),
-    ):
-        until_ready(port, process)
-        for _ in range(80):
-            held.enter_context(socket.create_connection(("127.0.0.1", port)))
-        with suppress(OSError):  # it may be one of those that are closed without a word
-            get(port, "/live")
-        held.close()
-        wait_until(lambda: answers(port, "/live"))
-    text = (tmp_path / "log").read_text()
-    assert "at most 32 connections are taken (ulimit -n)" in text
-    assert "asyncio" not in text and "Too many open files" not in text

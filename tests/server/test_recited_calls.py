@@ -5,12 +5,10 @@ Chat completions, responses and messages, whole and streamed; loops of five turn
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -24,7 +22,6 @@ from tests.server.client import official_client, post
 from tests.server.failing_engine import RunningServer, serving
 from tests.server.reciting_target import reciting
 from tests.server.test_recorded_calls import FAMILIES, FORMATS, NAMED, formats_of, prompt_of
-from tests.tokenizers_for_tests import real_tokenizers
 from tests.waiting import PATIENCE_S
 
 MODEL = "test-model"
@@ -177,25 +174,7 @@ def turns_of(pair: tuple[str, str | None], *, parallel: bool = True) -> list[Fix
     return [*(calling * 4)[:4], *(plain or calling)[:1]]
 
 
-REAL = {"Llama-3.3-70B-Instruct": "llama3-128k", "Mistral-7B-Instruct-v0.3": "mistral-v3-32k"}
 """Models whose vocabulary may be there: their outputs are recited by the ids that were recorded."""
-
-
-@pytest.mark.parametrize("model", REAL)
-def test_calls_arrive_from_the_ids_of_a_real_vocabulary(model: str, tmp_path: Path) -> None:
-    known = [path for path in real_tokenizers() if path.name == REAL[model]]
-    if not known:
-        pytest.skip(f"no {REAL[model]} below $SSD_TOKENIZERS")
-    tool_call, _ = FORMATS[model]
-    fixtures = [each for each in recorded((tool_call, None)) if each.reference_model.endswith(model)]
-    outputs = {each.id: ("", each.output_token_ids or ()) for each in fixtures}
-    load = reciting(tmp_path, outputs, tokenizer_file=known[0] / "tokenizer.json")
-    served = serving(load, tool_call_parser=tool_call, reasoning_parser="none")
-    with served as running, official_client(running.port) as client:
-        for fixture in fixtures:
-            said = [{"role": "user", "content": f"recite {fixture.id}"}]
-            for stream in (False, True):
-                assert_is(chat_of(client, said, fixture.tools, stream)[0], fixture)
 
 
 def assert_is(found: ParseResult, fixture: Fixture) -> None:
@@ -251,44 +230,6 @@ def test_five_turns_of_messages(server: RunningServer, pair: tuple[str, str | No
             results = zip(calls, results_for(len(calls), following), strict=bool(calls))
             content = [{"type": "tool_result", "tool_use_id": call, "content": said} for call, said in results]
             messages.append({"role": "user", "content": content or "done"})
-
-
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
-def test_an_agent_of_openai_agents_runs_five_turns(
-    server: RunningServer, pair: tuple[str, str | None], kind: str, streamed: bool
-) -> None:
-    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
-    agents.set_tracing_disabled(True)
-    turns = turns_of(pair, parallel=False)
-    called: list[tuple[str, str]] = []
-
-    def tool(function: Any) -> Any:
-        async def invoke(_context: Any, given: str) -> str:
-            called.append((function["name"], given))
-            return results_for(1, turns[len(called)])[0]
-
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
-        about = function.get("description", "")
-        return agents.FunctionTool(function["name"], about, schema, invoke, strict_json_schema=False)
-
-    async def run() -> Any:
-        url = f"http://127.0.0.1:{server.port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            model = getattr(agents, kind)(model=MODEL, openai_client=client)
-            tools = [tool(each["function"]) for each in turns[0].tools]
-            agent = agents.Agent(name="reciter", model=model, tools=tools)
-            if not streamed:
-                return (await agents.Runner.run(agent, f"recite {turns[0].id}", max_turns=6)).final_output
-            running = agents.Runner.run_streamed(agent, f"recite {turns[0].id}", max_turns=6)
-            async for _ in running.stream_events():
-                pass
-            return running.final_output
-
-    answer = asyncio.run(run())
-    wanted = [call for each in turns[:4] if each.expected for call in each.expected.tool_calls]
-    assert [(name, json.loads(given)) for name, given in called] == [(call.name, call.arguments) for call in wanted]
-    assert turns[4].expected is not None and answer.strip() == (turns[4].expected.content or "").strip()
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.answers.responses import ResponseItems
-from server.schema.responses import messages_of
+from server.answers.parts import Parts
+from server.answers.responses import ResponseAnswer
 from server.tools.formats import make_parser
 from server.tools.messages import Messages
-from ssd.errors import RequestError
 from tests.server.test_responses import require_official
 
 PIECES = [
@@ -38,10 +36,10 @@ def items_of(
     made = iter(range(1000))
     functions: Any = {"f": {"type": "object"}, "g": {"type": "object"}}
     messages = Messages(lambda: make_parser(*form, functions=functions), make_id=lambda: f"call_{next(made)}")
-    items = ResponseItems(messages)
+    items = Parts(messages, ResponseAnswer.kind)
     events = []
     for number, text in enumerate(texts):
-        events += items.push(text, [], ended=number == len(texts) - 1)
+        events += items.push(text, ended=number == len(texts) - 1)
     events += items.finish("completed")
     return items.done, events
 
@@ -87,53 +85,7 @@ def test_the_events_alone_tell_the_items(pieces: list[str]) -> None:
 
 
 def test_nothing_said_is_an_empty_message() -> None:
-    items = ResponseItems(None)
-    items.push("", [], ended=True)
+    items = Parts(None, ResponseAnswer.kind)
+    items.push("", ended=True)
     items.finish("completed")
     assert [item["content"][0]["text"] for item in items.done] == [""]
-
-
-def test_items_go_back_as_the_messages_they_were() -> None:
-    text = (
-        "<think>\nhm\n</think>\nHello."
-        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
-    )
-    items, _ = items_of([text])
-    assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
-    results = [
-        {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}
-        for item in items
-        if item["type"] == "function_call"
-    ]
-    messages = messages_of("Help.", [{"role": "user", "content": "Hi."}, *items, *results])
-    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "tool"]
-    said = messages[2]
-    assert "hm" in said["reasoning_content"] and "Hello." in said["content"]
-    assert [call["function"]["name"] for call in said["tool_calls"]] == ["f", "g"]
-    assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [{"a": 1}, {}]
-    assert [message["tool_call_id"] for message in messages[3:]] == [call["id"] for call in said["tool_calls"]]
-
-
-ANY = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=2)
-)
-ITEM = st.fixed_dictionaries(
-    {},
-    optional={
-        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "x"]) | ANY,
-        "role": st.sampled_from(["user", "assistant"]) | ANY,
-        "content": st.lists(st.fixed_dictionaries({"type": st.just("input_text"), "text": ANY}), max_size=2) | ANY,
-        "call_id": ANY, "name": ANY, "arguments": ANY, "output": ANY,
-    },
-)  # fmt: skip
-
-
-@given(st.lists(ITEM | ANY, max_size=5))
-def test_any_items_become_messages_or_a_refusal_of_the_input(items: list[Any]) -> None:
-    try:
-        messages = messages_of(None, items)
-    except RequestError as error:
-        assert error.param == "input" and len(str(error)) < 400
-    else:
-        assert messages and all(isinstance(message["content"], str) for message in messages)

@@ -15,7 +15,7 @@ from server.answers.wire import PADDED_BYTES
 from server.base.limits import Limits
 from ssd.bundled import MODEL_PATH
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import Answer, ask, get, official_client, post, wait_until
+from tests.server.client import Answer, ask, get, official_client, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 
 MODEL = "test-model"
@@ -126,16 +126,6 @@ def test_a_response_repeats_its_request(server: RunningServer) -> None:
     assert (found["store"], found["background"], found["truncation"]) == (False, False, "disabled")
 
 
-def test_items_are_the_conversation_they_came_from(server: RunningServer) -> None:
-    first = respond(server)
-    follow = {"role": "user", "content": [{"type": "input_text", "text": "Again."}]}
-    text = first["output"][0]["content"][0]["text"]
-    messages = [{"role": "user", "content": INPUT}, {"role": "assistant", "content": text}]
-    chat = post(server.port, "/tokenize", {"messages": [*messages, {"role": "user", "content": "Again."}]}).json
-    found = respond(server, input=[{"role": "user", "content": INPUT}, *first["output"], follow])
-    assert found["usage"]["input_tokens"] == chat["count"]
-
-
 def test_log_probabilities_come_with_the_text(server: RunningServer) -> None:
     found = respond(server, top_logprobs=2, ignore_eos=True)
     part = found["output"][0]["content"][0]
@@ -181,14 +171,6 @@ def test_a_stream_comes_to_what_the_whole_response_is(server: RunningServer) -> 
     assert {**last, **changing} == {**whole, **changing}
 
 
-def test_the_client_follows_a_stream(client: openai.OpenAI) -> None:
-    whole = client.responses.create(model=MODEL, input=INPUT, temperature=0, max_output_tokens=400)
-    assert whole.status == "completed"
-    with client.responses.stream(model=MODEL, input=INPUT, temperature=0, max_output_tokens=400) as events:
-        found = events.get_final_response()
-    assert found.output_text == whole.output_text != ""
-
-
 @pytest.mark.parametrize("obfuscation_interval_s", [0.0, 0.05])
 def test_an_obfuscated_stream_has_lengths_that_tell_nothing(obfuscation_interval_s: float) -> None:
     with serving(load_bundled, model=str(MODEL_PATH), obfuscation_interval_s=obfuscation_interval_s) as server:
@@ -205,48 +187,6 @@ def test_an_obfuscated_stream_has_lengths_that_tell_nothing(obfuscation_interval
 
 
 # -- tools -----------------------------------------------------------------------------------------------------------
-
-WEATHER = {
-    "type": "function", "name": "get_weather", "description": "The weather of a city.", "strict": True,
-    "parameters": {
-        "type": "object", "additionalProperties": False, "required": ["city"],
-        "properties": {"city": {"type": "string", "enum": ["Paris", "Oslo"]}},
-    },
-}  # fmt: skip
-TIME = {"type": "function", "name": "get_time", "parameters": {"type": "object", "properties": {}}}
-
-
-def test_a_required_call_is_an_item_whole_and_streamed(server: RunningServer) -> None:
-    fields = {"tools": [WEATHER, TIME], "tool_choice": {"type": "function", "name": "get_weather"}}
-    whole = respond(server, **fields, max_output_tokens=100)
-    (call,) = whole["output"]
-    assert (call["type"], call["name"], call["status"]) == ("function_call", "get_weather", "completed")
-    assert json.loads(call["arguments"])["city"] in ("Paris", "Oslo")
-    assert (whole["tool_choice"], whole["tools"][0]) == (fields["tool_choice"], WEATHER)
-    events = stream(server, **fields, max_output_tokens=100)
-    kinds = [event["type"].removeprefix("response.") for event in events]
-    assert kinds[2] == "output_item.added"
-    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
-    assert set(kinds[3:-3]) == {"function_call_arguments.delta"}
-    arguments = "".join(event["delta"] for event in events[3:-3])
-    assert arguments == events[-3]["arguments"] == call["arguments"]
-    assert events[-1]["response"]["output"] == [events[-2]["item"]]
-
-
-def test_the_client_plays_a_tool_conversation(client: openai.OpenAI) -> None:
-    tools: list[Any] = [WEATHER]
-    items: list[Any] = [{"role": "user", "content": "The weather in Paris?"}]
-    arguments: dict[str, Any] = {"model": MODEL, "tools": tools, "temperature": 0, "max_output_tokens": 40}
-    called = client.responses.create(**arguments, input=items, tool_choice="required", parallel_tool_calls=False)
-    (call,) = called.output
-    assert call.type == "function_call"
-    items += [item.model_dump() for item in called.output]
-    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "Sunny, 21 degrees."})
-    answered = client.responses.create(**arguments, input=items, tool_choice="none")
-    assert answered.output[0].type == "message"
-    assert answered.usage is not None and called.usage is not None
-    assert answered.usage.input_tokens > called.usage.input_tokens
-
 
 # -- what is not kept, and errors ------------------------------------------------------------------------------------
 
@@ -286,14 +226,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(server: RunningServer, field
     assert (answer.status, answer.error["param"]) == (400, param), answer.content
 
 
-def test_hints_about_what_is_not_here_are_taken(server: RunningServer) -> None:
-    respond(
-        server, store=False, background=False, truncation="disabled", user="me", service_tier="auto",
-        include=["reasoning.encrypted_content", "file_search_call.results"], previous_response_id=None,
-        reasoning={"summary": "auto"}, text={"format": {"type": "text"}, "verbosity": "low"}, tools=[],
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("method", "path"),
     [
@@ -320,24 +252,6 @@ def test_a_failure_in_a_stream_is_its_last_event() -> None:
     assert (last["response"]["status"], last["response"]["error"]["code"]) == ("failed", "server_error")
     assert last["response"]["output"][0]["content"][0]["text"] == "fe"
     assert [event["type"] for event in events].count("response.output_item.done") == 1
-
-
-def test_a_slow_response_is_kept_alive_and_begins_at_once() -> None:
-    with serving(lambda _: FailingEngine(step_s=0.4), keep_alive_s=0.1) as server:
-        answer = post(server.port, "/v1/responses", {"input": "ab", "stream": True, "max_output_tokens": 2})
-    assert answer.content.startswith(b"event: response.created\n")
-    assert b": keep-alive\n\n" in answer.content
-    events_of(answer)
-
-
-def test_a_client_that_leaves_ends_its_response() -> None:
-    engine = FailingEngine(step_s=0.01)
-    with serving(lambda _: engine) as server, official_client(server.port) as client:
-        events = client.responses.create(model=MODEL, input="abcdef", max_output_tokens=400, stream=True)
-        assert next(iter(events)).type == "response.created"
-        wait_until(lambda: engine.metrics.num_running == 1)
-        events.close()
-        wait_until(lambda: engine.metrics.num_running == 0)
 
 
 def test_more_items_than_a_conversation_may_have_are_refused() -> None:

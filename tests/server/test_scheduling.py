@@ -51,14 +51,6 @@ def test_choices_of_one_prompt_do_not_count_each_other_as_cached(server: Running
     assert cached(several) == len(prompt) - 1 and several["usage"]["prompt_tokens"] == 2 * len(prompt)
 
 
-def test_a_stream_reports_it_too(server: RunningServer) -> None:
-    prompt = list(range(170, 220))
-    complete(server, prompt=prompt)
-    asked = {"prompt": prompt, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
-    *_, last = post(server.port, "/v1/completions", asked).events
-    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": len(prompt) - 1}
-
-
 def test_salts_keep_requests_apart(server: RunningServer) -> None:
     prompt = list(range(60, 110))
     answers = [cached(complete(server, prompt=prompt, cache_salt=salt)) for salt in ("a", "b", "a")]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.answers.wire import PADDED_BYTES, encode_event
-from server.base.settings import VERSION, read_sampling_defaults
+from server.answers.wire import encode_event
+from server.base.settings import read_sampling_defaults
 from server.schema.body import IGNORED, REFUSED
 from server.schema.chat import ChatBody
 from server.schema.generate import CompletionBody, GenerateBody
-from ssd.config import GrammarKind, SamplingParams, StructuredOutput
+from ssd.config import SamplingParams
 from ssd.errors import ConfigError, RequestError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -101,12 +98,6 @@ def test_malformed_bodies_name_the_field(schema: type[GenerateBody], fields: dic
     assert refusal(schema, fields).param == param
 
 
-@pytest.mark.parametrize("content", [None, [], "text", 3])
-def test_a_body_that_is_no_object_is_refused(content: Any) -> None:
-    with pytest.raises(RequestError, match="JSON object"):
-        ChatBody.parse(content)
-
-
 def test_null_means_absent_and_fields_without_effect_are_ignored() -> None:
     plain = CompletionBody.parse({"prompt": "x"})
     nulls = {name: None for name in [*CompletionBody.model_fields, *REFUSED, "best_of"] if name != "prompt"}
@@ -125,55 +116,6 @@ def test_fields_reach_the_sampling_parameters() -> None:
     body = CompletionBody.parse({"prompt": "x", "logit_bias": {"3": -1, "4": 2.5}, "stop": "end", **fields})
     expected: dict[str, Any] = {**fields, "stop_token_ids": (5,), "stop": ("end",), "logit_bias": ((3, -1.0), (4, 2.5))}
     assert sampling(body, temperature=1.5, top_k=3) == SamplingParams(**expected)
-
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "kind", "source"),
-    [
-        ({"response_format": {"type": "json_object"}}, "json_object", ""),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
-                }
-            },
-            "json_schema",
-            json.dumps(SCHEMA),
-        ),
-        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", json.dumps(SCHEMA)),
-        ({"structured_outputs": {"json": "{}"}}, "json_schema", "{}"),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a", "b"]'),
-        ({"structured_outputs": {"json_object": True}}, "json_object", ""),
-        ({"guided_json": SCHEMA}, "json_schema", json.dumps(SCHEMA)),
-        ({"guided_regex": "a+"}, "regex", "a+"),
-        ({"guided_choice": ["a"]}, "choice", '["a"]'),
-        ({"guided_grammar": "start: /a/"}, "grammar", "start: /a/"),
-    ],
-)
-def test_structured_output_has_many_names(fields: dict[str, Any], kind: GrammarKind, source: str) -> None:
-    for schema, base in ((ChatBody, {"messages": MESSAGES}), (CompletionBody, {"prompt": "x"})):
-        found = sampling(schema.parse({**base, **fields})).structured_output
-        assert found == StructuredOutput(kind, source)
-        assert found.param in fields
-    neutral = ChatBody.parse({"messages": MESSAGES, "response_format": {"type": "text"}})
-    assert sampling(neutral).structured_output is None
-
-
-def test_log_probabilities_are_asked_for_in_two_ways() -> None:
-    def asked(schema: type[GenerateBody], **fields: Any) -> tuple[int | None, int | None]:
-        base: dict[str, Any] = {"messages": MESSAGES} if schema is ChatBody else {"prompt": "x"}
-        params = sampling(schema.parse({**base, **fields}))
-        return params.logprobs, params.prompt_logprobs
-
-    assert asked(CompletionBody) == asked(ChatBody) == asked(CompletionBody, logprobs=False) == (None, None)
-    assert asked(CompletionBody, logprobs=0) == asked(ChatBody, logprobs=True) == (0, None)
-    assert asked(ChatBody, logprobs=True, top_logprobs=5, prompt_logprobs=1) == (5, 1)
-    assert asked(CompletionBody, logprobs=2, echo=True) == (2, 2)
-    assert asked(CompletionBody, echo=True) == (None, None)
 
 
 def test_defaults_fill_what_the_request_leaves_out_and_openai_fills_the_rest() -> None:
@@ -203,42 +145,6 @@ def test_output_limit(
     assert sampling(body, room=room, default_limit=default_limit, **defaults).max_tokens == expected
 
 
-def test_only_a_request_that_asks_for_a_seed_has_one() -> None:
-    assert sampling(CompletionBody.parse({"prompt": "x"})).seed is None
-    assert sampling(CompletionBody.parse({"prompt": "x", "seed": 5})).seed == 5
-
-
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [("a", ["a"]), ("", [""]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
-)
-def test_four_shapes_of_prompt(prompt: Any, expected: list[Any]) -> None:
-    assert CompletionBody.parse({"prompt": prompt}).prompts() == expected
-
-
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@given(st.dictionaries(st.sampled_from([*ChatBody.model_fields, *CompletionBody.model_fields, "x"]), _JSON))
-def test_any_json_is_understood_or_refused_with_our_error(fields: dict[str, Any]) -> None:
-    for schema in (ChatBody, CompletionBody):
-        try:
-            body = schema.parse(fields)
-            body.prompts() if isinstance(body, CompletionBody) else body.template_arguments()
-            sampling(body)
-        except RequestError as error:
-            assert str(error)
-
-
-@given(st.text(max_size=400))
-def test_padded_events_have_a_length_that_tells_nothing(text: str) -> None:
-    assert len(encode_event({"text": text}, pad=True)) % PADDED_BYTES == 0
-
-
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=100), st.integers(0, 1 << 30))
 def test_the_length_of_a_padded_event_does_not_tell_its_numbers_digits(numbers: list[float], count: int) -> None:
     padded = [
@@ -255,11 +161,6 @@ def test_sampling_defaults_are_read_from_a_generation_config(tmp_path: Any) -> N
         path.write_text(content)
         with pytest.raises(ConfigError):
             read_sampling_defaults(path)
-
-
-def test_version_is_that_of_the_distribution() -> None:
-    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    assert tomllib.loads(project.read_text())["project"]["version"] == VERSION
 
 
 def test_tools_and_documents_reach_the_template() -> None:

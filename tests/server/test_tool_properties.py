@@ -18,7 +18,7 @@ from tests.server.test_tool_formats import CUTS, cut, message
 
 THINKS = {"openai": "openai_gptoss", "muse_glimmer": "muse_glimmer", "kimi_k2": "kimi_k2", "kimi_k3": "kimi_k3"}
 THINKS |= {"gemma4": "gemma4", "mistral": "mistral", "seed_oss": "seed_oss", "granite": "granite"}
-ROWS = [*{repr(replace(row, about="", told_by=(), written=None)): name for name, row in TOOL_FORMATS.items()}.values()]
+ROWS = [*{repr(replace(row, told_by=(), written=None)): name for name, row in TOOL_FORMATS.items()}.values()]
 """Those that are read in different ways."""
 PLAIN = [
     *(" ", "\n", "now", "get_weather", "city", "days", "a", "é", "12", "null", "True", "{", "}", "[", "]", "(", ")"),
@@ -35,7 +35,7 @@ def markers(row: CallFormat | ReasoningFormat) -> list[str]:
             return [value] if value else []
         return [text for each in value for text in strings(each)] if isinstance(value, tuple) else []
 
-    names = {field.name for field in fields(row)} - {"about", "told_by", "arguments", "written"}
+    names = {field.name for field in fields(row)} - {"told_by", "arguments", "written"}
     return [text for name in names for text in strings(getattr(row, name))]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import openai
 import pytest
 
-from server.answers.wire import PADDED_BYTES
 from ssd.bundled import MODEL_PATH
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import official_client, post
@@ -134,36 +133,6 @@ def test_a_streamed_call_is_the_whole_one_in_pieces(client: openai.OpenAI) -> No
     assert not any(delta.content for delta in deltas)
 
 
-def test_what_functions_returned_and_what_was_called_is_part_of_the_next_prompt(client: openai.OpenAI) -> None:
-    message = client.chat.completions.create(**ONE_CALL).choices[0].message
-    assert message.tool_calls is not None
-    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny, 21 degrees"}
-    history: list[Any] = [*ASKED, message, result]
-    found = client.chat.completions.create(model=MODEL, messages=history, tools=[WEATHER], max_tokens=4)
-    assert found.choices[0].finish_reason in ("length", "stop")
-    without = client.chat.completions.create(model=MODEL, messages=ASKED, tools=[WEATHER], max_tokens=4)
-    assert found.usage is not None and without.usage is not None
-    assert found.usage.prompt_tokens > without.usage.prompt_tokens + 10
-
-
-def test_a_second_conversation_with_a_similar_call_takes_fewer_passes(server: RunningServer) -> None:
-    fixed = {name: {"const": f"the {name} of nobody's luggage"} for name in ("owner", "colour", "weight")}
-    parameters = {"type": "object", "properties": fixed, "required": [*fixed], "additionalProperties": False}
-    tool = {"type": "function", "function": {"name": "describe_luggage", "parameters": parameters}}
-
-    def passes(question: str) -> int:
-        engine = server.engine_thread.engine
-        before = engine.metrics.num_verify_steps
-        messages = [{"role": "user", "content": question}]
-        fields = {**ONE_CALL, "messages": messages, "tools": [tool], "max_tokens": 500}
-        choice = post(server.port, "/v1/chat/completions", fields).json["choices"][0]
-        assert choice["finish_reason"] == "tool_calls"
-        return engine.metrics.num_verify_steps - before
-
-    first = passes("Tell me: whose is it?")
-    assert passes("Please look it up, and then tell me what it weighs.") < first
-
-
 def test_older_names_are_answered_in_the_older_way(client: openai.OpenAI) -> None:
     fields = {key: value for key, value in ONE_CALL.items() if not key.startswith(("tool", "parallel"))}
     functions: Any = [WEATHER["function"]]
@@ -206,22 +175,6 @@ def test_a_schema_that_cannot_be_compiled_names_the_field(server: RunningServer)
     assert (answer.status, answer.error["param"]) == (400, "tools")
 
 
-def test_documents_are_refused_where_the_template_does_not_read_them(server: RunningServer) -> None:
-    fields = {"messages": ASKED, "documents": [{"title": "Paris", "text": "It is sunny."}], "max_tokens": 1}
-    answer = post(server.port, "/v1/chat/completions", fields)
-    assert (answer.status, answer.error["param"]) == (400, "documents")
-    assert post(server.port, "/tokenize", {"messages": ASKED, "documents": []}).status == 200
-
-
-@pytest.mark.parametrize("calls", [5, "x", {}, [5], [[]], [{"function": 5}], [{"function": {"arguments": "[" * 500}}]])
-def test_malformed_calls_of_earlier_messages_are_no_fault_of_the_server(server: RunningServer, calls: Any) -> None:
-    history = [*ASKED, {"role": "assistant", "content": None, "tool_calls": calls}, *ASKED]
-    answer = post(server.port, "/v1/chat/completions", {"messages": history, "max_tokens": 1})
-    assert answer.status in (200, 400)
-    if answer.status == 400:
-        assert answer.error["param"] == "messages"
-
-
 def test_arguments_of_more_values_than_a_body_may_have_are_refused(server: RunningServer) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": "[" + "," * (1 << 18) + "]"}}
     history = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -243,12 +196,6 @@ def test_special_tokens_are_text_on_request(server: RunningServer) -> None:
             assert said == ("" if skipped else "<|user|>" * 3)
 
 
-def test_tokens_of_tools_are_counted_by_tokenize(server: RunningServer) -> None:
-    counted = post(server.port, "/tokenize", {"messages": ASKED, "tools": [WEATHER, NOW]}).json
-    answer = post(server.port, "/v1/chat/completions", {**ONE_CALL, "tool_choice": "auto", "max_tokens": 1}).json
-    assert counted["count"] == answer["usage"]["prompt_tokens"]
-
-
 # -- as trained models write them ------------------------------------------------------------------------------------
 
 CALLS = (
@@ -256,69 +203,6 @@ CALLS = (
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
-
-
-def test_calls_reasoning_and_content_are_told_apart(told: openai.OpenAI) -> None:
-    found = told.chat.completions.create(**say(CALLS))
-    (choice,) = found.choices
-    message: Any = choice.message
-    assert choice.finish_reason == "tool_calls"
-    assert message.reasoning_content.strip() == message.reasoning.strip() == "Paris it is."
-    assert message.content.strip() == "I will look."
-    assert [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls] == [
-        ("get_weather", {"city": "Paris", "days": 2}),
-        ("now", {}),
-    ]
-    assert found.usage is not None and found.usage.completion_tokens_details is not None
-    assert found.usage.completion_tokens_details.reasoning_tokens == CALLS.index("</think>") + len("</think>")
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_stream_adds_up_to_the_whole_message(told: openai.OpenAI, n: int, padded: bool) -> None:
-    whole: Any = told.chat.completions.create(**say(CALLS, n=n)).choices
-    options: Any = {"include_usage": True, "include_obfuscation": padded}
-    with told.chat.completions.create(**say(CALLS, n=n), stream=True, stream_options=options) as stream:
-        chunks = list(stream)
-    for expected in whole:
-        deltas: list[Any] = [
-            choice.delta for chunk in chunks for choice in chunk.choices if choice.index == expected.index
-        ]
-        for field in ("content", "reasoning_content", "reasoning"):
-            said = "".join(getattr(delta, field, None) or "" for delta in deltas)
-            assert said == getattr(expected.message, field)
-        calls: dict[int, list[str]] = {}
-        for piece in [piece for delta in deltas for piece in delta.tool_calls or ()]:
-            if piece.id is not None:
-                calls[piece.index] = [piece.function.name, ""]
-            calls[piece.index][1] += piece.function.arguments
-        wanted = [[call.function.name, call.function.arguments] for call in expected.message.tool_calls]
-        assert [calls[index] for index in sorted(calls)] == wanted
-    endings = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
-    assert endings == ["tool_calls"] * n
-    usage = chunks[-1].usage
-    assert usage is not None and usage.completion_tokens_details is not None
-    assert usage.completion_tokens_details.reasoning_tokens == n * (CALLS.index("</think>") + len("</think>"))
-
-
-def test_padded_events_of_calls_are_as_many_and_as_long_as_those_of_content(saying: RunningServer) -> None:
-    plain = "".join("w" if character.isalnum() else "." for character in CALLS)
-
-    def lengths(text: str) -> list[int]:
-        fields = say(text, stream=True, stream_options={"include_obfuscation": True})
-        answer = post(saying.port, "/v1/chat/completions", fields)
-        assert answer.events
-        return [len(block) + 2 for block in answer.content.split(b"\n\n")[:-2]]
-
-    of_calls = lengths(CALLS)
-    assert of_calls == lengths(plain)
-    assert all(length % PADDED_BYTES == 0 for length in of_calls)
-
-
-def test_token_ids_of_a_streamed_call_are_all_there(saying: RunningServer) -> None:
-    answer = post(saying.port, "/v1/chat/completions", say(CALLS, stream=True, return_token_ids=True))
-    choices = [event["choices"][0] for event in answer.events]
-    assert [token for choice in choices for token in choice["token_ids"]] == list(map(ord, CALLS))
 
 
 def test_without_parallel_calls_there_is_one(told: openai.OpenAI) -> None:

@@ -1,0 +1,154 @@
+"""Answers made of parts, whose events have names: what Anthropic's and OpenAI's newer API have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from server.answers.chat import ChatAnswer, is_cut
+from server.answers.wire import encode_events, filler
+from server.base.settings import ServerSettings
+from server.running.generation import Choice, Usage
+from server.schema.body import Body
+from server.tools.messages import Messages, ToolCall, ToolCallDelta
+
+if TYPE_CHECKING:
+    from ssd.engine import RequestOutput
+
+Event = dict[str, Any]
+Status = Literal["in_progress", "completed", "incomplete"]
+Of = Literal["content", "reasoning"] | ToolCall
+"""What a part holds."""
+
+
+class Part(ABC):
+    """One part while it grows; its pieces are joined once, at its end."""
+
+    def __init__(self, index: int, of: Of) -> None:
+        self.index, self.of = index, of
+        self.pieces: list[str] = []
+
+    @abstractmethod
+    def begun(self) -> list[Event]:
+        """How it begins."""
+
+    @abstractmethod
+    def delta(self, said: str, logprobs: Sequence[dict[str, Any]]) -> Event:
+        """More of it, and the log-probabilities of tokens where they were asked for."""
+
+    @abstractmethod
+    def ended(self, body: dict[str, Any]) -> list[Event]:
+        """How it ends; ``body`` : all of it."""
+
+    @abstractmethod
+    def body(self, said: str, status: Status) -> dict[str, Any]:
+        """The part around what was said."""
+
+
+class Parts:
+    """Puts a message together from its text."""
+
+    def __init__(self, messages: Messages | None, kind: type[Part]) -> None:
+        """``messages`` : takes the text apart; None where all of it is content."""
+        self.done: list[dict[str, Any]] = []
+        """The parts that have ended."""
+        self._messages, self._kind = messages, kind
+        self._open: Part | None = None
+        self._logprobs: list[dict[str, Any]] = []
+
+    def push(self, text: str, logprobs: Sequence[dict[str, Any]] = (), *, ended: bool) -> list[Event]:
+        """The events of the next text; ``ended`` : it is the last.
+
+        ``logprobs`` : of the tokens that ended in this text. Those of text that is held back go out with it where it
+        becomes content; those of reasoning and calls have no place.
+        """
+        events: list[Event] = []
+        self._logprobs += logprobs
+        if self._messages is None:
+            return events + (self._say("content", text) if text or logprobs else [])
+        for said in self._messages.push(0, text, ended=ended):
+            if isinstance(said, ToolCallDelta):
+                events += self._say(self._messages.of(0).tool_calls[said.index], said.arguments)
+            else:
+                events += self._say(*said)
+        if self._logprobs and self._open is not None and self._open.of == "content":
+            events += self._say("content", "")
+        return events
+
+    def leave_out_cut_call(self) -> None:
+        """The last part is left out where it is a call whose arguments are no JSON."""
+        if self._open is not None and isinstance(self._open.of, ToolCall) and not self._open.of.is_json:
+            self._open = None
+
+    def finish(self, status: Status = "completed") -> list[Event]:
+        """The events that end the last part, which is an empty text where nothing was said."""
+        begun = self._say("content", "") if self._open is None and not self.done else []
+        return begun + self._end(status)
+
+    def _say(self, of: Of, said: str) -> list[Event]:
+        events: list[Event] = []
+        part = self._open
+        if part is None or part.of is not of:
+            events = self._end("completed")
+            part = self._open = self._kind(len(self.done), of)
+            events += part.begun()
+        logprobs, self._logprobs = self._logprobs if of == "content" else [], []
+        if said or logprobs:
+            part.pieces.append(said)
+            events.append(part.delta(said, logprobs))
+        return events
+
+    def _end(self, status: Status) -> list[Event]:
+        if self._open is None:
+            return []
+        part, self._open = self._open, None
+        self.done.append(part.body("".join(part.pieces), status))
+        return part.ended(self.done[-1])
+
+
+class PartsAnswer(ChatAnswer):
+    """An answer of one choice; the last of its events says that it is the last."""
+
+    end = b""
+    kind: type[Part]
+
+    def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
+        super().__init__(settings, asked, **options)
+        self.parts = Parts(self._messages, self.kind)
+
+    @abstractmethod
+    def finished(self) -> dict[str, Any]:
+        """The body of an answer that has come to its end, or to the end of its tokens."""
+
+    def whole(self) -> dict[str, Any]:
+        """What the events of a stream come to, but for a cut call."""
+        choice = self.generation.choices[0]
+        self.parts.push("".join(choice.text), self._token_logprobs(choice.logprobs), ended=True)
+        if is_cut(choice):
+            self.parts.leave_out_cut_call()
+        self.parts.finish(status_of(choice))
+        return self.finished()
+
+    async def opening(self, _index: int, _usage: Usage | None = None) -> bytes:
+        """Nothing: each part begins with what it says."""
+        return b""
+
+    def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:
+        logprobs = self._token_logprobs(output.logprobs)
+        return self.named(self.parts.push(output.text, logprobs, ended=output.finish_reason is not None))
+
+    def named(self, events: Sequence[Event]) -> bytes:
+        """Events on the wire. Obfuscated, all of them together fill whole units, be there any or none."""
+        if not events:
+            return filler() if self.pad else b""
+        return encode_events([(event["type"], event) for event in events], pad=self.pad)
+
+    def _token_logprobs(self, entries: Any) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [] if self.logprobs is None else self.logprobs.chat(entries or ())["content"]
+        return found
+
+
+def status_of(choice: Choice) -> Status:
+    """How an answer ended."""
+    return "incomplete" if choice.finish_reason == "length" else "completed"
