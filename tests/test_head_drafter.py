@@ -475,8 +475,6 @@ def test_an_engine_with_a_draft_model_from_files_says_the_same() -> None:
 
 def test_a_drafter_that_judges_no_drafts_has_none_beside_it() -> None:
     with pytest.raises(ConfigError, match='needs the drafter "ssd"'):
-        Engine.from_pretrained(MODEL_PATH, drafter="prompt-lookup", draft_model=MODEL_PATH)
-    with pytest.raises(ConfigError, match='needs the drafter "ssd"'):
         Engine.from_pretrained(MODEL_PATH, drafter="none", draft_head=HEAD_PATH)
 
 

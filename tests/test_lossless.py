@@ -39,7 +39,7 @@ SOURCES: Makers = {
     "recycling": lambda: SuffixDrafter(retrieval=False),
 }
 """Each of the sources that "ssd" drafts from, alone."""
-DRAFTERS = ["ssd", *SOURCES, "prompt-lookup", "random", "oracle"]
+DRAFTERS = ["ssd", *SOURCES, "random", "oracle"]
 SETTINGS = covering_settings(DRAFTERS, [1, 4, 16], [1, 4, 8])
 
 
@@ -91,7 +91,7 @@ def test_speculation_changes_no_token_and_no_log_probability(
     # Else nothing was tried: what knows the answer is accepted from in every setting, what looks up in one at least.
     lengths = {name: [length for key, length in report.acceptance.items() if key.startswith(name)] for name in DRAFTERS}
     assert min(lengths["oracle"]) > 1.5
-    assert all(max(lengths[name]) > 1 for name in ("ssd", *SOURCES, "prompt-lookup"))
+    assert all(max(lengths[name]) > 1 for name in ("ssd", *SOURCES))
 
 
 # -- any request --
