@@ -186,8 +186,9 @@ def test_steps_without_a_call_are_caught_up(proposer: SuffixProposer) -> None:
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_every_request_is_learned_once_however_rows_move(proposer: SuffixProposer, data: st.DataObject) -> None:
+@given(data=st.data())
+def test_every_request_is_learned_once_however_rows_move(data: st.DataObject, _steps_are_told: None) -> None:
+    proposer = SuffixProposer(vllm_config())
     learned, truth, numbers = learned_by(proposer), Counter[Text](), iter(range(1000))
     batch = VllmBatch()
     preempted: dict[str, Scripted] = {}
@@ -201,8 +202,7 @@ def test_every_request_is_learned_once_however_rows_move(proposer: SuffixPropose
         room = 8 - len(batch.req_ids) - len(preempted)
         for seed in data.draw(st.lists(st.integers(0, 2), max_size=min(2, room)), label="new") if room else []:
             max_tokens = data.draw(st.integers(1, 10))
-            name = f"{len(truth)}-{seed}-{next(numbers)}-{id(batch)}"
-            batch.add(name, scripted(seed, num_output=80, max_tokens=max_tokens))
+            batch.add(f"{seed}-{next(numbers)}", scripted(seed, num_output=80, max_tokens=max_tokens))
         if len(batch.req_ids) > 1:
             if data.draw(st.booleans(), label="swap"):
                 batch.swap(*data.draw(st.permutations(range(len(batch.req_ids))))[:2])
@@ -219,6 +219,7 @@ def test_every_request_is_learned_once_however_rows_move(proposer: SuffixPropose
     truth.update(tuple(request.text) for request in batch.requests.values() if request.said)
     proposer.on_step(batch.runner, finishing(over))
     assert Counter(learned) == truth
+    proposer.close()
 
 
 def test_a_preempted_request_may_stay_away(proposer: SuffixProposer) -> None:
