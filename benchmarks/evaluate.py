@@ -115,9 +115,7 @@ def evaluate(log: Path, model: str, max_tokens: int) -> dict[str, Any]:
     """``ssd-cache evaluate LOG --measure MODEL`` of all requests, greedy. Raises SystemExit where it fails."""
     arguments = [sys.executable, "-m", "cache_builder", "evaluate", str(log), "--measure", model, "--temperature", "0"]
     limits = ["--measure-requests", "1000000", "--measure-tokens", str(max_tokens), "--measure-minutes", "600"]
-    done = subprocess.run(
-        [*arguments, *limits, "--sample-tokens", "0", "--json"], stdout=subprocess.PIPE, text=True, check=False
-    )
+    done = subprocess.run([*arguments, *limits, "--json"], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"ssd-cache evaluate ended with status {done.returncode}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
