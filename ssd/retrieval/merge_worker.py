@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from ssd.errors import StoreUnavailable
-from ssd.retrieval.segment import Tokens
+from ssd.retrieval.segment import Tokens, own_pages
 from ssd.retrieval.suffix_array import build_order
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class MergeWorker:
             process.stdin.write(len(tokens).to_bytes(8, "little"))
             process.stdin.write(tokens.data)
             process.stdin.flush()
-            order = np.empty(len(tokens), np.int32)
+            order = own_pages(len(tokens))
             num_read = process.stdout.readinto(order.data)  # type: ignore[attr-defined]
             return order if num_read == order.nbytes else None
         finally:

@@ -11,12 +11,14 @@ Files are written once, checked whole when they are opened, and the only form se
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +29,8 @@ from ssd.retrieval.file_bytes import CopyBudget, GuardedMap, read_bytes
 from ssd.retrieval.files import NotAFileError, is_segment_id, open_file, write_file
 
 Tokens = npt.NDArray[np.int32]
+_HUGE: Final = 1 << 22
+"""Bytes from which on huge pages are asked for, as numpy does."""
 """Token ids, and ``SEPARATOR`` where sequences end."""
 Bytes = npt.NDArray[np.uint8]
 
@@ -122,12 +126,21 @@ class Segment:
         return unpack(self.text, len(self.order), self.width)
 
 
+def own_pages(count: int) -> Tokens:
+    """int32[count] in pages that go back to the system with it: of what was malloc's a process keeps much."""
+    pages = mmap.mmap(-1, max(1, 4 * count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if 4 * count >= _HUGE:
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.int32, count)
+
+
 def concatenate(segments: Sequence[Segment]) -> Tokens:
     """int32: the tokens of ``segments``, one after the other. O(their sum).
 
     Raises SegmentCorrupt when a text is not what its checksum says: what is made of it would have a right one.
     """
-    tokens = np.empty(sum(map(len, segments)), np.int32)
+    tokens = own_pages(sum(map(len, segments)))
     start = 0
     for segment in segments:
         text = checked_text(segment)
