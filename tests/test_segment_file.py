@@ -21,6 +21,7 @@ from ssd.retrieval.segment import (
     Segment,
     num_posts,
     open_segment,
+    own_pages,
     pack,
     packed_size,
     segment_file_size,
@@ -196,3 +197,12 @@ def test_no_forged_file_leads_a_lookup_outside_it(
     request = DraftRequest("a", np.array(context, np.int32), 0, snapshot, 16)
     for name in DRAFTER_NAMES:
         assert len(make_drafter(name, DraftConfig()).propose([request])[0].token_ids) <= 16
+
+
+def test_pages_that_cannot_be_had_are_a_lack_of_memory() -> None:
+    with pytest.raises(MemoryError):
+        own_pages(1 << 60)
+    assert len(own_pages(0)) == 0
+    pages = own_pages(3)
+    pages[:] = 7
+    assert pages.tolist() == [7, 7, 7]

@@ -76,7 +76,7 @@ class MergeWorker:
         for attempt in range(_ATTEMPTS):
             if self._is_stopping or time.monotonic() < self._refused_until:
                 break
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, MemoryError):
                 order = self._ask(tokens)
                 if order is not None:
                     self._pause_s = _FIRST_PAUSE_S

@@ -127,8 +127,14 @@ class Segment:
 
 
 def own_pages(count: int) -> Tokens:
-    """int32[count] in pages that go back to the system with it: of what was malloc's a process keeps much."""
-    pages = mmap.mmap(-1, max(1, 4 * count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """int32[count] in pages that go back to the system with it: of what was malloc's a process keeps much.
+
+    Raises MemoryError.
+    """
+    try:
+        pages = mmap.mmap(-1, max(1, 4 * count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for {count} tokens") from error
     if 4 * count >= _HUGE:
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
