@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from server.__main__ import main as serve
-from ssd.drafting.protocol import Draft
 from ssd.engine import proposals
 from ssd.engine.proposals import Proposals, timed_passes
 from ssd.model.target import Target
@@ -37,9 +36,8 @@ def fix_times(patch: pytest.MonkeyPatch) -> None:
     """Have all engines of this process be told fixed times, until ``patch`` is undone."""
     observe = Proposals._observe_pass
 
-    def observe_fixed(self: Proposals, drafts: Sequence[Draft], num_tokens: int, _seconds: float) -> None:
-        width = 1 + max(len(draft.token_ids) for draft in drafts)
-        observe(self, drafts, num_tokens, seconds_of(len(drafts) * width))
+    def observe_fixed(self: Proposals, num_rows: int, width: int, num_tokens: int, _seconds: float) -> None:
+        observe(self, num_rows, width, num_tokens, seconds_of(num_rows * width))
 
     def timed(target: Target, max_width: int) -> Iterator[tuple[int, int, float]]:
         for num_rows, width, _ in timed_passes(target, max_width):

@@ -59,13 +59,13 @@ def test_requests_are_answered_while_the_kernels_that_draft_are_compiled(monkeyp
         assert compiled.wait(60)
         warm_up(drafter)
 
-    def ask(drafter: SuffixDrafter, requests: Sequence[DraftRequest]) -> list[Draft]:
-        asked.extend(request.request_id for request in requests)
-        return propose(drafter, requests)
+    def ask(drafter: SuffixDrafter, rows: Any, groups: Any) -> None:
+        asked.extend(drafter._kept)
+        draft(drafter, rows, groups)
 
-    propose = SuffixDrafter.propose
+    draft = SuffixDrafter.draft_groups
     monkeypatch.setattr(SuffixDrafter, "warm_up", wait_and_warm_up)
-    monkeypatch.setattr(SuffixDrafter, "propose", ask)
+    monkeypatch.setattr(SuffixDrafter, "draft_groups", ask)
     engine = make_engine()
     engine.warm_up(patience_s=0.0)
     said = {}

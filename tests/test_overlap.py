@@ -143,7 +143,7 @@ def test_what_comes_next_is_drafted_while_a_pass_runs(wrong: int | None, monkeyp
 
             def counted(batch: Batch) -> Any:
                 drafts = propose(batch)
-                prepared.extend(sequence.used is not None for sequence in batch.sequences)
+                prepared.extend(sequence.row.used_begin > 0 for sequence in batch.sequences)
                 return drafts
 
             monkeypatch.setattr(engine._proposals, "propose", counted)

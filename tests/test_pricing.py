@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from ssd.compiled.addresses import kernel
 from ssd.drafting.protocol import Draft
-from ssd.pricing.calibration import KeptShares, PlattScaling, Throttle
+from ssd.pricing.calibration import FRUITLESS_AFTER, KeptShares, PlattScaling, Throttle
 from ssd.pricing.pass_costs import add_observation, cut_rows, fit_nonnegative
 from ssd.pricing.price_list import PassTime, PriceList
 from ssd.pricing.rate import AcceptanceRates, Excess, Rate, StepRate
@@ -35,6 +34,14 @@ def draft(*probabilities: float) -> Draft:
     return Draft(np.arange(len(probabilities), dtype=np.int32), 1, "own", np.array(probabilities))
 
 
+def paying(prices: PriceList, *rows: Sequence[float]) -> int:
+    """The width that gives most for chains of these chances."""
+    gains = np.zeros(max(map(len, rows)))
+    for row in rows:
+        gains[: len(row)] += np.cumprod(row)
+    return prices.paying_width(gains, len(rows))
+
+
 @given(
     st.lists(st.lists(st.floats(0.01, 0.99), max_size=8), min_size=1, max_size=5),
     st.floats(1e-2, 1.0),
@@ -44,7 +51,6 @@ def draft(*probabilities: float) -> Draft:
 def test_the_width_maximises_expected_tokens_per_second(
     rows: list[list[float]], fixed: float, per_position: float, wide: float
 ) -> None:
-    drafts = [draft(*row) for row in rows]
     rates = []
     for width in range(max(map(len, rows)) + 1):
         expected = 0.0
@@ -54,15 +60,8 @@ def test_the_width_maximises_expected_tokens_per_second(
                 chance *= probability
                 expected += chance
         rates.append(expected / (fixed + per_position * len(rows) * (width + 1) + wide * (width > 0)))
-    chosen = learned(fixed, per_position, wide).paying_width(drafts, [1.0] * len(drafts))
+    chosen = paying(learned(fixed, per_position, wide), *rows)
     assert rates[chosen] == pytest.approx(max(rates), rel=1e-2)
-
-
-def test_what_is_distrusted_has_to_promise_more_and_what_promises_nothing_is_kept_whole() -> None:
-    cost = learned(0.01, 0.002)
-    assert cost.paying_width([draft(0.4, 0.9)], [1.0]) == 2
-    assert cost.paying_width([draft(0.4, 0.9)], [0.3]) == 0
-    assert cost.paying_width([Draft(np.arange(5, dtype=np.int32))], [1.0]) == 5
 
 
 def test_that_a_second_position_is_dear_does_not_keep_a_long_draft_from_being_made() -> None:
@@ -70,8 +69,8 @@ def test_that_a_second_position_is_dear_does_not_keep_a_long_draft_from_being_ma
     for _ in range(50):
         cost.observe(17, 17, 0.0094, is_wide=True)  # a token takes half a millisecond, and the first of a draft 1.2
     assert 0 < cost.price(1) < 0.5
-    assert cost.paying_width([draft(*[0.99] * 16)], [1.0]) == 16
-    assert cost.paying_width([draft(0.9)], [1.0]) == 0
+    assert paying(cost, [0.99] * 16) == 16
+    assert paying(cost, [0.9]) == 0
 
 
 def test_cutting_a_draft_keeps_its_estimates_in_step() -> None:
@@ -110,7 +109,7 @@ def test_steps_of_one_size_do_not_tell_what_a_position_costs() -> None:
         prices.observe(4, 1, 0.02)
     assert prices.pass_time is None and prices.price(4) == 0.0
     assert prices.seconds(4) == pytest.approx(0.02), "but what they take"
-    assert prices.paying_width([draft(0.01)], [1.0]) == 1, "nothing is known: nothing is cut"
+    assert paying(prices, [0.01]) == 1, "nothing is known: nothing is cut"
     for positions in [3, 5] * 10:
         prices.observe(positions, 1, 0.01 + 0.0025 * positions)
     known = prices.pass_time
@@ -319,7 +318,7 @@ def draft_lengths(shares: KeptShares, prices: PriceList, promised: float, true: 
     random, lengths = np.random.default_rng(0), []
     for _ in range(passes):
         draft = Draft(np.zeros(8, np.int32), probabilities=np.full(8, promised))
-        draft = draft.cut(prices.paying_width([draft], [shares.share(1.0)]))
+        draft = draft.cut(prices.paying_width(shares.share(1.0) * draft.chances()))
         length = len(draft.token_ids)
         accepted = int((np.cumprod(random.random(length) < true)).sum())
         shares.observe(1.0, draft.promise_tested(range(accepted)), accepted)
@@ -387,19 +386,14 @@ def test_platt_scaling_finds_how_a_draft_models_probabilities_are_off(shift: flo
 # -- who is asked --
 
 
-def row() -> Any:
-    return SimpleNamespace(num_fruitless=0)
-
-
-def run(throttle: Throttle, batch: list[Any], steps: int, lengths: list[int], ask_s: float, pass_s: float) -> list[int]:
-    """How often each row was asked."""
-    counts = [0] * len(batch)
+def run(throttle: Throttle, fruitless: list[int], steps: int, ask_s: float, pass_s: float) -> list[int]:
+    """How often each row was asked, none of which ever gets a draft."""
+    counts = [0] * len(fruitless)
     for _ in range(steps):
-        due = throttle.due(batch)
-        asked = [(row, length) for row, length, is_due in zip(batch, lengths, due, strict=True) if is_due]
-        throttle.observe_asking(
-            [row for row, _ in asked], [length for _, length in asked], ask_s * sum(due), spares_some=not all(due)
-        )
+        asks_all = throttle.asks_all(len(fruitless))
+        due = [asks_all or count < FRUITLESS_AFTER for count in fruitless]
+        fruitless[:] = [count + is_due for count, is_due in zip(fruitless, due, strict=True)]
+        throttle.observe_asking(sum(due), ask_s * sum(due), spares_some=not all(due))
         throttle.observe_pass(pass_s)
         counts = [count + is_due for count, is_due in zip(counts, due, strict=True)]
     return counts
@@ -417,8 +411,8 @@ def test_a_drafter_is_told_of_all_drafts_and_else_as_seldom_as_is_cheap() -> Non
 
 
 def test_a_call_that_compiled_kernels_is_not_counted() -> None:
-    throttle, batch = Throttle(), [row()]
-    throttle.observe_asking(batch, [1], 40.0, spares_some=False)
+    throttle = Throttle()
+    throttle.observe_asking(1, 40.0, spares_some=False)
     throttle.observe_telling(40.0)
     throttle.observe_pass(0.01)
     assert throttle.period(64) == 1 and throttle.tells(has_drafts=False)
@@ -428,9 +422,9 @@ def test_a_call_that_compiled_kernels_is_not_counted() -> None:
 def test_asking_rows_that_get_nothing_takes_its_share_and_no_longer_pause_than_that_needs(
     ask_s: float, pass_s: float, num_rows: int
 ) -> None:
-    throttle, batch, steps = Throttle(), [row() for _ in range(num_rows)], 840
-    run(throttle, batch, 12, [0] * num_rows, ask_s, pass_s)
-    counts = run(throttle, batch, steps, [0] * num_rows, ask_s, pass_s)
+    throttle, fruitless, steps = Throttle(), [0] * num_rows, 840
+    run(throttle, fruitless, 12, ask_s, pass_s)
+    counts = run(throttle, fruitless, steps, ask_s, pass_s)
     pause = steps / counts[0]
     share = sum(counts) * ask_s / (steps * pass_s)
     if pause < 8:

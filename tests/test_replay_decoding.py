@@ -15,7 +15,6 @@ from cache_builder.evaluation.decoding import SURE, OutputDecoder
 from cache_builder.evaluation.log import Row
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting.ask import SOURCES
-from ssd.engine import proposals
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from tests.reference.decoding import SlowDecoder
 
@@ -84,7 +83,3 @@ def test_without_a_cache_and_with_one_token_there_is_one_step(limit: int) -> Non
     decoder = OutputDecoder(flat(8), draft=DraftConfig(num_speculative_tokens=limit))
     steps = decoder.decode(Row(np.zeros(0, np.int32), np.array([3], np.int32)), None)
     assert steps.accepted.tolist() == [0]
-
-
-def test_the_first_pass_is_drafted_for_as_the_engine_does() -> None:
-    assert SURE == proposals._SURE

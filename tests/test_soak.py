@@ -141,7 +141,7 @@ def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(
         assert kv_cache_bytes(target) == kv_bytes
         assert engine.check() == [] and not engine.has_work()
         assert not model_drafter._last
-        assert not suffix._learned and not suffix._verified and not suffix._workspace._state_of
+        assert not suffix._kept
         gc.collect()
         assert not [found for found in gc.get_objects() if type(found) is Sequence]
 

@@ -150,10 +150,10 @@ def _rows(rows: Sequence[Row]) -> _Digest:
     drafter = RowDrafter(longest=_LIMIT, max_length=width, vocab_size=1 << 30, end_of_text_ids=(2,), learned=learned)
     words, said = drafter.new_words(_AT_ONCE), np.zeros((_AT_ONCE, NUM_HEAD + _LIMIT + 1), np.int32)
     with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
-        for number, (texts, prompts) in enumerate(_batches(rows, caches.get())):
+        for texts, prompts in _batches(rows, caches.get()):
             snapshot = caches.get().snapshot()
             at, count = [max(1, prompt) for prompt in prompts], len(texts)
-            names = [Text(f"{number}-{i}", text[: at[i]], prompts[i], len(text)) for i, text in enumerate(texts)]
+            names = [Text(text[: at[i]], prompts[i], len(text)) for i, text in enumerate(texts)]
             drafter.seat(names)
             seconds, wanted = 0.0, np.ones(count, bool)
             while any(at[i] < len(text) for i, text in enumerate(texts)):
@@ -168,7 +168,7 @@ def _rows(rows: Sequence[Row]) -> _Digest:
                 wanted = said[:count, 1] > 0
                 drafter.take(names, said)
                 seconds = 0.02 + 0.0004 * (count + sum(map(len, drafts)))
-            drafter.forget(names)
+            drafter.leave()
     drafter.publish()
     digest.add_bytes(learned.newest.to_bytes() if learned.newest is not None else b"")
     return digest

@@ -23,7 +23,6 @@ from ssd.compiled.addresses import (
     TokenIds,
     address,
     float64_array,
-    inlined,
     int32_array,
     kernel,
     view_of,
@@ -31,10 +30,11 @@ from ssd.compiled.addresses import (
 from ssd.config import DraftConfig
 from ssd.drafting.acceptance import model_at
 from ssd.drafting.acceptance_model import AcceptanceModel
-from ssd.drafting.ask import MAX_DRAFT, SOURCES, Ask, DraftRecord, asks_at, drafts_at, parent_of
+from ssd.drafting.ask import MAX_DRAFT, SOURCES, DraftRecord, parent_of
 from ssd.drafting.drafter import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.drafting.judge import learn_from_path
-from ssd.drafting.propose import begin_state, frame_at, propose_suffix, states_at
+from ssd.drafting.propose import DraftRow, begin_row, draft_row, frame_at
+from ssd.pricing.calibration import SURE
 from ssd.pricing.rate import FORGETTING, RateRecord, add_pass, joint_rate, price_at, recent_pass
 from ssd.retrieval.snapshot import Snapshot
 
@@ -48,7 +48,7 @@ class Decoder(Record):
     adds at least, not falling. ``sure`` : chance of its first token that the draft of an output's first pass must have.
 
     ``drafted``, ``accepted`` : by the number of tokens of the draft before them. ``by_source`` : of each of `SOURCES`
-    drafts that were verified, their tokens, accepted ones. All else is scratch.
+    drafts that were verified, their tokens, accepted ones. ``row`` : of the output. All else is scratch.
     """
 
     workspace: Address
@@ -70,19 +70,10 @@ class Decoder(Record):
     agreed: Annotated[Int64s, np.int64, MAX_DRAFT]
     depths: Annotated[Int64s, np.int64, MAX_DRAFT]
     path: Annotated[TokenIds, np.int32, MAX_DRAFT]
+    row: DraftRow
 
 
 _decoder_at = view_of(Decoder)
-
-
-@inlined
-def _begin(decoder: Decoder, ask: Ask, text: int, prompt_length: int, state: int) -> None:
-    """Ask as `Workspace.ask` does for a request without sampling, predictions and offers."""
-    ask.context, ask.prompt_length, ask.state, ask.limit = text, prompt_length, state, decoder.limit
-    ask.is_tree, ask.num_prices = decoder.is_tree, decoder.num_more
-    ask.prediction_length, ask.num_offered, ask.warmth = 0, 0, 0
-    ask.temperature, ask.noise, ask.choices, ask.may_teach = 0.0, 0, 0, 0
-    ask.successors, ask.no_lookup = 0, 0
 
 
 @kernel
@@ -124,30 +115,26 @@ def _num_agreeing(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds,
 
 
 @kernel
-def decode_output(
-    at: int, snapshot: int, text_at: int, length: int, prompt_length: int, state: int, steps: TokenIds
-) -> int:
+def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_length: int, steps: TokenIds) -> int:
     """Decode the text at an address from ``prompt_length`` on; the number of steps.
 
-    ``snapshot`` : address of the index. ``state`` : of the workspace, begun here. ``steps`` : int32[3 * output], of
-    each step the tokens drafted, those accepted and the draft's source. A step emits the accepted tokens and one more:
-    the text's last is never counted as accepted.
+    ``snapshot`` : address of the index. ``steps`` : int32[3 * output], of each step the tokens drafted, those accepted
+    and the draft's source. A step emits the accepted tokens and one more: the text's last is never counted as accepted.
     """
     decoder = _decoder_at(at)
-    frame, model = frame_at(decoder.workspace), model_at(decoder.model)
-    request = states_at(frame.states, frame.num_states)[state]
-    begin_state(request, prompt_length)
-    ask, out = asks_at(frame.asks, frame.num_rows)[0], drafts_at(frame.drafts, frame.num_rows)[0]
-    _begin(decoder, ask, text_at, prompt_length, state)
+    frame, row = frame_at(decoder.workspace), decoder.row
+    begin_row(row, prompt_length)
+    ask, out, prices = row.ask, row.draft, decoder.prices
+    ask.context, ask.snapshot, ask.model, ask.prices = text_at, snapshot, decoder.model, prices.ctypes.data
+    ask.limit, ask.is_tree, ask.num_prices = decoder.limit, decoder.is_tree, decoder.num_more
     text, costs = int32_array(text_at, length), float64_array(decoder.costs, decoder.limit + 1)
-    more, prices = float64_array(decoder.more, decoder.num_more), decoder.prices
-    ask.prices = prices.ctypes.data
+    more = float64_array(decoder.more, decoder.num_more)
     position, number, kept, agreeing = prompt_length, 0, 0, 0
     while position < length:
         for i in range(decoder.num_more):
             prices[i] = price_at(decoder.rate, 1.0, costs[0], more[i])
         ask.price, ask.context_length = prices[0], position
-        propose_suffix(decoder.workspace, snapshot, decoder.model, 1, decoder.longest_match, decoder.shortest_match)
+        draft_row(frame, row, decoder.longest_match, decoder.shortest_match)
         is_kept = out.size > 0 and (number > 0 or out.probabilities[0] >= decoder.sure)
         kept = _num_paying(decoder, out) if is_kept else 0
         agreeing = _num_agreeing(decoder, out, kept, text, position)
@@ -160,16 +147,12 @@ def decode_output(
         add_pass(decoder.rate, min(agreeing + 1, length - position), costs[kept])
         position += accepted + 1
         number += 1
-    learn_from_path(request.judged, kept, decoder.path[:agreeing], model)
+    learn_from_path(row.state.judged, kept, decoder.path[:agreeing], model_at(decoder.model))
     return number
 
 
 Ints = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.int64]
-
-SURE: Final = 0.9
-"""Chance of its first token that a draft must have in an output's first pass, for which a client waits: as the
-engine has it (``ssd/engine/proposals.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +182,6 @@ class OutputDecoder:
         self._costs = curve.upto(limit + 1)[1:]
         self._more = rising(self._costs)
         self._workspace, self._model = Workspace(), AcceptanceModel()
-        self._state, _ = self._workspace.state_of("")
         self._memory = Records(Decoder)
         self._decoder = decoder = self._memory[0]
         decoder.workspace, decoder.model = self._workspace.address, self._model.address
@@ -212,7 +194,7 @@ class OutputDecoder:
     def decode(self, row: Row, snapshot: Snapshot | None) -> Decoded:
         """The steps of an output over an index; None: over none. O(output) drafts."""
         text, searched = row.text(), snapshot or NO_SNAPSHOT
-        self._workspace.room_for(1, searched)
+        self._workspace.room_for(searched)
         if len(self._steps) < 3 * len(row.output):
             self._steps = np.zeros(6 * len(row.output), np.int32)
         began = time.thread_time_ns()
@@ -222,7 +204,6 @@ class OutputDecoder:
             address(text),
             len(text),
             len(row.context),
-            self._state,
             self._steps,
         )
         took = time.thread_time_ns() - began

@@ -232,6 +232,12 @@ def dtype_of(record: type[Record]) -> np.dtype[Any]:
     return _layouts[record]
 
 
+def offset_of(record: type[Record], field: str) -> int:
+    """Bytes from the begin of a record to one of its fields."""
+    fields: Any = dtype_of(record).fields
+    return int(fields[field][1])
+
+
 class Records(Generic[R]):
     """``count`` records in a row, zero at first, and the owner of their memory; ``records[i]`` is a view."""
 

@@ -140,7 +140,8 @@ class NamespaceModels:
 
     def ended(self, learned: LearnedState | None) -> None:
         """A request of this namespace has ended: publish what was learned if that is due."""
-        if learned is not None and time.monotonic() - self._published[learned][0] >= PUBLISH_S:
+        published = None if learned is None else self._published.get(learned)  # None where it was never drafted for
+        if learned is not None and published is not None and time.monotonic() - published[0] >= PUBLISH_S:
             self._publish(learned)
 
     def publish(self) -> None:

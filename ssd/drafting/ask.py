@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Address, Float64, Float64s, Int64, Record, TokenIds, float64_array, inlined, views_of
+from ssd.compiled.addresses import Address, Float64, Float64s, Int64, Record, TokenIds, float64_array, inlined
 
 MAX_DRAFT: Final = 128
 """Longest draft; a greater limit is cut to it."""
@@ -16,25 +16,24 @@ class DraftRecord(Record):
     """A chain or a tree of ``size`` tokens.
 
     ``source`` : what most of the first token's evidence is, a number in SOURCES. ``parents`` : of a tree, the node that
-    each comes after, -1 for the context's end. ``probabilities`` : the estimate of each token.
+    each comes after, -1 for the context's end. ``probabilities`` : the estimate of each token, where it is
+    ``estimated``.
     """
 
     size: Int64
     match_length: Int64
     source: Int64
     is_tree: Int64
+    estimated: Int64
     tokens: Annotated[TokenIds, np.int32, MAX_DRAFT]
     parents: Annotated[TokenIds, np.int32, MAX_DRAFT]
     probabilities: Annotated[Float64s, np.float64, MAX_DRAFT]
 
 
-drafts_at = views_of(DraftRecord)
-
-
 @inlined
 def clear(out: DraftRecord) -> None:
     """Make ``out`` an empty draft."""
-    out.size, out.match_length, out.source, out.is_tree = 0, 0, 0, 0
+    out.size, out.match_length, out.source, out.is_tree, out.estimated = 0, 0, 0, 0, 1
 
 
 @inlined
@@ -49,14 +48,32 @@ SOURCES: Final = (
 """By the number in a draft; those of the index first, numbered as `lookup.origin_of` has it; offers as `Offers` has
 their kinds."""
 
+NUM_SOURCES: Final = 16
+_names = [*SOURCES, "none"]
+
+
+def source_number(name: str) -> int:
+    """The number of a ``Draft.source``; of names that nobody knows only the first few have one each."""
+    if name not in _names:
+        if len(_names) == NUM_SOURCES:
+            name = "none"
+        else:
+            _names.append(name)
+    return _names.index(name)
+
+
+def source_name(number: int) -> str:
+    """The name that has a number."""
+    return _names[number]
+
 
 class Ask(Record):
     """A ``DraftRequest`` as kernels find it.
 
-    ``context`` : int32[context_length]. ``state`` : number of the request's state in the workspace. ``prediction`` :
-    int32[prediction_length], the client's text. ``price`` : of every token, where ``num_prices`` is 0; else ``prices``
-    : float64[num_prices], of the i-th token, not falling; the last one holds beyond. ``warmth`` : how the
-    target chooses: 0 greedily or in a way not known, 1 at a temperature up to 0.5, 2 above. ``num_offered`` : of an
+    ``context`` : int32[context_length]. ``snapshot``, ``model`` : what is searched, the acceptance model.
+    ``prediction`` : int32[prediction_length], the client's text. ``price`` : of every token, where ``num_prices`` is 0;
+    else ``prices`` : float64[num_prices], of the i-th token, not falling; the last one holds beyond. ``warmth`` : how
+    the target chooses: 0 greedily or in a way not known, 1 at a temperature up to 0.5, 2 above. ``num_offered`` : of an
     `Offers`, whose arrays are the ``offered`` ones. ``successors`` : of a `SuccessorTable`, 0 for none. ``no_lookup`` :
     whether nothing is looked up, neither in the index nor in own text. ``temperature`` : the request's where the target
     draws with noise that is known, else 0; ``noise`` : of a `NoiseRecord` then. ``choices`` : of the `ChoiceTable` that
@@ -67,7 +84,8 @@ class Ask(Record):
     context_length: Int64
     prompt_length: Int64
     limit: Int64
-    state: Int64
+    snapshot: Address
+    model: Address
     is_tree: Int64
     price: Float64
     prices: Address
@@ -86,9 +104,6 @@ class Ask(Record):
     noise: Address
     choices: Address
     may_teach: Int64
-
-
-asks_at = views_of(Ask)
 
 
 @inlined

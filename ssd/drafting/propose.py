@@ -8,19 +8,16 @@ import numpy as np
 
 from ssd.compiled.addresses import (
     Address,
-    Int64,
     Int64s,
     Record,
     TokenIds,
-    data_of,
     inlined,
     int32_array,
     kernel,
     view_of,
-    views_of,
 )
 from ssd.drafting.acceptance import Model, model_at
-from ssd.drafting.ask import MAX_DRAFT, Ask, DraftRecord, asks_at, clear, drafts_at
+from ssd.drafting.ask import MAX_DRAFT, Ask, DraftRecord, clear
 from ssd.drafting.foreseen import foresee
 from ssd.drafting.grow import (
     CONTINUED_CONTEXT,
@@ -68,19 +65,23 @@ class RequestState(Record):
     guesses: Guesses
 
 
-class Frame(Record):
-    """What kernels find in a workspace.
+class DraftRow(Record):
+    """One sequence as it is drafted for: what is asked, what was drafted last, what is kept until it ends.
 
-    ``asks`` : Ask[num_rows]; ``drafts`` : DraftRecord[num_rows]. ``states`` : RequestState[num_states].
-    ``evidences`` : Evidence[1 + MOST_CARRIED], of the row that is drafted for, and of a tree's further lookups. All
-    else is scratch.
+    It stays where it is for as long as the sequence is drafted for.
     """
 
-    num_rows: Int64
-    asks: Address
-    drafts: Address
-    num_states: Int64
-    states: Address
+    ask: Ask
+    draft: DraftRecord
+    state: RequestState
+
+
+class Frame(Record):
+    """What kernels find in a workspace: scratch.
+
+    ``evidences`` : Evidence[1 + MOST_CARRIED], of the row that is drafted for, and of a tree's further lookups.
+    """
+
     evidences: Address
     lookups: LookupScratch
     prediction_hits: Hits
@@ -90,13 +91,13 @@ class Frame(Record):
     continued: Annotated[TokenIds, np.int32, CONTINUED_CONTEXT + MAX_DRAFT]
 
 
-frame_at = view_of(Frame)
-states_at = views_of(RequestState)
+frame_at, row_at = view_of(Frame), view_of(DraftRow)
 
 
 @inlined
-def begin_state(state: RequestState, prompt_length: int) -> None:
+def begin_row(row: DraftRow, prompt_length: int) -> None:
     """Forget what was kept of another request."""
+    row.ask.prompt_length, state = prompt_length, row.state
     state.followed.table = NO_TABLE
     forget_draft(state.judged)
     begin_prediction(state.prediction, prompt_length)
@@ -104,32 +105,14 @@ def begin_state(state: RequestState, prompt_length: int) -> None:
 
 
 @kernel
-def begin_request(workspace: int, state: int, prompt_length: int) -> None:
-    """Begin a state of the workspace at an address, for a request of which nothing is kept yet."""
-    frame = frame_at(workspace)
-    begin_state(states_at(frame.states, frame.num_states)[state], prompt_length)
-
-
-@kernel
-def place(
-    workspace: int, row: int, context: TokenIds, limit: int, state: int, is_new: bool, prompt_length: int
-) -> None:
-    """Write the context and numbers of what is asked for in row ``row`` of the workspace at an address.
-
-    ``is_new`` : nothing is kept of the request yet.
-    """
-    frame = frame_at(workspace)
-    ask = asks_at(frame.asks, frame.num_rows)[row]
-    ask.context, ask.context_length, ask.prompt_length = data_of(context), len(context), prompt_length
-    ask.limit, ask.state = max(0, min(limit, MAX_DRAFT)), state
-    if is_new:
-        begin_state(states_at(frame.states, frame.num_states)[state], prompt_length)
+def begin_row_at(row: int, prompt_length: int) -> None:
+    """`begin_row` of the row at an address."""
+    begin_row(row_at(row), prompt_length)
 
 
 @kernel
 def keep_all_guesses(
-    workspace: int,
-    states: Int64s,
+    rows: Int64s,
     ends: Int64s,
     fed: Int64s,
     counts: Int64s,
@@ -139,15 +122,13 @@ def keep_all_guesses(
 ) -> None:
     """Keep what the target chose behind wrong tokens, of every row of a `ScoredPass`.
 
-    ``states`` : int64[B], of each row's request in the workspace at an address, less than 0 for none. ``ends`` :
-    int64[B], the last of the positions that were right, less than 0 for none. ``parents`` : looked at where
-    ``is_tree``.
+    ``rows`` : int64[B], addresses of `DraftRow`, 0 for none. ``ends`` : int64[B], the last of the positions that were
+    right, less than 0 for none. ``parents`` : looked at where ``is_tree``.
     """
-    frame = frame_at(workspace)
-    kept = states_at(frame.states, frame.num_states)
-    for b in range(len(states)):
-        if states[b] >= 0:
-            keep_guesses(kept[states[b]].guesses, fed[b], parents[b], is_tree, counts[b], chosen[b], ends[b])
+    for b in range(len(rows)):
+        if rows[b] != 0:
+            guesses = row_at(rows[b]).state.guesses
+            keep_guesses(guesses, fed[b], parents[b], is_tree, counts[b], chosen[b], ends[b])
 
 
 _MOST_CONTINUED: Final = 4
@@ -241,58 +222,42 @@ def _draft_chain(
 
 
 @kernel
-def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max_length: int, min_length: int) -> None:
-    """Draft for the first ``num_rows`` rows of the workspace at an address, all of the snapshot and model at theirs.
+def draft_row(frame: Frame, row: DraftRow, max_length: int, min_length: int) -> None:
+    """Learn what came of a row's last draft, and draft for it what it asks for."""
+    ask, out, state = row.ask, row.draft, row.state
+    searched, learned = snapshot_at(ask.snapshot), model_at(ask.model)
+    context = int32_array(ask.context, ask.context_length)
+    clear(out)
+    learn_from_context(state.judged, context, learned)
+    if ask.limit < 1 or len(context) == 0:
+        return
+    begin_draft(state.judged, len(context))
+    if ask.prediction_length > 0:
+        prediction = int32_array(ask.prediction, ask.prediction_length)
+        follow_prediction(state.prediction, prediction, context, frame.prediction_hits)
+    frame.candidates.successors = ask.successors
+    foresee(ask, frame.candidates.foreseen, frame.candidates.keyed)
+    plant_offers(ask, frame.candidates.forest)
+    offer_guesses(state.guesses, context, frame.candidates.forest)
+    texts = texts_of(context, searched)
+    if ask.is_tree:
+        _draft_tree(frame, searched, texts, ask, state, learned, max_length, min_length, out)
+    else:
+        _draft_chain(frame, searched, texts, ask, state, learned, max_length, min_length, out)
 
-    Learns first, of every row, what came of its last draft. Writes drafts and what the next step of each request may
-    rely on.
+
+@kernel
+def draft_rows(workspace: int, rows: Int64s, max_length: int, min_length: int) -> None:
+    """Draft for the rows at addresses, one after the other, each from the snapshot and the model that it names.
+
+    What comes of a row's draft is learned before the next row is drafted for. Writes ``draft`` and ``state`` of each.
     """
-    frame, searched, learned = frame_at(workspace), snapshot_at(snapshot), model_at(model)
-    asks, drafts = asks_at(frame.asks, frame.num_rows), drafts_at(frame.drafts, frame.num_rows)
-    states = states_at(frame.states, frame.num_states)
-    for row in range(num_rows):
-        ask, out = asks[row], drafts[row]
-        context, state = int32_array(ask.context, ask.context_length), states[ask.state]
-        clear(out)
-        learn_from_context(state.judged, context, learned)
-        if ask.limit < 1 or len(context) == 0:
-            continue
-        begin_draft(state.judged, len(context))
-        if ask.prediction_length > 0:
-            prediction = int32_array(ask.prediction, ask.prediction_length)
-            follow_prediction(state.prediction, prediction, context, frame.prediction_hits)
-        frame.candidates.successors = ask.successors
-        foresee(ask, frame.candidates.foreseen, frame.candidates.keyed)
-        plant_offers(ask, frame.candidates.forest)
-        offer_guesses(state.guesses, context, frame.candidates.forest)
-        texts = texts_of(context, searched)
-        if ask.is_tree:
-            _draft_tree(frame, searched, texts, ask, state, learned, max_length, min_length, out)
-        else:
-            _draft_chain(frame, searched, texts, ask, state, learned, max_length, min_length, out)
-
-
-@kernel
-def propose_suffix_one(
-    workspace: int,
-    snapshot: int,
-    model: int,
-    context: TokenIds,
-    limit: int,
-    state: int,
-    is_new: bool,
-    prompt_length: int,
-    max_length: int,
-    min_length: int,
-) -> None:
-    """Place one request in row 0 and draft for it: one call from Python instead of two."""
-    place(workspace, 0, context, limit, state, is_new, prompt_length)
-    propose_suffix(workspace, snapshot, model, 1, max_length, min_length)
-
-
-@kernel
-def end_request(workspace: int, state: int, num_verified: int, path: TokenIds, model: int) -> None:
-    """Learn what came of a request's last draft: it has ended after the tokens of it that ``path`` names."""
     frame = frame_at(workspace)
-    judged = states_at(frame.states, frame.num_states)[state].judged
-    learn_from_path(judged, num_verified, path, model_at(model))
+    for i in range(len(rows)):
+        draft_row(frame, row_at(rows[i]), max_length, min_length)
+
+
+@kernel
+def end_row(row: int, num_verified: int, path: TokenIds, model: int) -> None:
+    """Learn what came of a request's last draft: it has ended after the tokens of it that ``path`` names."""
+    learn_from_path(row_at(row).state.judged, num_verified, path, model_at(model))

@@ -29,12 +29,13 @@ from ssd.compiled.addresses import (
     int32_array,
     int64_array,
     kernel,
+    offset_of,
     view_of,
 )
 from ssd.drafting.acceptance_model import NamespaceModels
-from ssd.drafting.ask import MAX_DRAFT, asks_at, drafts_at
+from ssd.drafting.ask import MAX_DRAFT
 from ssd.drafting.drafter import NO_SNAPSHOT, Workspace, checked_lengths
-from ssd.drafting.propose import Frame, frame_at, propose_suffix
+from ssd.drafting.propose import DraftRow, begin_row_at, draft_rows
 from ssd.pricing.pass_costs import cut_rows, observe_pass, token_price
 from ssd.pricing.price_list import PriceList
 from ssd.retrieval.cache_state import LearnedState
@@ -50,22 +51,21 @@ _PRICE_UNKNOWN: Final = 0.1
 class TextRecord(Record):
     """What a row holds, as kernels find it: a copy of it at ``tokens``, with room for ``room`` tokens.
 
-    ``length`` : tokens so far, of which ``num_new`` came with the last step. ``state`` : of the workspace.
+    ``length`` : tokens so far, of which ``num_new`` came with the last step.
     """
 
     tokens: Address
     room: Int64
     length: Int64
     num_new: Int64
-    prompt_length: Int64
-    state: Int64
+    drafting: DraftRow
 
 
 class RowBatch(Record):
     """The rows of a batch, and what they are drafted with.
 
     Of each row: ``texts`` : int64, address of its TextRecord, 0 for none. ``wanted`` : int64, whether it is drafted
-    for. ``asked``, ``sizes``, ``probabilities``, ``best_first`` : scratch, of the drafts asked for.
+    for. ``asked``, ``drafting``, ``sizes``, ``probabilities``, ``best_first`` : scratch, of the drafts asked for.
 
     ``cost`` : see `PassCosts`. ``price`` : of a drafted token while that says nothing. ``ends`` : int32[num_ends], the
     ids of ends of text. ``num_new`` : tokens that came since the last call. ``last_asked``, ``last_positions`` : rows
@@ -75,6 +75,7 @@ class RowBatch(Record):
     texts: Address
     wanted: Address
     asked: Address
+    drafting: Address
     sizes: Address
     probabilities: Address
     best_first: Address
@@ -98,6 +99,7 @@ class RowBatch(Record):
 
 
 _text_at, _batch_at = view_of(TextRecord), view_of(RowBatch)
+_DRAFTING_AT: Final = offset_of(TextRecord, "drafting")
 
 
 @kernel
@@ -140,20 +142,19 @@ def _usable(tokens: TokenIds, size: int, batch: RowBatch) -> int:
 
 
 @kernel
-def _ask(frame: Frame, batch: RowBatch, num_rows: int) -> int:
-    """Ask for a draft for each row that is to have one; how many."""
+def _ask(batch: RowBatch, snapshot: int, num_rows: int) -> int:
+    """Ask for a draft for each row that is to have one; how many. ``drafting`` has the addresses of their rows."""
     texts, wanted = int64_array(batch.texts, num_rows), int64_array(batch.wanted, num_rows)
-    asked, asks, num_asked = int64_array(batch.asked, num_rows), asks_at(frame.asks, frame.num_rows), 0
+    asked, drafting, num_asked = int64_array(batch.asked, num_rows), int64_array(batch.drafting, num_rows), 0
     for row in range(num_rows):
         if texts[row] == 0 or wanted[row] == 0:
             continue
-        ask, text = asks[num_asked], _text_at(texts[row])
-        ask.context, ask.context_length, ask.prompt_length = text.tokens, text.length, text.prompt_length
+        text = _text_at(texts[row])
+        ask = text.drafting.ask
+        ask.context, ask.context_length, ask.snapshot, ask.model = text.tokens, text.length, snapshot, batch.model
         # One token is always the target's own.
-        ask.limit, ask.state = max(0, min(batch.limit, batch.max_length - text.length - 1)), text.state
-        ask.is_tree, ask.num_prices, ask.prediction_length, ask.num_offered = 0, 0, 0, 0
-        ask.successors, ask.choices, ask.no_lookup, ask.warmth, ask.temperature = 0, 0, 0, 0, 0.0
-        asked[num_asked] = row
+        ask.limit = max(0, min(batch.limit, batch.max_length - text.length - 1))
+        asked[num_asked], drafting[num_asked] = row, texts[row] + _DRAFTING_AT
         num_asked += 1
     return num_asked
 
@@ -167,33 +168,31 @@ def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float
     length of its text and of its chain, then the chain's tokens as int32, then its chances as float32.
     """
     batch = _batch_at(batch_address)
-    frame = frame_at(batch.workspace)
-    num_asked = _ask(frame, batch, num_rows)
+    num_asked = _ask(batch, snapshot, num_rows)
     if seconds > 0.0 and 0 < num_asked == num_rows == batch.last_asked:
         observe_pass(batch.cost, batch.last_positions, False, batch.num_new, seconds)
     batch.num_new = 0
     price = token_price(batch.cost, num_asked)
-    asks, drafts = asks_at(frame.asks, frame.num_rows), drafts_at(frame.drafts, frame.num_rows)
-    for number in range(num_asked):
-        asks[number].price = price if price > 0.0 else batch.price
-    propose_suffix(batch.workspace, snapshot, batch.model, num_asked, batch.longest_match, batch.shortest_match)
+    texts, asked = int64_array(batch.texts, num_rows), int64_array(batch.asked, num_asked)
+    for row in asked:
+        _text_at(texts[row]).drafting.ask.price = price if price > 0.0 else batch.price
+    draft_rows(batch.workspace, int64_array(batch.drafting, num_asked), batch.longest_match, batch.shortest_match)
     sizes = int64_array(batch.sizes, num_asked)
     chances = float64_array(batch.probabilities, num_asked * MAX_DRAFT).reshape((num_asked, MAX_DRAFT))
     for number in range(num_asked):
-        draft = drafts[number]
+        draft = _text_at(texts[asked[number]]).drafting.draft
         size = _usable(draft.tokens, draft.size, batch)
         sizes[number], chances[number, :size] = size, draft.probabilities[:size]
     cut_rows(batch.cost, chances, sizes, float64_array(batch.best_first, num_rows * MAX_DRAFT))
     width, number, positions = NUM_HEAD + 2 * longest, 0, num_rows
     words, floats = int32_array(words_at, num_rows * width), float32_array(words_at, num_rows * width)
-    texts, asked = int64_array(batch.texts, num_rows), int64_array(batch.asked, num_rows)
     for row in range(num_rows):
         at = row * width
         words[at], words[at + 1] = 0 if texts[row] == 0 else _text_at(texts[row]).length, 0
         if number < num_asked and asked[number] == row:
             words[at + 1] = size = sizes[number]
             for i in range(size):
-                words[at + NUM_HEAD + i] = drafts[number].tokens[i]
+                words[at + NUM_HEAD + i] = _text_at(texts[row]).drafting.draft.tokens[i]
                 floats[at + NUM_HEAD + longest + i] = chances[number, i]
             batch.num_drafts += size > 0
             positions += size
@@ -209,17 +208,13 @@ Tokens = npt.NDArray[np.int32]
 class Text:
     """What a row holds: the engine may move it and write over it, so it is kept here too."""
 
-    __slots__ = ("_buffer", "_memory", "_record", "address", "name")
+    __slots__ = ("_buffer", "_memory", "_record", "address")
 
-    def __init__(self, name: str, tokens: Tokens, prompt_length: int, room: int) -> None:
-        """``name`` : never given to another text. ``room`` : most tokens that it is going to have.
-
-        ``address`` : of its TextRecord.
-        """
-        self.name = name
+    def __init__(self, tokens: Tokens, prompt_length: int, room: int) -> None:
+        """``room`` : most tokens that it is going to have. ``address`` : of its TextRecord."""
         self._memory = Records(TextRecord)
         self._record, self.address = self._memory[0], self._memory.address
-        self._record.prompt_length = prompt_length
+        begin_row_at(self.address + _DRAFTING_AT, prompt_length)
         self._buffer = np.empty(max(room, len(tokens)), np.int32)  # the system gives it as far as it is written
         self._record.tokens, self._record.room = address(self._buffer), len(self._buffer)
         self.replace(tokens, 0)
@@ -237,7 +232,7 @@ class Text:
     @property
     def prompt_length(self) -> int:
         """Of these, tokens of the prompt."""
-        return self._record.prompt_length
+        return self._record.drafting.ask.prompt_length
 
     @property
     def tokens(self) -> Tokens:
@@ -250,16 +245,12 @@ class Text:
         self._buffer[: len(tokens)] = tokens
         self._record.length, self._record.num_new = len(tokens), num_new
 
-    def keep_at(self, state: int) -> None:
-        """Say which state of the workspace it is drafted with."""
-        self._record.state = state
-
 
 class _RowArrays:
     """Arrays of a batch with ``count`` rows, by their names in `RowBatch`."""
 
     def __init__(self, count: int) -> None:
-        self.texts, self.wanted, self.asked, self.sizes = np.zeros((4, count), np.int64)
+        self.texts, self.wanted, self.asked, self.drafting, self.sizes = np.zeros((5, count), np.int64)
         self.probabilities, self.best_first = np.zeros((2, count * MAX_DRAFT))
 
 
@@ -318,12 +309,7 @@ class RowDrafter:
         self._num_rows = len(texts)
         if len(texts) > len(self._arrays.texts):
             self._make_rows(2 * len(texts))
-        workspace = self._workspace
-        workspace.room_for(len(texts), NO_SNAPSHOT)
         self._arrays.texts[: len(texts)] = _addresses(texts)
-        for text in texts:
-            if text is not None:
-                text.keep_at(workspace.begun_state(text.name, text.prompt_length))
         self._batch.last_asked = -1
 
     def take(self, texts: Sequence[Text | None], words: Tokens) -> list[int]:
@@ -350,15 +336,13 @@ class RowDrafter:
         count = self._num_rows
         assert count == len(wanted) <= len(words) and words.shape[1] == NUM_HEAD + 2 * self.longest
         self._arrays.wanted[:count] = wanted
-        self._workspace.room_for(0, snapshot)
+        self._workspace.room_for(snapshot)
         self._batch.limit = min(limit, self.longest)
         _draft_rows(self._memory.address, snapshot.address, count, seconds, address(words), self.longest)
 
-    def forget(self, texts: Iterable[Text]) -> None:
-        """These have ended; nobody is seated any more."""
+    def leave(self) -> None:
+        """Nobody is seated any more, as texts have ended."""
         self._num_rows = 0
-        for text in texts:
-            self._workspace.forget(text.name)
         self._models.ended(self._learned)
 
     def publish(self) -> None:
@@ -368,11 +352,11 @@ class RowDrafter:
     def warm_up(self) -> None:
         """Compile the kernels, so that the first request compiles nothing."""
         self._batch.model = self._models.of(None).address  # the namespace learns nothing from it
-        text = Text("", np.zeros(1, np.int32), 1, 2)
+        text = Text(np.zeros(1, np.int32), 1, 2)
         self.take([text], np.array([[2, 1, 5]], np.int32))
         self.seat([text])
         self.draft(np.ones(1, bool), NO_SNAPSHOT, self.new_words(1), 1)
-        self.forget([text])
+        self.leave()
         self._batch.num_proposals = self._batch.num_new = 0
         self._batch.model = self._models.of(self._learned).address
 

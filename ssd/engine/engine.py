@@ -15,7 +15,7 @@ import torch
 
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
-from ssd.drafting.protocol import Draft, Drafter
+from ssd.drafting.protocol import Drafter
 from ssd.engine.batch import LEFT, Batch, append_said, warm_up_rows
 from ssd.engine.isolation import Isolation, settle, violations
 from ssd.engine.metrics import BestEffort, EngineMetrics
@@ -251,8 +251,7 @@ class Engine:
         taken = self._commit(self._verify())
         cancelled = self._admit_and_cancel()
         batch = self._prefill_prompts()
-        drafts = self._proposals.propose(batch)
-        self._forward(batch, drafts)
+        self._forward(batch, self._proposals.propose(batch))
         if not self.target.runs_beside_host:
             taken = self._commit(self._verify())
         num_tokens = self._prefill.take_count() + self._count(taken)
@@ -372,12 +371,12 @@ class Engine:
             self._batch = Batch(ready)
         return self._batch
 
-    def _forward(self, batch: Batch, drafts: list[Draft]) -> None:
-        """Begin the pass over every sequence's last token and draft."""
+    def _forward(self, batch: Batch, turn: int) -> None:
+        """Begin the pass over every sequence's last token and its draft of the turn."""
         if not batch.sequences:
             return
         try:
-            self._under_way = Pass(self.target, batch, drafts)
+            self._under_way = Pass(self.target, batch, turn)
         except BaseException as error:
             self._isolation.lose(batch.sequences, error)
 

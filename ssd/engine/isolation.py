@@ -80,7 +80,7 @@ class Isolation:
             self._target.rollback(sequence.slot, 0)
             self._proposals.forget(sequence)
             sequence.is_suspect = True
-            sequence.may_draft = False
+            sequence.row.most_drafted = 0  # a draft may have been why
 
     def drop(self, sequence: Sequence) -> None:
         """Nothing of a sequence that failed stays."""

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
-from collections.abc import Sequence as Rows
-from dataclasses import replace
 from itertools import product
 from threading import Thread
 
 import numpy as np
 
-from ssd.config import DraftConfig
-from ssd.drafting.drafter import SuffixDrafter
+from ssd.config import DraftConfig, DraftShape
+from ssd.drafting.ask import MAX_DRAFT, DraftRecord, source_number
+from ssd.drafting.drafter import SuffixDrafter, draft_of
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, NoDrafter, ScoredPass, ScoreObserver
 from ssd.drafting.source import OneByOne
-from ssd.engine.batch import Batch
+from ssd.engine.batch import DRAFTING_AT, Batch
+from ssd.engine.drafts import (
+    AHEAD,
+    CHAIN,
+    TREE,
+    ask_drafts,
+    begin_drafts,
+    count_promises,
+    plan_ahead,
+    take_ahead,
+    take_drafts,
+    warm_up_drafts,
+)
 from ssd.engine.metrics import BestEffort
-from ssd.engine.sequence import Prepared, Sequence
-from ssd.engine.verify import Pass, branches, possible_shape, usable
+from ssd.engine.sequence import Sequence
+from ssd.engine.verify import Pass
+from ssd.model.kv.tree import is_tree, leading_chain
 from ssd.model.target import Target
 from ssd.pricing.calibration import KeptShares, Throttle
 from ssd.pricing.price_list import PriceList
+from ssd.retrieval.cache_state import LearnedState
 
+log = logging.getLogger(__name__)
 _ROWS = 8
 _WIDTHS = (1, 2, 5)
 _TIMES = 4
@@ -49,14 +64,47 @@ def timed_passes(target: Target, max_width: int) -> Iterator[tuple[int, int, flo
             return
 
 
-_PASSES_AHEAD = 3
-"""Passes that are drafted for at once where one text is said again."""
+def possible_shape(shape: DraftShape, target: Target) -> DraftShape:
+    """The shape of drafts: what was asked for, or chains where the target verifies nothing else."""
+    if target.can_verify_trees:
+        return shape
+    if shape == "tree":
+        log.warning("driven %s, the model verifies chains only: drafts are chains", target.way)
+    return "chain"
 
-_NOTHING_FOUND = Draft(EMPTY_DRAFT.token_ids)
-"""Of a row that was asked for: unlike EMPTY_DRAFT it says that what was distrusted has not been tried again."""
 
-_SURE = 0.9
-"""Chance of its first token that a draft must have in the pass that a client waits for."""
+def branches(shape: DraftShape, num_rows: int) -> bool:
+    """Whether a pass of ``num_rows`` rows drafts trees. "auto" means: where one sequence runs alone.
+
+    So it measured better on a CPU: a tree brings more accepted tokens to a row, but all rows are padded to the widest.
+    """
+    return shape == "tree" or (shape == "auto" and num_rows == 1)
+
+
+def usable(draft: Draft, limit: int, *, allow_tree: bool) -> Draft | None:
+    """The draft cut to ``limit`` tokens; None where it is no draft: parents that cannot be.
+
+    Where trees cannot be verified, the chain that a tree begins with is given.
+    """
+    if draft.parents is not None:
+        if not is_tree(draft.parents, len(draft.token_ids)):
+            return None
+        if not allow_tree:
+            straight = leading_chain(draft.parents)
+            draft = Draft(draft.token_ids, draft.match_length, draft.source, draft.probabilities).cut(straight)
+    return draft.cut(min(limit, MAX_DRAFT))
+
+
+def write_draft(draft: Draft, out: DraftRecord) -> None:
+    """Write a draft of at most MAX_DRAFT tokens as a record."""
+    size = out.size = len(draft.token_ids)
+    out.match_length, out.source = draft.match_length, source_number(draft.source)
+    out.is_tree, out.estimated = draft.parents is not None, draft.probabilities is not None
+    out.tokens[:size] = draft.token_ids.tolist()
+    if draft.parents is not None:
+        out.parents[:size] = draft.parents.tolist()
+    if draft.probabilities is not None:
+        out.probabilities[:size] = draft.probabilities.tolist()
 
 
 class Proposals:
@@ -68,6 +116,8 @@ class Proposals:
     def __init__(self, target: Target, drafter: Drafter, draft: DraftConfig, best_effort: BestEffort) -> None:
         self._target = target
         self._drafter = drafter
+        self._suffix = drafter if isinstance(drafter, SuffixDrafter) else None
+        """Which drafts for all rows in one call; others may take long, ask others, learn from counts."""
         self._asked = OneByOne(drafter)
         self._best_effort = best_effort
         self._limit = draft.num_speculative_tokens if target.can_roll_back and not isinstance(drafter, NoDrafter) else 0
@@ -76,10 +126,10 @@ class Proposals:
         self._price_list = PriceList()
         self._kept_shares = KeptShares()
         self._throttle = Throttle()
+        self._turn = 0
         self._scored: ScoredPass | None = None
         """What the last pass said, until it is learned from."""
         self._telling_s = 0.0
-        self._reads_contexts = isinstance(drafter, SuffixDrafter)  # others may take long, ask others, learn from counts
         self._is_asked = True
         self._compiling: Thread | None = None
 
@@ -92,7 +142,7 @@ class Proposals:
 
     def wait(self) -> None:
         """Leave the drafter alone until ``warm_up``; one that runs a model of its own is not left alone."""
-        self._is_asked = not isinstance(self._drafter, SuffixDrafter)
+        self._is_asked = self._suffix is None
 
     @property
     def num_failures(self) -> int:
@@ -105,11 +155,9 @@ class Proposals:
 
         def compile_kernels() -> None:
             self._best_effort(lambda: getattr(self._drafter, "warm_up", lambda: None)())
-            prices = PriceList()
-            prices.calibrate(1, 1.0, is_wide=False)
-            prices.begin()
-            prices.price(1)
+            warm_up_drafts()
 
+        begin_drafts(Batch(()).address, 0, 0, True)  # of every pass
         if self._is_asked:
             compile_kernels()
         else:
@@ -129,90 +177,95 @@ class Proposals:
                 self._price_list.calibrate(num_rows * width, seconds, is_wide=width > 1)
             self._price_list.begin()
 
-    def propose(self, batch: Batch) -> list[Draft]:
-        """One draft per sequence; those that are not asked for get none, and all where this fails."""
-        rows = batch.sequences
-        is_asked = rows and self._limit and self.is_ready
-        drafts = self._best_effort(lambda: self._paying_drafts(rows)) if is_asked else None
-        return drafts or [EMPTY_DRAFT] * len(rows)
+    def propose(self, batch: Batch) -> int:
+        """Draft for the rows that are due; the turn of the pass that is to verify it, see `Row`.
 
-    def _paying_drafts(self, batch: Rows[Sequence]) -> list[Draft] | None:
-        """A draft for each row; None where none is due one and none was prepared."""
-        due = self._throttle.due(batch)
-        if not any(due) and all(sequence.prepared is None and sequence.used is None for sequence in batch):
-            self._throttle.observe_asking((), (), 0.0, spares_some=True)
-            return None
-        drafts = [self._prepared(sequence) for sequence in batch]
-        asked = [b for b, draft in enumerate(drafts) if draft is EMPTY_DRAFT and due[b]]
-        shares = self._shares(batch)
-        rows, trusted = [batch[b] for b in asked], [shares[b] for b in asked]
+        Where this fails nothing is drafted.
+        """
+        self._turn ^= 1
+        limit = self._limit if self.is_ready else 0
+        asks_all = self._throttle.asks_all(len(batch.sequences))
+        begin_drafts(batch.address, self._turn, limit, asks_all)
+        if limit and batch.sequences:
+            self._draft(batch, limit)
+        return self._turn
+
+    def _draft(self, batch: Batch, limit: int) -> None:
+        prices, shares, num_rows = self._price_list.address, self._kept_shares.address, len(batch.sequences)
+        shape = TREE if branches(self._shape, num_rows) else CHAIN
+        own_price = 0.0 if self._suffix is None else self._suffix.price
         started = time.perf_counter()
-        if asked:
-            limits = [sequence.most_drafted(self._limit) for sequence in rows]
-            found = self._ask(rows, trusted, limits, len(batch), may_branch=branches(self._shape, len(batch)))
-            for b, draft in zip(asked, found, strict=True):
-                if batch[b].has_output or _is_sure(draft, shares[b]):
-                    drafts[b] = draft
+        num_asked = ask_drafts(batch.address, self._turn, prices, shares, limit, own_price, shape)
+        if num_asked:
+            self._ask(batch, num_asked)
         seconds = time.perf_counter() - started
-        width = self._price_list.paying_width(drafts, shares)
-        drafts = [draft.cut(width) for draft in drafts]
-        lengths = [len(drafts[b].token_ids) for b in asked]
-        self._throttle.observe_asking(rows, lengths, seconds, spares_some=not all(due))
-        return drafts
-
-    def _shares(self, batch: Rows[Sequence]) -> list[float]:
-        """How far what drafts promise is trusted, of each row."""
-        temperatures = [sequence.request.sampling.temperature for sequence in batch]
-        by_temperature = {temperature: self._kept_shares.share(temperature) for temperature in set(temperatures)}
-        return [by_temperature[temperature] for temperature in temperatures]
-
-    def _prepared(self, sequence: Sequence) -> Draft:
-        """What was prepared, where all before it came true; else nothing."""
-        prepared, sequence.prepared, sequence.used = sequence.prepared, None, None
-        if prepared is None or prepared.length != sequence.num_tokens:
-            return EMPTY_DRAFT
-        whole, begin = prepared.whole, prepared.begin
-        end = begin + sequence.most_drafted(self._limit)
-        if not begin < end <= len(whole.token_ids):
-            return EMPTY_DRAFT
-        if whole.token_ids[begin - 1] != sequence.tokens[prepared.length - 1]:
-            return EMPTY_DRAFT
-        sequence.used = prepared
-        chances = None if whole.probabilities is None else whole.probabilities[begin:end]
-        return Draft(whole.token_ids[begin:end], whole.match_length, whole.source, chances)
+        if num_asked or batch.frame.width > 1:
+            vocab_size = self._target.vocab_size
+            self._best_effort.num_failures += take_drafts(batch.address, self._turn, prices, shares, vocab_size)
+        self._throttle.observe_asking(num_asked, seconds, spares_some=batch.frame.num_spared > 0)
 
     def prepare(self, under_way: Pass) -> None:
         """While a pass runs, draft on behind what it verifies, for rows whose last draft came true: where one text is
         said again, drafting is most of what a device waits for. Where the target chooses otherwise, nothing is lost."""
-        if self._reads_contexts and self.is_ready:
-            self._best_effort(lambda: self._prepare(under_way))
-
-    def _prepare(self, under_way: Pass) -> None:
-        asked = list[tuple[Sequence, Draft]]()
-        batch = under_way.batch
-        for b in np.flatnonzero((batch.drafted > 0) & (batch.accepted == batch.drafted)).tolist():
-            sequence, draft = batch.sequences[b], under_way.drafts[b]
-            size = len(draft.token_ids)
-            if not size or draft.parents is not None or sequence.finish_reason is not None:
-                continue
-            used, length = sequence.used, sequence.num_tokens + size + 1
-            if used is not None and used.begin + size + 1 + self._limit <= len(used.whole.token_ids):
-                sequence.prepared = Prepared(used.whole, used.begin, used.begin + size + 1, length)
-            else:
-                asked.append((sequence, draft))
-        if not asked:
+        batch, prices, shares = under_way.batch, self._price_list.address, self._kept_shares.address
+        if self._suffix is None or not self.is_ready or not self._limit:
             return
-        sequences = [sequence for sequence, _ in asked]
-        limits = [
-            sequence.most_drafted(len(draft.token_ids) + _PASSES_AHEAD * (1 + self._limit)) for sequence, draft in asked
-        ]
-        found = self._ask(sequences, self._shares(sequences), limits, len(under_way.drafts), may_branch=False)
-        for (sequence, draft), whole in zip(asked, found, strict=True):
-            size, common = len(draft.token_ids), 0
-            while common < min(size, len(whole.token_ids)) and whole.token_ids[common] == draft.token_ids[common]:
-                common += 1
-            length = sequence.num_tokens + size + 1 if common == size else -1
-            sequence.prepared = Prepared(whole, 0, common + 1, length)
+        plan_ahead(batch.address, under_way.turn, self._limit)
+        price = self._suffix.price
+        num_asked = ask_drafts(batch.address, under_way.turn, prices, shares, self._limit, price, AHEAD)
+        if num_asked:
+            self._ask(batch, num_asked)
+            num_wrong = take_ahead(batch.address, under_way.turn, self._target.vocab_size)
+            self._best_effort.num_failures += num_wrong
+
+    def _ask(self, batch: Batch, num_asked: int) -> None:
+        """Have drafts written for the rows that ask; none where that fails."""
+        suffix = self._suffix
+        if suffix is None:
+            drafts = self._best_effort(lambda: self._ask_objects(batch))
+            is_done = drafts is not None
+        else:
+            is_done = self._best_effort(lambda: self._ask_rows(suffix, batch, num_asked)) is not None
+        if not is_done:
+            for b in np.flatnonzero(batch.wanted).tolist():
+                batch.sequences[b].row.drafting.draft.size = 0
+
+    def _ask_rows(self, suffix: SuffixDrafter, batch: Batch, num_asked: int) -> bool:
+        for sequence in batch.coupled:
+            sequence.note_context()
+        groups = batch.groups(lambda sequence, learned: self._keep(suffix, sequence, learned))
+        suffix.draft_groups(batch.asked[:num_asked], groups)
+        return True
+
+    def _keep(self, suffix: SuffixDrafter, sequence: Sequence, learned: LearnedState | None) -> None:
+        """Have the drafter keep of a sequence what it keeps, with the row."""
+        if sequence.kept is None:
+            request = self._request(sequence)
+            sequence.kept = suffix.keep(request, sequence.row.drafting, sequence.address + DRAFTING_AT)
+        assert sequence.asking is not None
+        sequence.asking.learned = sequence.kept.learned = learned
+
+    def _ask_objects(self, batch: Batch) -> bool:
+        """Ask a drafter of requests, and write what it says into the rows."""
+        asked = [batch.sequences[b] for b in np.flatnonzero(batch.wanted).tolist()]
+        is_priced = self._price_list.pass_time is not None
+        requests = []
+        for sequence in asked:
+            ask, request = sequence.row.drafting.ask, self._request(sequence)
+            cache = None if sequence.namespace is None else sequence.namespace.cache
+            if cache is not None:
+                request.snapshot, request.learned = cache.snapshot(), cache.learned
+            request.limit, request.tree = ask.limit, bool(ask.is_tree)
+            request.prices = np.array([ask.price]) if is_priced else None
+            requests.append(request)
+        drafts = self._asked.propose(requests)
+        if len(drafts) != len(asked):
+            return False
+        for sequence, request, draft in zip(asked, requests, drafts, strict=True):
+            found = usable(draft, request.limit, allow_tree=request.tree)
+            self._best_effort.num_failures += found is None
+            write_draft(EMPTY_DRAFT if found is None else found, sequence.row.drafting.draft)
+        return True
 
     def observe_scores(self, ended: Pass) -> None:
         """Tell the drafter all that a pass said, before any of its tokens is taken; not where that costs too much.
@@ -221,11 +274,7 @@ class Proposals:
         """
         self._scored = None
         observer = self._observer
-        if (
-            observer is None
-            or not self.is_ready
-            or not self._throttle.tells(has_drafts=any(len(d.token_ids) for d in ended.drafts))
-        ):
+        if observer is None or not self.is_ready or not self._throttle.tells(has_drafts=ended.width > 1):
             return
         started = time.perf_counter()
         self._scored = self._best_effort(ended.scored)
@@ -238,22 +287,23 @@ class Proposals:
 
         Not one that sees in the next context what came of its drafts: it is told of a request's last one alone.
         """
-        if self._limit and not self._reads_contexts:
+        if self._limit and self._suffix is None:
             for b in np.flatnonzero(ended.batch.taken > 0).tolist():
                 self.observe_one(ended, b, int(ended.sizes[b]) - 1)
 
     def observe_one(self, ended: Pass, b: int, num_accepted: int) -> None:
         """Tell the drafter of one row's draft, of which ``num_accepted`` tokens were emitted."""
-        sequence, draft = ended.batch.sequences[b], ended.drafts[b]
-        if not self.is_ready or (self._reads_contexts and sequence.finish_reason is None):
+        sequence = ended.batch.sequences[b]
+        row = sequence.row
+        if not self.is_ready or (self._suffix is not None and sequence.finish_reason is None):
             return
-        path = ended.path(b)
-        if path is not None:
-            draft = replace(draft, path=path[:num_accepted])
-        if (prepared := sequence.prepared) is not None:  # the drafter speaks of the draft that it made last
-            draft = prepared.whole.cut(prepared.begin - 1)
-            num_accepted = min(prepared.verified + num_accepted, len(draft.token_ids))
-        elif sequence.used is not None:
+        draft = ended.draft(b)
+        if draft.path is not None:
+            draft.path = draft.path[:num_accepted]
+        if row.prepared_at:  # the drafter speaks of the draft that it made last
+            draft = draft_of(row.prepared).cut(row.prepared_begin - 1)
+            num_accepted = min(row.prepared_verified + num_accepted, len(draft.token_ids))
+        elif row.used_begin:
             return
         try:
             self._drafter.observe(sequence.request.request_id, draft, num_accepted)
@@ -262,22 +312,15 @@ class Proposals:
 
     def count(self, ended: Pass) -> None:
         """Learn how far what drafts promise comes true."""
-        if not self._limit:
-            return
-        taken, right = ended.batch.taken.tolist(), (ended.sizes - 1).tolist()
-        for b, draft in enumerate(ended.drafts):
-            is_told = draft.probabilities is not None or not len(draft.token_ids)
-            if is_told and draft is not EMPTY_DRAFT and taken[b] > 0:  # else nobody was asked, or it was put aside
-                path = range(right[b]) if (on_tree := ended.path(b)) is None else on_tree.tolist()
-                promised = 0.0 if draft.probabilities is None else draft.promise_tested(path)
-                temperature = ended.batch.sequences[b].request.sampling.temperature
-                self._kept_shares.observe(temperature, promised, right[b])
+        if self._limit and self.is_ready:
+            shares = self._kept_shares.address
+            count_promises(ended.batch.address, ended.turn, shares, ended.sizes, ended.paths)
 
     def observe_pass(self, ended: Pass, num_tokens: int) -> None:
         """Learn from a pass that put out ``num_tokens``: what it took, and what the target said."""
         if not self._limit:
             return
-        self._best_effort(lambda: self._observe_pass(ended.drafts, num_tokens, ended.seconds))
+        self._observe_pass(len(ended.sizes), ended.width, num_tokens, ended.seconds)
         observer, scored = self._observer, self._scored
         if observer is not None and scored is not None:
             self._scored = None
@@ -285,10 +328,9 @@ class Proposals:
             self._best_effort(lambda: observer.learn_scores(scored))
             self._throttle.observe_telling(self._telling_s + time.perf_counter() - started)
 
-    def _observe_pass(self, drafts: Rows[Draft], num_tokens: int, seconds: float) -> None:
+    def _observe_pass(self, num_rows: int, width: int, num_tokens: int, seconds: float) -> None:
         self._throttle.observe_pass(seconds)
-        width = 1 + max(len(draft.token_ids) for draft in drafts)
-        self._price_list.observe(len(drafts) * width, num_tokens, seconds, is_wide=width > 1)
+        self._price_list.observe(num_rows * width, num_tokens, seconds, is_wide=width > 1)
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a request: nothing of it will be asked for, or all of it anew."""
@@ -299,33 +341,13 @@ class Proposals:
         self._asked.forget(sequence.request.request_id)
         if self.is_ready:
             self._best_effort(lambda: self._drafter.finish(sequence.request.request_id))
-
-    def _ask(
-        self, asked: Rows[Sequence], shares: Rows[float], limits: Rows[int], num_rows: int, *, may_branch: bool
-    ) -> list[Draft]:
-        """A draft of so many tokens for each sequence, in a pass of ``num_rows``; see ``_shares``."""
-        is_priced = self._price_list.pass_time is not None
-        price = self._price_list.price(num_rows)
-        prices = {share: np.array([price / share]) if is_priced else None for share in set(shares)}
-        requests = []
-        for sequence, share, limit in zip(asked, shares, limits, strict=True):
-            request = self._request(sequence)
-            request.limit, request.prices = limit, prices[share]
-            request.tree = may_branch and sequence.request.sampling.structured_output is None
-            requests.append(request)
-        drafts = self._best_effort(lambda: self._asked.propose(requests))
-        if drafts is None or len(drafts) != len(asked):
-            return [EMPTY_DRAFT] * len(asked)
-        return [
-            self._usable(draft, request) if len(draft.token_ids) else _NOTHING_FOUND
-            for draft, request in zip(drafts, requests, strict=True)
-        ]
+        sequence.forget_drafts()
 
     def _request(self, sequence: Sequence) -> DraftRequest:
-        """What is asked for a sequence, but for its limit, its prices and its shape."""
-        cache = None if sequence.namespace is None else sequence.namespace.cache
+        """What is asked for a sequence now, but for limit, prices and shape; the same object at every step."""
         sequence.note_context()
-        if (request := sequence.asking) is None:
+        request = sequence.asking
+        if request is None:
             request = sequence.asking = DraftRequest(
                 request_id=sequence.request.request_id,
                 context=sequence.context,
@@ -337,21 +359,4 @@ class Proposals:
                 may_teach=sequence.request.learn,
             )
         request.context, request.slot = sequence.context, sequence.slot
-        if cache is not None:
-            request.snapshot, request.learned = cache.snapshot(), cache.learned
         return request
-
-    def _usable(self, draft: Draft, request: DraftRequest) -> Draft:
-        """The draft, or nothing where a token or parent cannot be; cut to what may still be generated."""
-        found = usable(draft, request.limit, vocab_size=self._target.vocab_size, allow_tree=request.tree)
-        self._best_effort.num_failures += found is None
-        return EMPTY_DRAFT if found is None else found
-
-
-def _is_sure(draft: Draft, share: float) -> bool:
-    """Whether a draft may be verified in the pass that a client waits for to see the first token.
-
-    That pass takes longer with a draft, and the first token is the target's own in any case. A text that comes again
-    is worth it: its first token is almost certain.
-    """
-    return draft.probabilities is None or share * float(draft.probabilities[0]) >= _SURE

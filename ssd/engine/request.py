@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Final, Generic, NamedTuple, TypeVar
+from typing import Annotated, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from ssd.compiled.addresses import Address, Float64, Int64, Int64s, Record, Records
 from ssd.config import SamplingParams
-from ssd.drafting.ask import SOURCES
+from ssd.drafting.ask import NUM_SOURCES, DraftRecord, source_name
+from ssd.drafting.propose import DraftRow
 from ssd.errors import RequestError
 from ssd.model.sampling.sampler import TokenLogprobs
 from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
@@ -72,24 +74,10 @@ class Request:
     adapter: str | None = None
 
 
-NUM_SOURCES: Final = 16
-_SOURCE_NAMES = [*SOURCES, "none"]
-
-
-def number_of_source(name: str) -> int:
-    """What a ``Draft.source`` is counted under; of names that nobody knows only the first few have a number each."""
-    if name not in _SOURCE_NAMES:
-        if len(_SOURCE_NAMES) == NUM_SOURCES:
-            name = "none"
-        else:
-            _SOURCE_NAMES.append(name)
-    return _SOURCE_NAMES.index(name)
-
-
 def by_source_name(drafted: Int64s, accepted: Int64s) -> list[tuple[str, int, int]]:
     """Of each source with drafted tokens its name, these, and those accepted; both are given by its number."""
-    rows = zip(_SOURCE_NAMES, drafted, accepted, strict=False)
-    return [(name, int(of_all), int(right)) for name, of_all, right in rows if of_all]
+    rows = zip(range(NUM_SOURCES), drafted, accepted, strict=True)
+    return [(source_name(number), int(of_all), int(right)) for number, of_all, right in rows if of_all]
 
 
 class RowCounts(Record):
@@ -110,15 +98,38 @@ class Row(Record):
 
     ``tokens`` : int32[end], prompt and output so far are the first ``length``. ``endings`` : int32[num_endings], the
     ids that end the output. ``is_simple`` : whether tokens that end nothing need only to be appended.
+
+    ``most_drafted`` : for a pass. ``may_branch`` : into a tree. ``kind`` : of its temperature, see
+    `calibration.kind_of`. ``num_fruitless`` : times in a row that it was asked for and got no draft.
+    ``drafting`` : what it is drafted for with. ``verified``, ``was_asked`` : what a pass is given, and whether it was
+    drafted for at all; by the pass's turn, as the next one is drafted for before the last is counted.
+
+    ``prepared`` : a draft that began before the one under way. ``prepared_at`` : the context's length at which it is to
+    be used, from its token ``prepared_begin`` on; less than 0 where it says something else before, 0 for none.
+    ``prepared_verified`` : where in it the draft under way begins. ``used_begin`` : where that begins, if it was
+    prepared, else 0.
     """
 
     tokens: Address
     length: Int64
     end: Int64
+    prompt_length: Int64
     endings: Address
     num_endings: Int64
     is_simple: Int64
     counts: RowCounts
+    most_drafted: Int64
+    may_branch: Int64
+    kind: Int64
+    num_fruitless: Int64
+    drafting: DraftRow
+    verified: Annotated[Sequence[DraftRecord], DraftRecord, 2]
+    was_asked: Annotated[Int64s, np.int64, 2]
+    prepared: DraftRecord
+    prepared_at: Int64
+    prepared_begin: Int64
+    prepared_verified: Int64
+    used_begin: Int64
 
 
 class _Count(Generic[N]):

@@ -16,12 +16,14 @@ import torch
 
 from ssd.compiled.addresses import Records, address
 from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
+from ssd.drafting.drafter import KeptRow
 from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, Row, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs
 from ssd.model.sampling.target_tokens import drawn_scores, is_by_temperature, needs_prefix
+from ssd.pricing.calibration import kind_of
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.codec import TextCodec
@@ -91,20 +93,6 @@ class Committed(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
-class Prepared(NamedTuple):
-    """A draft behind the one that a pass verifies, made while that or an earlier one runs.
-
-    ``whole`` : from the context on at which it was made. ``verified`` : where in it the draft under way begins.
-    ``begin`` : what is prepared begins there, behind that draft and one token more; smaller where ``whole`` says
-    something else before. ``length`` : of the context when it is to be used.
-    """
-
-    whole: Draft
-    verified: int
-    begin: int
-    length: int
-
-
 class Sequence:
     """Prompt, output and everything that decides when the output ends.
 
@@ -138,7 +126,11 @@ class Sequence:
         self.max_length = self.row.end = min(max_length, asked)
         self.tokens: npt.NDArray[np.int32] = np.empty(self.max_length, np.int32)
         self.tokens[: len(prompt)] = prompt
-        self.row.tokens, self.row.length = address(self.tokens), len(prompt)
+        self.row.tokens, self.row.length, self.row.prompt_length = address(self.tokens), len(prompt), len(prompt)
+        self.row.drafting.ask.context = self.row.tokens
+        most = request.num_speculative_tokens
+        self.row.most_drafted = MAX_SPECULATIVE_TOKENS if most is None else most
+        self.row.may_branch, self.row.kind = sampling.structured_output is None, kind_of(sampling.temperature)
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self._is_coupled = noise.is_coupled
@@ -156,22 +148,17 @@ class Sequence:
         self.slot = -1
         self.turn = (0, 0)
         self.num_preemptions = 0
-        self.num_fruitless = 0
-        """Times in a row that it was asked for and got no draft."""
         self.is_suspect = False
         """It was in a pass that failed, and is yet to be computed alone: only then is it known whose fault that was."""
         self.may_copy = True
         """Whether keys and values of others may be copied: not any more once that failed."""
-        self.may_draft = True
-        """Whether it is drafted for: not any more once a pass with it failed, a draft may have been why."""
         self.stats = RequestStats(len(prompt), self.row.counts)
         self.stats.steps = [] if request.keeps_steps else None
         self.stats.submitted_s, self.stats.is_coupled = time.perf_counter(), noise.is_coupled
         self.asking: DraftRequest | None = None
         """What the drafter is asked, the same object at every step."""
-        self.prepared: Prepared | None = None
-        self.used: Prepared | None = None
-        """What is verified now, where it was prepared."""
+        self.kept: KeptRow | None = None
+        """What the suffix drafter keeps of it, once it was asked."""
         self.draft: VerifiedDraft | None = None
         """What was drafted for the last pass, until its output is made."""
         self.finish_reason: FinishReason | None = None
@@ -203,8 +190,12 @@ class Sequence:
 
     def most_drafted(self, limit: int) -> int:
         """Longest draft of at most ``limit`` tokens: one token is always the target's own, so none reaches the end."""
-        own = self.request.num_speculative_tokens if self.may_draft else 0
-        return max(0, min(limit, self.num_remaining - 1, limit if own is None else own))
+        return max(0, min(limit, self.num_remaining - 1, self.row.most_drafted))
+
+    def forget_drafts(self) -> None:
+        """Nothing was drafted for it: it is not drafted for any more, or as if it were new."""
+        self.asking = self.kept = None
+        self.row.prepared_at = self.row.used_begin = 0
 
     @property
     def scores_prompt(self) -> bool:

@@ -5,62 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from ssd.config import DraftShape
-from ssd.drafting.protocol import Draft, SamplingRow, ScoredPass
+from ssd.drafting.ask import source_name
+from ssd.drafting.drafter import draft_of
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow, ScoredPass
 from ssd.engine.batch import Batch, begin_fed, count_rows
-from ssd.engine.request import VerifiedDraft, number_of_source
+from ssd.engine.request import VerifiedDraft
 from ssd.engine.sequence import Committed, Sequence
 from ssd.errors import require_fault
-from ssd.model.kv.tree import agree, is_tree, leading_chain, node_parents
+from ssd.model.kv.tree import agree
 from ssd.model.sampling.target_tokens import noise_of, target_tokens
 from ssd.model.target import Target
 from ssd.text.grammar import settle_masks
 
 log = logging.getLogger(__name__)
-
-
-def possible_shape(shape: DraftShape, target: Target) -> DraftShape:
-    """The shape of drafts: what was asked for, or chains where the target verifies nothing else."""
-    if target.can_verify_trees:
-        return shape
-    if shape == "tree":
-        log.warning("driven %s, the model verifies chains only: drafts are chains", target.way)
-    return "chain"
-
-
-def branches(shape: DraftShape, num_rows: int) -> bool:
-    """Whether a pass of ``num_rows`` rows drafts trees. "auto" means: where one sequence runs alone.
-
-    So it measured better on a CPU: a tree brings more accepted tokens to a row, but all rows are padded to the widest.
-    """
-    return shape == "tree" or (shape == "auto" and num_rows == 1)
-
-
-def usable(draft: Draft, limit: int, *, vocab_size: int, allow_tree: bool) -> Draft | None:
-    """The draft cut to ``limit`` tokens; None where it is no draft: a token or a parent that cannot be.
-
-    A tree that is a chain, or the chain that a tree begins with where trees cannot be verified, is given as a chain.
-    """
-    tokens, parents = draft.token_ids, draft.parents
-    if parents is not None:
-        if not is_tree(parents, len(tokens)):
-            return None
-        straight = leading_chain(parents)
-        if straight == len(tokens) or not allow_tree:
-            draft = Draft(tokens, draft.match_length, draft.source, draft.probabilities).cut(straight)
-    draft = draft.cut(limit)
-    tokens = draft.token_ids.tolist()  # of few numbers Python finds the least sooner than numpy does
-    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
-        return None
-    return draft
 
 
 def warm_up_verification() -> None:
@@ -75,31 +38,30 @@ class Pass:
 
     ``seconds`` : what it took, once that is known. ``sizes`` : int64[B], how many tokens each row says, the accepted
     ones and one more, the target's own; 0 where that raised, see ``failed``, and where its grammar takes longer than
-    the pass. ``said`` : int64[B, T], these tokens.
+    the pass. ``said`` : int64[B, T], these tokens, ``paths`` : int64[B, T], the positions that were right. ``width`` :
+    T. ``turn`` : of the drafts, see `Row`.
     """
 
-    def __init__(self, target: Target, batch: Batch, drafts: Rows[Draft]) -> None:
+    def __init__(self, target: Target, batch: Batch, turn: int) -> None:
         """Begin the pass; a device that runs beside the host computes from here on."""
-        self.batch, self.drafts = batch, drafts
+        self.batch, self.turn = batch, turn
         self.seconds = 0.0
         self.failed: dict[int, BaseException] = {}
         self.is_late = False
         self._target = target
         self._started = time.perf_counter()
-        self._count_list = [len(draft.token_ids) + 1 for draft in drafts]
-        self._counts, width = np.array(self._count_list), max(self._count_list)
-        self._has_trees = width > 1 and any(draft.parents is not None for draft in drafts)
-        self._fed, self._before = np.zeros((len(drafts), width), np.int64), np.empty(len(drafts), np.int32)
-        lengths = np.empty_like(self._counts)
-        begin_fed(batch.address, self._fed, self._before, lengths)
-        if width > 1:
-            for row, draft, count in zip(self._fed, drafts, self._count_list, strict=True):
-                row[1:count] = draft.token_ids
-        self._parents = node_parents([draft.parents for draft in drafts], width) if self._has_trees else None
-        self._chosen = self.said = self._paths = self._fed
+        num_rows, self.width = len(batch.sequences), batch.frame.width
+        self._has_trees = batch.frame.has_trees == 1
+        self._fed = np.empty((num_rows, self.width), np.int64)
+        self._parents = np.empty((num_rows, self.width if self._has_trees else 0), np.int64)
+        self._before = np.empty(num_rows, np.int32)
+        lengths, self._counts = np.empty((2, num_rows), np.int64)
+        begin_fed(batch.address, turn, self._fed, self._parents, self._before, lengths, self._counts)
+        self._count_list = self._counts.tolist()
+        self._chosen = self.said = self.paths = self._fed
         self.sizes = self._counts
-        rows = zip(batch.sequences, drafts, strict=True) if batch.is_ruled else ()
-        self._ruled = [(s.grammar, d.token_ids) for s, d in rows if s.grammar is not None]
+        rows = zip(batch.sequences, self._fed, self._count_list, strict=True) if batch.is_ruled else ()
+        self._ruled = [(s.grammar, fed[1:count].tolist()) for s, fed, count in rows if s.grammar is not None]
         for grammar, tokens in self._ruled:  # those that take long have the whole pass, and disturb it
             if grammar.was_late:
                 grammar.begin(tokens)
@@ -107,15 +69,31 @@ class Pass:
         self._is_chosen = batch.is_plain
         if target.takes_noise and not batch.is_plain:
             self._is_chosen = batch.chooses_by_position and not self._has_trees
-            noise = batch.noise(lengths, width) if self._is_chosen else noise_of(self._rows, width)
-        self._output = target.forward(batch.slot_list, self._fed, self._count_list, noise, self._parents)
+            noise = batch.noise(lengths, self.width) if self._is_chosen else noise_of(self._rows, self.width)
+        parents = self._parents if self._has_trees else None
+        self._output = target.forward(batch.slot_list, self._fed, self._count_list, noise, parents)
         for grammar, tokens in self._ruled:
             if not grammar.was_late:
                 grammar.begin(tokens)
 
     @cached_property
     def _rows(self) -> list[SamplingRow]:
-        return [s.sampling_row(draft) for s, draft in zip(self.batch.sequences, self.drafts, strict=True)]
+        return [s.sampling_row(self._draft(b)) for b, s in enumerate(self.batch.sequences)]
+
+    def _draft(self, b: int) -> Draft:
+        return draft_of(self.batch.sequences[b].row.verified[self.turn])
+
+    def draft(self, b: int) -> Draft:
+        """What was drafted for row ``b``, of a tree with its path; before the next pass is drafted for.
+
+        EMPTY_DRAFT where it was not drafted for; another where that gave nothing.
+        """
+        if not self.batch.sequences[b].row.was_asked[self.turn]:
+            return EMPTY_DRAFT
+        draft = self._draft(b)
+        if draft.parents is not None:
+            draft.path = (self.paths[b, 1 : self.sizes[b]] - 1).astype(np.int32)
+        return draft if len(draft.token_ids) else Draft(EMPTY_DRAFT.token_ids)
 
     def verify(self) -> None:
         """Wait for the pass and see what each row says.
@@ -123,14 +101,14 @@ class Pass:
         The slots then hold the context and the accepted tokens, or more where a chain was rejected: the caller lowers
         them to what is committed. Raises where the pass itself failed: what the slots hold is then not known.
         """
-        counts, parents = self._counts, self._fed if self._parents is None else self._parents
+        counts, parents = self._counts, self._parents if self._has_trees else self._fed
         if self._ruled:
             self._output.logits[0, 0, 0].item()  # waits for the device
             counts = np.minimum(counts, settle_masks([sequence.grammar for sequence in self.batch.sequences]))
         self.failed = self._choose()
-        self._paths, self.said, self.sizes = agree(self._fed, self._chosen, counts, parents, self._has_trees)
+        self.paths, self.said, self.sizes = agree(self._fed, self._chosen, counts, parents, self._has_trees)
         if self._has_trees:
-            paths = [path[:size] for path, size in zip(self._paths, self.sizes.tolist(), strict=True)]
+            paths = [path[:size] for path, size in zip(self.paths, self.sizes.tolist(), strict=True)]
             self._target.keep_paths(self.batch.slot_list, self._count_list, paths)
         self.seconds = time.perf_counter() - self._started
         if self._ruled:
@@ -139,18 +117,12 @@ class Pass:
         for b in self.failed:
             self.sizes[b] = 0
 
-    def path(self, b: int) -> npt.NDArray[np.int32] | None:
-        """The accepted tokens' indices in the draft of row ``b``, int32[accepted]; None of a chain."""
-        if self.drafts[b].parents is None:
-            return None
-        return (self._paths[b, 1 : self.sizes[b]] - 1).astype(np.int32)
-
     def logits(self, b: int) -> torch.Tensor:
         """The model's own, [>= tokens said, V]: row i for the i-th token that row ``b`` said."""
         logits = self._output.logits[b]
-        if self.drafts[b].parents is None:
+        if not self._has_trees:
             return logits
-        return logits[torch.from_numpy(self._paths[b, : self.sizes[b]]).to(logits.device)]
+        return logits[torch.from_numpy(self.paths[b, : self.sizes[b]]).to(logits.device)]
 
     def _choose(self) -> dict[int, BaseException]:
         """Ask for the target's tokens; after a failure for those of each row alone. What those raised that fail."""
@@ -163,7 +135,7 @@ class Pass:
         except BaseException as error:
             require_fault(error)
             self._chosen = np.zeros_like(self._fed)
-            if len(self.drafts) == 1:
+            if len(self.sizes) == 1:
                 return {0: error}
         failed: dict[int, BaseException] = {}
         for b, row in enumerate(self._rows):
@@ -187,9 +159,9 @@ class Pass:
             before=self._before,
             fed=self._fed,
             counts=used,
-            parents=self._parents,
+            parents=self._parents if self._has_trees else None,
             chosen=self._chosen,
-            ends=np.where(is_said, self._paths[np.arange(len(used)), self.sizes - 1], -1),
+            ends=np.where(is_said, self.paths[np.arange(len(used)), self.sizes - 1], -1),
             top_ids=top_ids,
             top_logits=top_logits,
         )
@@ -208,19 +180,16 @@ class Taken:
 
     def count(self) -> None:
         """Count it in the rows and in the batch; in the step in which it was taken."""
-        batch, drafts = self.ended.batch, self.ended.drafts
-        batch.drafted[:] = [len(draft.token_ids) for draft in drafts]
-        if batch.drafted.any():
-            batch.sources[:] = [number_of_source(draft.source) for draft in drafts]
-        count_rows(batch.address, self.ended.sizes, time.perf_counter())
+        count_rows(self.ended.batch.address, self.ended.turn, self.ended.sizes, time.perf_counter())
 
     def by_row(self) -> Iterator[tuple[Sequence, Committed]]:
         """The sequences that took something and what, in order; once that is counted."""
         ended, batch = self.ended, self.ended.batch
-        counts = batch.taken.tolist(), batch.accepted.tolist(), batch.numbers.tolist()
-        rows = zip(batch.sequences, ended.drafts, *counts, ended.said.tolist(), strict=True)
-        for b, (sequence, draft, count, num_accepted, number, said) in enumerate(rows):
+        arrays = batch.taken, batch.numbers, batch.sources, batch.drafted, batch.accepted, ended.said
+        rows = zip(batch.sequences, *(array.tolist() for array in arrays), strict=True)
+        for b, (sequence, count, number, source, num_drafted, num_accepted, said) in enumerate(rows):
             if count > 0:
-                sequence.draft = VerifiedDraft(number, draft.source, len(draft.token_ids), num_accepted)
+                name = source_name(source) if num_drafted else "none"
+                sequence.draft = VerifiedDraft(number, name, num_drafted, num_accepted)
                 found = self.special.get(b)
                 yield sequence, Committed(tuple(said[:count]), said[:count]) if found is None else found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,8 +41,8 @@ class Request(Text):
 
     __slots__ = ("end", "stop")
 
-    def __init__(self, name: str, tokens: Tokens, prompt_length: int, room: int) -> None:
-        super().__init__(name, tokens, prompt_length, room)
+    def __init__(self, tokens: Tokens, prompt_length: int, room: int) -> None:
+        super().__init__(tokens, prompt_length, room)
         self.end: int | None = None
         self.stop: StopRules | None = None
 
@@ -55,7 +54,6 @@ class RequestTable:
         """``max_length`` : most tokens of a request."""
         self._max_length = max_length
         self._active: dict[str, Request] = {}
-        self._numbers = itertools.count()
 
     def get(self, name: str) -> Request | None:
         """The request of an id; None where there is none."""
@@ -68,7 +66,7 @@ class RequestTable:
     def begin(self, name: str, tokens: Tokens, prompt_length: int) -> tuple[Request, Request | None]:
         """A request of ``tokens``, int32[n], in place of the one that had the id, which is returned too."""
         before = self._active.pop(name, None)
-        request = Request(f"{name}/{next(self._numbers)}", tokens, min(prompt_length, len(tokens)), self._max_length)
+        request = Request(tokens, min(prompt_length, len(tokens)), self._max_length)
         self._active[name] = request
         return request, before
 

@@ -195,7 +195,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             may_teach=self.may_teach,
         )
         draft = self._drafter.propose([request])[0]
-        return draft.cut(self._price_list.paying_width([draft], [1.0]))
+        return draft.cut(self._price_list.paying_width(draft.chances())) if len(draft.token_ids) else draft
 
 
 class _Draw(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed

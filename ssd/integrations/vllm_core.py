@@ -77,7 +77,7 @@ class Core:
     def end(self, ended: list[Request]) -> None:
         """These are over: learn them."""
         if ended:
-            self.drafter.forget(ended)
+            self.drafter.leave()
             self.learner.learn(ended)
 
 

@@ -196,7 +196,7 @@ class Speculator(VllmDrafter):
                 request, before = core.requests.begin(new.req_id, tokens, new.prompt_len)
                 request.stop = stop_rules_of(new.sampling_params)
                 if before is not None:
-                    core.drafter.forget([before])
+                    core.drafter.leave()
         except Exception:
             self._note_failure("following requests")
 
@@ -290,7 +290,8 @@ class Speculator(VllmDrafter):
     def _lose(self, core: Core, texts: Sequence[Request]) -> None:
         """Tokens of these are missing: they are not drafted for any more, and not learned."""
         lost = [name for name, request in core.requests.items() if request in texts]
-        core.drafter.forget(core.requests.end(lost))
+        core.requests.end(lost)
+        core.drafter.leave()
         self._ending = [request for request in self._ending if request not in texts]
         self._texts, self._seated = [None if text in texts else text for text in self._texts], None
         if lost:

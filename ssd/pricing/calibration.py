@@ -3,15 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Annotated, Final
 
 import numpy as np
 import numpy.typing as npt
 
-_FORGETTING = 0.97
-_FORGETTING_UNTRIED = 0.99
-_PRIOR_TOKENS = 1.0
+from ssd.compiled.addresses import Record, Records, inlined, kernel, view_of
+
+_FORGETTING: Final = 0.97
+_FORGETTING_UNTRIED: Final = 0.99
+_PRIOR_TOKENS: Final = 1.0
+_KINDS: Final = 9
+"""Of temperatures, which are at most 2: quarters, so that there are few."""
+
+
+class SharesRecord(Record):
+    """Promised and accepted tokens by kind of temperature, the older the less."""
+
+    sums: Annotated[npt.NDArray[np.float64], np.float64, (_KINDS, 2)]
+
+
+shares_at = view_of(SharesRecord)
+
+
+@inlined
+def kept_share(shares: SharesRecord, kind: int) -> float:
+    """The share of a kind of temperature, 0 to 1."""
+    return min(1.0, (shares.sums[kind, 1] + _PRIOR_TOKENS) / (shares.sums[kind, 0] + _PRIOR_TOKENS))
+
+
+@inlined
+def count_promise(shares: SharesRecord, kind: int, promised: float, accepted: int) -> None:
+    """See `KeptShares.observe`."""
+    kept = _FORGETTING if promised > 0.0 else _FORGETTING_UNTRIED
+    shares.sums[kind, 0] = shares.sums[kind, 0] * kept + promised
+    shares.sums[kind, 1] = shares.sums[kind, 1] * kept + accepted
+
+
+@kernel
+def _share_at(shares: int, kind: int) -> float:
+    return kept_share(shares_at(shares), kind)
+
+
+@kernel
+def _observe_at(shares: int, kind: int, promised: float, accepted: int) -> None:
+    count_promise(shares_at(shares), kind, promised, accepted)
+
+
+def kind_of(temperature: float) -> int:
+    """The number of a temperature's kind."""
+    return min(_KINDS - 1, round(4 * temperature))
 
 
 class KeptShares:
@@ -20,29 +61,23 @@ class KeptShares:
     Estimates are learned over all requests of a namespace; in a new one they are a rule of thumb. A token drawn at a
     high temperature is accepted less often than a greedy one after the same text, and until the model has found out,
     its drafts would cost more than they give. What is distrusted is drafted rarely, so old observations fade, though
-    slowly, with the passes without a draft too, and drafts are tried again. O(1) each.
+    slowly, with the passes without a draft too, and drafts are tried again. O(1) each. ``address`` : of a
+    `SharesRecord`.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[float, tuple[float, float]] = {}  # promised and accepted tokens, the older the less
+        self._memory = Records(SharesRecord)
+        self.address = self._memory.address
 
     def share(self, temperature: float) -> float:
         """The share for a temperature, 0 to 1."""
-        promised, accepted = self._sums.get(_kind(temperature), (0.0, 0.0))
-        return min(1.0, (accepted + _PRIOR_TOKENS) / (promised + _PRIOR_TOKENS))
+        share: float = _share_at(self.address, kind_of(temperature))
+        return share
 
     def observe(self, temperature: float, promised: float, accepted: int) -> None:
         """Learn from one row of a pass: the tokens that its draft brought, and those that were expected of it as far as
         it was tested. So one long draft that is wrong at once weighs as one wrong token."""
-        kind = _kind(temperature)
-        before = self._sums.get(kind, (0.0, 0.0))
-        kept = _FORGETTING if promised else _FORGETTING_UNTRIED
-        self._sums[kind] = before[0] * kept + promised, before[1] * kept + accepted
-
-
-def _kind(temperature: float) -> float:
-    """Quarters, so that there are few: temperatures are at most 2."""
-    return round(4 * temperature) / 4
+        _observe_at(self.address, kind_of(temperature), promised, accepted)
 
 
 _LEARNING_RATE = 0.02
@@ -84,7 +119,11 @@ _SHARE = 0.0075
 """Of a step that asking may take for rows that get nothing."""
 _TELLING_SHARE = 0.0075
 """Of a pass that telling a drafter what the target said may take where nothing was drafted."""
-_FRUITLESS_AFTER = 4
+SURE: Final = 0.9
+"""Chance of its first token that a draft must have in the pass that a client waits for: that takes longer with a draft,
+and the first token is the target's own in any case. A text that comes again is worth it."""
+
+FRUITLESS_AFTER: Final = 4
 """Times in a row that a request got no draft worth verifying."""
 _LONGEST_PAUSE = 8
 _TIME_FORGETTING = 0.9
@@ -92,20 +131,13 @@ _COMPILED_S = 1.0
 """What takes longer has compiled its kernels, and says nothing of the next time."""
 
 
-class Row(Protocol):
-    """A request that may be asked for a draft."""
-
-    num_fruitless: int
-    """Times in a row that it was asked for and got no draft."""
-
-
 class Throttle:
     """Asks a request that got nothing lately every second, third ... step, as seldom as keeps asking cheap.
 
     Looking up takes each row the same, while a pass takes little more for another row: beside one row it is nothing,
     in a large batch of new text it would be several percent of a step. A request that gets a draft is asked at every
-    step, the others all at the same one: a call takes something of its own. Only speed depends on it, never a token.
-    O(rows).
+    step, the others, which got none FRUITLESS_AFTER times in a row, all at the same one: a call takes something of its
+    own. Only speed depends on it, never a token.
 
     Likewise a drafter is told of every pass that verified a draft; of the others as seldom as keeps telling cheap.
     """
@@ -115,10 +147,9 @@ class Throttle:
         self._num_spared = 0  # steps since all rows were asked
         self._num_untold = 0  # passes since a drafter was told
 
-    def due(self, rows: Sequence[Row]) -> list[bool]:
-        """Of each row whether it is asked at this step."""
-        all_are = self._num_spared + 1 >= self.period(len(rows))
-        return [all_are or row.num_fruitless < _FRUITLESS_AFTER for row in rows]
+    def asks_all(self, num_rows: int) -> bool:
+        """Whether all of so many rows are asked at this step, and not only those that got something lately."""
+        return self._num_spared + 1 >= self.period(num_rows)
 
     def period(self, num_rows: int) -> int:
         """Steps from one time to the next that a fruitless row is asked."""
@@ -126,18 +157,12 @@ class Throttle:
             return 1
         return max(1, min(_LONGEST_PAUSE, math.ceil(num_rows * self._row_s / self._pass_s / _SHARE)))
 
-    def observe_asking(
-        self, asked: Sequence[Row], lengths: Sequence[int], seconds: float, *, spares_some: bool
-    ) -> None:
-        """Count an asking: those ``asked`` got drafts of these lengths, in so many seconds together.
-
-        ``spares_some`` : whether some were not ``due``.
-        """
+    def observe_asking(self, num_asked: int, seconds: float, *, spares_some: bool) -> None:
+        """Count an asking for so many rows, which took so many seconds. ``spares_some`` : of others nothing was asked,
+        as they got nothing lately."""
         self._num_spared = self._num_spared + 1 if spares_some else 0
-        for row, length in zip(asked, lengths, strict=True):
-            row.num_fruitless = 0 if length else row.num_fruitless + 1
-        if asked and seconds < _COMPILED_S:
-            self._row_s = _recent(self._row_s, seconds / len(asked))
+        if num_asked and seconds < _COMPILED_S:
+            self._row_s = _recent(self._row_s, seconds / num_asked)
 
     def tells(self, *, has_drafts: bool) -> bool:
         """Whether a drafter is told of a pass. ``has_drafts`` : whether anything was drafted for it."""

@@ -104,7 +104,7 @@ class PassCosts(Record):
     rate: RateRecord
 
 
-_costs_at = view_of(PassCosts)
+costs_at = view_of(PassCosts)
 
 
 @inlined
@@ -136,13 +136,13 @@ def _fit(costs: PassCosts) -> None:
 @kernel
 def calibrate_pass(address: int, num_positions: int, is_wide: bool, seconds: float) -> None:
     """Count a pass of the warm-up."""
-    add_observation(_costs_at(address).lasting, 1.0, _features(num_positions, is_wide), seconds)
+    add_observation(costs_at(address).lasting, 1.0, _features(num_positions, is_wide), seconds)
 
 
 @kernel
 def begin_serving(address: int) -> None:
     """Learn from the warm-up's timed passes alone: what others took and put out says nothing about requests to come."""
-    costs = _costs_at(address)
+    costs = costs_at(address)
     costs.recent[:, :] = 0.0
     costs.rate.passes = costs.rate.tokens = costs.rate.seconds = 0.0
     if costs.lasting[0, 0] > 0.0:
@@ -152,7 +152,7 @@ def begin_serving(address: int) -> None:
 @kernel
 def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: int, seconds: float) -> None:
     """Learn from a pass that put out ``num_tokens``."""
-    costs = _costs_at(address)
+    costs = costs_at(address)
     if costs.is_known and seconds > OUTLIER * _seconds(costs, num_positions, is_wide):
         return
     add_pass(costs.rate, num_tokens, seconds)
@@ -164,13 +164,13 @@ def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: in
 @kernel
 def pass_seconds(address: int, num_positions: int, is_wide: bool) -> float:
     """Expected seconds of a pass; 0 before enough were seen."""
-    return _seconds(_costs_at(address), num_positions, is_wide)
+    return _seconds(costs_at(address), num_positions, is_wide)
 
 
 @kernel
 def token_price(address: int, num_rows: int) -> float:
     """What a drafted token costs in output tokens; 0 while that is not known."""
-    costs = _costs_at(address)
+    costs = costs_at(address)
     return price_at(costs.rate, num_rows, _seconds(costs, num_rows, False), costs.per_position)
 
 
@@ -180,7 +180,7 @@ def num_paying(address: int, num_rows: int, step: int, gains: Floats) -> int:
 
     ``gains`` : float64[n], the output tokens that the i-th step is expected to add. O(n).
     """
-    costs = _costs_at(address)
+    costs = costs_at(address)
     recent = recent_pass(costs.rate)
     expected = float(num_rows)
     best, most = 0, joint_rate(recent, expected, _seconds(costs, num_rows, False))
@@ -190,23 +190,6 @@ def num_paying(address: int, num_rows: int, step: int, gains: Floats) -> int:
         if together > most:
             best, most = i + 1, together
     return best
-
-
-@kernel
-def paying_width_of_chains(address: int, probabilities: Floats, sizes: Int64s, shares: Floats) -> int:
-    """How many tokens of each row's draft give most where every row is padded to the widest.
-
-    ``probabilities`` : of all rows' tokens one after another, float64[sum of ``sizes``], each once those before it are
-    accepted. ``shares`` : float64[rows], how far each row's are trusted. O(tokens).
-    """
-    gains, first = np.zeros(sizes.max()), 0
-    for row in range(len(sizes)):
-        chance = shares[row]
-        for i in range(sizes[row]):
-            chance *= probabilities[first + i]
-            gains[i] += chance
-        first += sizes[row]
-    return num_paying(address, len(sizes), len(sizes), gains)
 
 
 @kernel
@@ -220,7 +203,7 @@ def cut_rows(address: int, probabilities: Floats, sizes: Int64s, best_first: Flo
     there are drafted tokens. O(n log n) in these.
     """
     num_rows, count = len(sizes), 0
-    if not _costs_at(address).is_known:
+    if not costs_at(address).is_known:
         return
     for row in range(num_rows):
         chance = 1.0

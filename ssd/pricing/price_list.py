@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,6 @@ from ssd.pricing.pass_costs import (
     num_paying,
     observe_pass,
     pass_seconds,
-    paying_width_of_chains,
     token_price,
 )
 from ssd.pricing.rate import FORGETTING
@@ -30,25 +28,6 @@ class PassTime(NamedTuple):
     fixed: float
     per_position: float
     wide: float
-
-
-class EstimatedDraft(Protocol):
-    """Drafts as they are cut, see ``ssd.drafting.protocol.Draft``."""
-
-    @property
-    def token_ids(self) -> npt.NDArray[np.int32]:
-        """Tokens, int32[k]."""
-
-    @property
-    def probabilities(self) -> Floats | None:
-        """Chance of each token once those before it are accepted, float64[k]; None without estimates."""
-
-    @property
-    def parents(self) -> npt.NDArray[np.int32] | None:
-        """Of a tree, of each token the index of the one before it; None of a chain."""
-
-    def chances(self) -> Floats:
-        """Chance that each token and all before it are accepted, float64[k]; with estimates only."""
 
 
 class PriceList:
@@ -91,7 +70,6 @@ class PriceList:
         begin_serving(self.address)
         # Compiled before the first request needs it.
         num_paying(self.address, 1, 1, np.zeros(1))
-        paying_width_of_chains(self.address, np.zeros(1), np.ones(1, np.int64), np.ones(1))
 
     def observe(self, num_positions: int, num_tokens: int, seconds: float, *, is_wide: bool = False) -> None:
         """Learn from a pass that put out ``num_tokens``. O(1).
@@ -108,26 +86,10 @@ class PriceList:
         """
         return token_price(self.address, num_rows)
 
-    def paying_width(self, drafts: Sequence[EstimatedDraft], shares: Sequence[float]) -> int:
-        """Draft tokens per row that give most where every row is padded to the widest; drafts without estimates are
-        kept whole.
+    def paying_width(self, gains: Floats, num_rows: int = 1) -> int:
+        """How many draft tokens per row give most in a pass of ``num_rows``, all of them padded to as many.
 
-        With the draft cut to w tokens a row is expected to emit 1 + s (P1 + ... + Pw) tokens, where Pi is the estimated
-        chance that its i-th token is accepted and s, of ``shares``, how far the row's estimates are trusted. O(tokens
-        drafted).
+        ``gains`` : float64[n], output tokens that the i-th drafted token of the rows is expected to add: the chance, in
+        all rows together, that it and all before it are accepted. All n before it is known what passes take. O(n).
         """
-        widest = max((len(draft.token_ids) for draft in drafts), default=0)
-        if widest == 0 or not self._costs.is_known:
-            return widest
-        estimates = [draft.probabilities for draft in drafts if len(draft.token_ids)]
-        known = [estimate for estimate in estimates if estimate is not None]
-        if len(known) < len(estimates):
-            return widest
-        if all(draft.parents is None for draft in drafts):
-            sizes = np.array([len(draft.token_ids) for draft in drafts])
-            return paying_width_of_chains(self.address, np.concatenate(known), sizes, np.array(shares))
-        gains = np.zeros(widest)
-        for draft, share in zip(drafts, shares, strict=True):
-            if len(draft.token_ids):
-                gains[: len(draft.token_ids)] += share * draft.chances()
-        return num_paying(self.address, len(drafts), len(drafts), gains)
+        return num_paying(self.address, num_rows, num_rows, gains) if self._costs.is_known else len(gains)
