@@ -157,7 +157,8 @@ class Proposals:
             self._best_effort(lambda: getattr(self._drafter, "warm_up", lambda: None)())
             warm_up_drafts()
 
-        begin_drafts(Batch(()).address, 0, 0, True)  # of every pass
+        nobody = Batch(())
+        begin_drafts(nobody.address, 0, 0, True)  # a part of every pass
         if self._is_asked:
             compile_kernels()
         else:
