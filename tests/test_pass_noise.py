@@ -15,7 +15,6 @@ from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import SamplingRow
 from ssd.engine import verify
-from ssd.model.kv.tree import node_parents
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.noise import Noise, noisy_scores
 from ssd.model.sampling.sampler import (
@@ -30,6 +29,7 @@ from ssd.model.sampling.target_tokens import noise_of, target_tokens
 from ssd.model.ways.slot_target import SlotTarget
 from tests.models import VOCAB, tiny_model
 from tests.reference.noise import position_keys
+from tests.reference.tree import node_parents
 from tests.sampling_rows import make_row
 from tests.static_targets import RECORDERS, pair_of_targets
 

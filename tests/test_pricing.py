@@ -18,6 +18,7 @@ from ssd.pricing.pass_costs import add_observation, cut_rows, fit_nonnegative
 from ssd.pricing.price_list import PassTime, PriceList
 from ssd.pricing.rate import AcceptanceRates, Excess, Rate, StepRate
 from tests.reference import pricing as slow
+from tests.reference.drafts import promise_tested
 
 Floats = npt.NDArray[np.float64]
 
@@ -321,7 +322,7 @@ def draft_lengths(shares: KeptShares, prices: PriceList, promised: float, true: 
         draft = draft.cut(prices.paying_width(shares.share(1.0) * draft.chances()))
         length = len(draft.token_ids)
         accepted = int((np.cumprod(random.random(length) < true)).sum())
-        shares.observe(1.0, draft.promise_tested(range(accepted)), accepted)
+        shares.observe(1.0, promise_tested(draft, range(accepted)), accepted)
         prices.observe(1 + length, 1 + accepted, PASS[0] + PASS[1] * (1 + length), is_wide=length > 0)
         lengths.append(length)
     return lengths
@@ -329,13 +330,10 @@ def draft_lengths(shares: KeptShares, prices: PriceList, promised: float, true: 
 
 def test_a_long_draft_that_is_wrong_at_once_weighs_as_one_wrong_token() -> None:
     chain = Draft(np.zeros(40, np.int32), probabilities=np.full(40, 0.9))
-    assert chain.promise_tested([]) == pytest.approx(0.9)
-    assert chain.promise_tested(range(40)) == pytest.approx(36)
-    tree = Draft(np.zeros(4, np.int32), probabilities=np.array([0.5, 0.3, 0.8, 0.1]), parents=np.array([-1, -1, 0, 1]))
-    assert tree.promise_tested([]) == pytest.approx(0.8)
-    assert tree.promise_tested([0]) == pytest.approx(1.6)
+    assert promise_tested(chain, []) == pytest.approx(0.9)
+    assert promise_tested(chain, range(40)) == pytest.approx(36)
     shares = KeptShares()
-    shares.observe(1.0, chain.promise_tested([]), 0)
+    shares.observe(1.0, promise_tested(chain, []), 0)
     assert shares.share(1.0) > 0.5
 
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_builder.evaluation.costs import CostCurve, flat
-from cache_builder.evaluation.decoding import SURE, OutputDecoder
+from cache_builder.evaluation.decoding import OutputDecoder
 from cache_builder.evaluation.log import Row
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting.ask import SOURCES
+from ssd.pricing.calibration import SURE
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from tests.reference.decoding import SlowDecoder
 

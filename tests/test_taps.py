@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
-from ssd.model.kv.tree import node_parents
 from ssd.model.layers.tap import FINAL, Tapped, require_tap
 from ssd.model.loading.load_target import open_target
 from ssd.model.steps.static_steps import StaticSteps
@@ -18,6 +17,7 @@ from ssd.model.ways.slot_target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS, UNTAPPED
 from tests.heads import everything
 from tests.models import VOCAB, tiny_model
+from tests.reference.tree import node_parents
 from tests.static_targets import RECORDERS, recorder_of
 
 # What transformers has to say about tiny settings.

@@ -12,7 +12,7 @@ from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft
 from ssd.engine.proposals import usable
-from ssd.model.kv.tree import TreeShape, agree, is_tree, leading_chain, node_parents, path_to
+from ssd.model.kv.tree import TreeShape, agree, is_tree, leading_chain, path_to
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
@@ -23,6 +23,7 @@ from tests.models import VOCAB, tiny_model
 from tests.reference import target as slow_target
 from tests.reference import tree as slow
 from tests.reference.noise import coupled_key, key_of
+from tests.reference.tree import node_parents
 from tests.sampling_rows import make_row
 from tests.trees import NUM_TOKENS, trees
 

@@ -124,18 +124,6 @@ class Draft:
                 chances[node] *= chances[parent]
         return np.array(chances)
 
-    def promise_tested(self, path: Sequence[int]) -> float:
-        """How many of its tokens should have come of those that were tested, on ``path`` and beside it; with estimates.
-
-        ``path`` : the indices of the accepted ones. Of a draft that is wrong at once that is its first token's chance,
-        however long it is. O(k).
-        """
-        assert self.probabilities is not None
-        if self.parents is None:
-            return float(sum(self.probabilities[: len(path) + 1].tolist()))
-        reached, chances = {-1, *path}, zip(self.probabilities.tolist(), self.parents.tolist(), strict=True)
-        return float(sum(chance for chance, parent in chances if parent in reached))
-
     def parents_of_all(self) -> list[int]:
         """``parents``, of a chain too: the index of the token before each, -1 for the context. O(k)."""
         return list(range(-1, len(self.token_ids) - 1)) if self.parents is None else self.parents.tolist()

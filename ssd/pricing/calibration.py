@@ -29,7 +29,7 @@ shares_at = view_of(SharesRecord)
 @inlined
 def kept_share(shares: SharesRecord, kind: int) -> float:
     """The share of a kind of temperature, 0 to 1."""
-    return min(1.0, (shares.sums[kind, 1] + _PRIOR_TOKENS) / (shares.sums[kind, 0] + _PRIOR_TOKENS))
+    return float(min(1.0, (shares.sums[kind, 1] + _PRIOR_TOKENS) / (shares.sums[kind, 0] + _PRIOR_TOKENS)))
 
 
 @inlined

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 Choose = Callable[[list[int]], int]
 """The target's token after some output."""
 
@@ -44,3 +47,15 @@ def depths(parents: Sequence[int] | None, num_tokens: int) -> list[int]:
     if parents is None:
         return list(range(num_tokens + 1))
     return [0, *(len(path_of(parents, token)) for token in range(num_tokens))]
+
+
+def node_parents(rows: Sequence[npt.NDArray[np.int32] | None], width: int) -> npt.NDArray[np.int64]:
+    """The parent's node of each node of a pass, int64[B, width]; -1 of the root.
+
+    rows : each draft's parents, None where it is a chain. Padding goes on as a chain: nobody looks at it.
+    """
+    nodes = np.tile(np.arange(-1, width - 1), (len(rows), 1))
+    for b, parents in enumerate(rows):
+        if parents is not None:
+            nodes[b, 1 : len(parents) + 1] = parents + 1
+    return nodes

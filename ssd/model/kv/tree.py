@@ -6,7 +6,6 @@ A pass feeds a row's last token and then its draft, so token i of the draft is *
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,18 +37,6 @@ def path_to(parents: Parents, node: int) -> list[int]:
     return path[::-1]
 
 
-def node_parents(rows: Sequence[Parents | None], width: int) -> Ints:
-    """The parent's node of each node of a pass, int64[B, width]; -1 of the root.
-
-    rows : each draft's parents, None where it is a chain. Padding goes on as a chain: nobody looks at it.
-    """
-    nodes = np.tile(np.arange(-1, width - 1), (len(rows), 1))
-    for b, parents in enumerate(rows):
-        if parents is not None:
-            nodes[b, 1 : len(parents) + 1] = parents + 1
-    return nodes
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeShape:
     """The trees of one pass.
@@ -63,7 +50,7 @@ class TreeShape:
 
     @classmethod
     def build(cls, parents: Ints) -> TreeShape:
-        """Of trees as ``node_parents`` gives them. O(B T^2), in T vectorised steps."""
+        """Of each node's parent, int64[B, T], -1 of the first one. O(B T^2), in T vectorised steps."""
         num_rows, width = parents.shape
         assert (parents[:, 0] == -1).all() and (parents[:, 1:] >= 0).all()
         assert (parents < np.arange(width)).all()

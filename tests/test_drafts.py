@@ -1,0 +1,185 @@
+"""What an engine makes of the drafts of a batch, in kernels: against a slow twin, step after step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from ssd.config import SamplingParams
+from ssd.drafting.drafter import draft_of
+from ssd.drafting.noise import SequenceNoise
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft
+from ssd.engine.batch import Batch, begin_fed
+from ssd.engine.drafts import (
+    AHEAD,
+    CHAIN,
+    ask_drafts,
+    begin_drafts,
+    count_promises,
+    plan_ahead,
+    take_ahead,
+    take_drafts,
+)
+from ssd.engine.proposals import write_draft
+from ssd.engine.request import Request
+from ssd.engine.sequence import Sequence
+from ssd.pricing.calibration import KeptShares
+from ssd.pricing.price_list import PriceList
+from tests.reference.drafts import PASSES_AHEAD, SlowDrafts, SlowRow
+from tests.reference.tree import node_parents
+
+VOCAB = 5
+LIMIT = 4
+
+
+def some_draft(random: np.random.Generator, most: int, *, is_tree: bool, beginning: list[int] | None = None) -> Draft:
+    """Of up to ``most`` tokens, rarely one of them no token; a chain may begin as said."""
+    size = int(random.integers(0, most + 1))
+    tokens = random.integers(0, VOCAB + (random.random() < 0.1), size).astype(np.int32)
+    if beginning is not None and random.random() < 0.8:
+        common = min(size, len(beginning))
+        tokens[:common] = beginning[:common]
+    nodes = np.array([random.integers(-1, i) if i else -1 for i in range(size)], np.int32)
+    is_chain = not is_tree or nodes.tolist() == [*range(-1, size - 1)]
+    chances = random.uniform(0.05, 1.0, size) if random.random() < 0.95 else None
+    return Draft(tokens, int(random.integers(0, 9)), "own" if size else "none", chances, None if is_chain else nodes)
+
+
+def known_prices(random: np.random.Generator) -> PriceList:
+    """Of passes of some size; or nothing is known of them."""
+    prices, (position, wide) = PriceList(), random.uniform(0.0, 0.2, 2)
+    if random.random() < 0.9:
+        for rows in (1, 2, 5):
+            for width in (1, 2, 5):
+                seconds = 1.0 + position * rows * width + wide * (width > 1)
+                prices.calibrate(rows * width, seconds, is_wide=width > 1)
+        prices.begin()
+    return prices
+
+
+@dataclass
+class Both:
+    """A batch and its twin."""
+
+    batch: Batch
+    slow: SlowDrafts
+    shares: KeptShares
+    turn: int = 0
+
+    def check(self) -> None:
+        for sequence, row in zip(self.batch.sequences, self.slow.rows, strict=True):
+            record = sequence.row
+            assert said(draft_of(record.verified[self.turn])) == said(row.verified)
+            assert bool(record.was_asked[self.turn]) == (row.verified is not EMPTY_DRAFT)
+            assert record.num_fruitless == row.num_fruitless
+            assert bool(record.prepared_at) == (row.prepared is not None)
+            assert bool(record.used_begin) == (row.used is not None)
+            assert self.shares.share(row.kind / 4) == self.slow.shares.share(row.kind)
+        assert self.batch.wanted.tolist() == [row.is_wanted for row in self.slow.rows]
+
+
+def said(draft: Draft) -> tuple[object, ...]:
+    size = len(draft.token_ids)
+    parents = draft.parents_of_all()
+    chances = None if draft.probabilities is None or not size else draft.probabilities.tolist()
+    return draft.token_ids.tolist(), parents, chances, draft.match_length if size else 0
+
+
+def both(random: np.random.Generator) -> Both:
+    sequences, rows = [], []
+    for number in range(int(random.integers(1, 5))):
+        prompt = random.integers(0, VOCAB, int(random.integers(1, 6))).tolist()
+        kind, most = int(random.integers(0, 9)), int(random.choice([LIMIT, LIMIT, 2, 0]))
+        request = Request(
+            request_id=str(number), prompt_token_ids=tuple(prompt), num_speculative_tokens=most,
+            sampling=SamplingParams(max_tokens=40, temperature=kind / 4),
+        )  # fmt: skip
+        sequence = Sequence(request, max_length=60, eos_token_ids=(), stream=None, noise=SequenceNoise.seeded(number))
+        sequences.append(sequence)
+        rows.append(SlowRow(prompt, len(prompt), sequence.max_length, most, kind))
+    return Both(Batch(sequences), SlowDrafts(rows, known_prices(random), VOCAB), KeptShares())
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32))
+def test_drafts_are_taken_cut_prepared_and_counted_as_by_the_twin(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    pair = both(random)
+    batch, slow, shares = pair.batch, pair.slow, pair.shares
+    costs, at = slow.prices.address, batch.address
+    came_true = [False] * len(slow.rows)
+    for step in range(8):
+        if step:
+            plan_ahead(at, pair.turn, LIMIT)
+            slow.plan_ahead(LIMIT, came_true)
+            ask_drafts(at, pair.turn, costs, shares.address, LIMIT, 0.1, AHEAD)
+            found = list[Draft]()
+            for sequence, row in zip(batch.sequences, slow.rows, strict=True):
+                most = row.most_drafted(len(row.verified.token_ids) + PASSES_AHEAD * (1 + LIMIT))
+                assert not row.is_wanted or sequence.row.drafting.ask.limit == most
+                beginning = [*row.verified.token_ids.tolist(), *[1] * 20]
+                found.append(some_draft(random, most, is_tree=False, beginning=beginning))
+                write_draft(found[-1], sequence.row.drafting.draft)
+            take_ahead(at, pair.turn, VOCAB)
+            slow.take_ahead(found)
+            event(f"prepared: {sum(row.prepared is not None for row in slow.rows)}")
+            came_true = advance(pair, random)
+        pair.turn ^= 1
+        asks_all, is_tree = bool(random.random() < 0.3), bool(random.random() < 0.3)
+        begin_drafts(at, pair.turn, LIMIT, asks_all)
+        slow.begin(LIMIT, asks_all=asks_all)
+        num_asked = ask_drafts(at, pair.turn, costs, shares.address, LIMIT, 0.1, CHAIN)
+        assert num_asked == sum(row.is_wanted for row in slow.rows)
+        found = [some_draft(random, row.most_drafted(LIMIT), is_tree=is_tree) for row in slow.rows]
+        for sequence, draft in zip(batch.sequences, found, strict=True):
+            write_draft(draft, sequence.row.drafting.draft)
+        take_drafts(at, pair.turn, costs, shares.address, VOCAB)
+        slow.take(found)
+        pair.check()
+        check_fed(pair)
+
+
+def check_fed(pair: Both) -> None:
+    """What a pass is fed is what was said last, and the drafts."""
+    batch, rows = pair.batch, pair.slow.rows
+    width, has_trees = batch.frame.width, bool(batch.frame.has_trees)
+    assert width == 1 + max(len(row.verified.token_ids) for row in rows)
+    assert has_trees == any(row.verified.parents is not None and len(row.verified.token_ids) for row in rows)
+    fed, parents = np.empty((len(rows), width), np.int64), np.empty((len(rows), width * has_trees), np.int64)
+    before, (lengths, counts) = np.empty(len(rows), np.int32), np.empty((2, len(rows)), np.int64)
+    begin_fed(batch.address, pair.turn, fed, parents, before, lengths, counts)
+    for row, tokens, count in zip(rows, fed.tolist(), counts.tolist(), strict=True):
+        assert tokens[:count] == [row.tokens[-1], *row.verified.token_ids.tolist()] and not any(tokens[count:])
+    assert lengths.tolist() == [len(row.tokens) for row in rows]
+    assert before.tolist() == [row.tokens[-2] if len(row.tokens) > 1 else -1 for row in rows]
+    if has_trees:
+        assert parents.tolist() == node_parents([row.verified.parents for row in rows], width).tolist()
+
+
+def advance(pair: Both, random: np.random.Generator) -> list[bool]:
+    """The pass ends: a part of each draft came, and one token more. Of which rows all of it did."""
+    rows, width = pair.slow.rows, pair.batch.frame.width
+    paths, sizes = np.zeros((len(rows), width), np.int64), np.ones(len(rows), np.int64)
+    came_true, accepted = list[bool](), list[list[int]]()
+    for b, (sequence, row) in enumerate(zip(pair.batch.sequences, rows, strict=True)):
+        path, last, is_right = list[int](), -1, random.random() < 0.7
+        for node, parent in enumerate(row.verified.parents_of_all()):
+            if parent == last and (is_right or random.random() < 0.5):
+                path.append(node)
+                last = node
+        accepted.append(path)
+        sizes[b] = 1 + len(path)
+        paths[b, 1 : sizes[b]] = np.array(path, np.int64) + 1
+        new = [*row.verified.token_ids[path].tolist(), 1]
+        row.tokens += new
+        sequence.tokens[sequence.num_tokens : sequence.num_tokens + len(new)] = new
+        sequence.row.length += len(new)
+        came_true.append(0 < len(row.verified.token_ids) == len(path))
+    pair.batch.taken[:] = sizes
+    pair.batch.accepted[:], pair.batch.drafted[:] = sizes - 1, [len(row.verified.token_ids) for row in rows]
+    count_promises(pair.batch.address, pair.turn, pair.shares.address, sizes, paths)
+    pair.slow.count(accepted)
+    return came_true
