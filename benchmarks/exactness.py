@@ -392,7 +392,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "way": target.way,
                 "passes": passes_of(target),
                 "exact": str(target.exactness),
-                "cost": round(target.exactness.cost, 3),
                 "settings": [str(setting) for setting in settings],
                 "tokens": report.num_tokens,
                 "ties": report.num_ties,

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ssd.bundled import MODEL_PATH
-from ssd.model.layers.fused_linear import FusedMember
-from ssd.model.layers.packed_linear import PackedLinear, pack_linears
+from ssd.model.layers.packed_linear import FusedMember, PackedLinear, pack_linears
 from ssd.model.layers.replace import plain_logits, replace_layers
 from ssd.model.layers.vector_layers import FusedNorm, FusedRotary, fuse_norms, fuse_rotary
 from ssd.model.loading.load_target import load_model, open_target

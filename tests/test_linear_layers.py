@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ssd.model.layers import packed_linear
-from ssd.model.layers.fused_linear import FusedLinears, FusedMember, PlainProduct, fuse_linears
 from ssd.model.layers.packed_embedding import PackedEmbedding, reader_of
-from ssd.model.layers.packed_linear import PackedLinear, pack_linears, packed_types
+from ssd.model.layers.packed_linear import FusedLinears, FusedMember, PackedLinear, pack_linears, packed_types
 from ssd.model.layers.replace import plain_logits, replace_layers
 from ssd.model.loading import load_target
 from ssd.model.loading.load_target import load_model, open_target
@@ -64,21 +63,15 @@ def test_a_type_that_cannot_be_packed_is_computed_in_float32(monkeypatch: pytest
     assert load_target.faster_type(tiny_model().to(torch.bfloat16)) is torch.float32
 
 
-PRODUCTS = [PlainProduct, PackedLinear]
-
-
 @given(
     outs=st.lists(st.integers(1, 20), min_size=1, max_size=4),
     bias=st.booleans(),
     asked=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), max_size=12),
-    product=st.sampled_from(PRODUCTS),
 )
-def test_fused_layers_answer_in_any_order(
-    outs: list[int], bias: bool, asked: list[tuple[int, int]], product: Any
-) -> None:
+def test_fused_layers_answer_in_any_order(outs: list[int], bias: bool, asked: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)
     layers = [linear(out, 11, bias=bias) for out in outs]
-    group = FusedLinears(layers, product)
+    group = FusedLinears(layers)
     members = [FusedMember(group, member) for member in range(len(layers))]
     inputs = [torch.randn(2, 3, 11) for _ in range(2)]
     with torch.inference_mode():
@@ -92,14 +85,16 @@ def test_fused_layers_answer_in_any_order(
 
 
 def test_layers_that_do_not_fit_together_stay() -> None:
-    module = nn.ModuleDict({"gate_proj": linear(3, 4, bias=True), "up_proj": linear(3, 4, bias=False)})
-    assert not list(fuse_linears(module))
-    module = nn.ModuleDict({"gate_proj": linear(3, 4, bias=False), "up_proj": linear(3, 5, bias=False)})
-    assert not list(fuse_linears(module))
     shared = linear(3, 4, bias=False)
-    assert not list(fuse_linears(nn.ModuleDict({"gate_proj": shared, "up_proj": shared})))
-    module = nn.ModuleDict({"gate_proj": linear(3, 4, bias=False), "up_proj": linear(2, 4, bias=False)})
-    assert not list(fuse_linears(module.double())) and len(list(fuse_linears(module.float()))) == 2
+    for gate, up, fit in (
+        (linear(3, 4, bias=True), linear(3, 4, bias=False), False),
+        (linear(3, 4, bias=False), linear(3, 5, bias=False), False),
+        (shared, shared, False),
+        (linear(3, 4, bias=False), linear(2, 4, bias=False), True),
+    ):
+        module = nn.ModuleDict({"gate_proj": gate, "up_proj": up})
+        list(pack_linears(module))
+        assert any(isinstance(each, FusedMember) for each in module.children()) is fit
 
 
 # -- weights are held once -------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from ssd.model.layers.tap import FINAL
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.steps.buffers import StepBuffers, StepShape
-from ssd.model.steps.probe import Candidate, attach_first, steps_error
 from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticMoves, StaticSteps, Step, eagerly
+from ssd.model.ways.recorded import Candidate, attach_first, steps_error
 from ssd.model.ways.slot_target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS, UNTAPPED
 from tests.heads import everything

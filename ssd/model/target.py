@@ -34,8 +34,6 @@ class Exactness:
     """Why it does not hold."""
     num_compared: int = 0
     """Positions that were compared."""
-    cost: float = 0.0
-    """What the plan of products adds to a pass of a few positions, as a share."""
 
     def __str__(self) -> str:
         if not self.holds:

@@ -22,7 +22,6 @@ def load_draft_model(
     device: str = "auto",
     hub: HubOptions | None = None,
     enforce_eager: bool = False,
-    fuse_linears: bool = False,
 ) -> DraftModelDrafter:
     """A drafter around a Hugging Face causal language model that shares the target's tokenizer.
 
@@ -50,7 +49,6 @@ def load_draft_model(
         max_length=target.max_length if limit is None else min(limit, target.max_length),
         max_draft_tokens=READ_WIDTH - 1,
         enforce_eager=enforce_eager,
-        fuse_linears=fuse_linears,
         exact="off",  # a draft may be any
     )
     return DraftModelDrafter(draft_target, vocab_size=target.vocab_size)

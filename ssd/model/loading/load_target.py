@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ssd.config import Exact
 from ssd.errors import ModelError, first_line
-from ssd.model.exact.settle import settle_exactness
-from ssd.model.layers.fused_linear import is_plain
-from ssd.model.layers.packed_linear import PackedLinear, find_rows, has_operators, packed_types, seconds_of
+from ssd.model.layers.packed_linear import PackedLinear, has_operators, packed_types
+from ssd.model.layers.replace import is_plain
+from ssd.model.layers.row_plan import find_rows, seconds_of
 from ssd.model.layers.tap import Tapped, require_tap
 from ssd.model.loading.adapters import Adapters
 from ssd.model.loading.memory import (
@@ -28,9 +28,10 @@ from ssd.model.loading.memory import (
     weight_bytes,
 )
 from ssd.model.loading.threads import one_thread_if_small
-from ssd.model.steps.probe import attach_steps
 from ssd.model.target import Target
+from ssd.model.ways.exactness import settle_exactness
 from ssd.model.ways.find_way import find_way, verifies_trees
+from ssd.model.ways.recorded import attach_steps
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.load_tokenizer import HubOptions
 
@@ -194,7 +195,6 @@ def open_target(
     kv_cache_memory_bytes: int | None = None,
     gpu_memory_utilization: float | None = None,
     enforce_eager: bool = False,
-    fuse_linears: bool = False,
     adapters: Adapters | None = None,
     tapped: Tapped | None = None,
     keeps_top: bool = False,
@@ -204,8 +204,7 @@ def open_target(
 
     num_slots : most slots; fewer where memory lacks, see `fit_slots`. max_length : tokens a slot holds; None takes the
     model's limit, or less where memory lacks. kv_cache_memory_bytes : memory to use. gpu_memory_utilization : or share
-    of all memory that may then be in use; without both half of what is free.
-    enforce_eager : record no CUDA graphs. fuse_linears : on CUDA too, compute layers that read the same input as one.
+    of all memory that may then be in use; without both half of what is free. enforce_eager : record no CUDA graphs.
     adapters : what slots may be given beside the model itself. tapped : what is kept of every position for a draft
     head. keeps_top : have recorded passes find the most probable tokens, which others do once they are asked. exact :
     see `settle_exactness`. Raises ModelError when adapters, an explicit ``max_length`` or exactness cannot be had.
@@ -217,7 +216,7 @@ def open_target(
     if tapped is not None:
         require_tap(model, tapped.layers)
     with one_thread_if_small(model):
-        found = find_way(model, fuse=fuse_linears)
+        found = find_way(model)
         bytes_per_token = found.bytes_per_token
     if tapped is not None:
         bytes_per_token += tapped.size * model.dtype.itemsize + tapped.bytes_per_token

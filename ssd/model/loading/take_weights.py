@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
 from ssd.model.layers.adapted_linear import AdaptedLinear
-from ssd.model.layers.fused_linear import FusedLinears, FusedMember
 from ssd.model.layers.packed_embedding import PackedEmbedding
-from ssd.model.layers.packed_linear import PackedLinear, packed_weight
+from ssd.model.layers.packed_linear import FusedLinears, FusedMember, PackedLinear, packed_weight
 from ssd.model.layers.vector_layers import FusedNorm
 from ssd.model.loading.threads import one_thread_if_small
 

@@ -14,18 +14,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ssd.errors import first_line
-from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache
+from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.sampler import PassOutput, Sampler, check_tokens, random_noise
 from ssd.model.steps.buffers import Ints, StepBuffers, StepInputs, StepShape, powers_of_two
-from ssd.model.ways.slot_target import SlotTarget
 
 Step = Callable[[], None]
 Recorder = Callable[[Step], Step]
@@ -129,6 +128,17 @@ _FEWEST_KEYS = 256
 _CHECKED_POSITIONS = 8
 
 
+class Scoring(Protocol):
+    """What passes are recorded of: a target with slots."""
+
+    kv_cache: SlotKVCache
+    max_length: int
+    max_width: int
+
+    def score(self, tokens: torch.Tensor, rows: SlotRows) -> torch.Tensor:
+        """Logits [B, T, V] of new tokens, int64[B, T]; lengths stay as they are."""
+
+
 class StaticSteps:
     """Scores new tokens of a target's slots with passes whose shapes are rounded up.
 
@@ -140,7 +150,7 @@ class StaticSteps:
 
     def __init__(
         self,
-        target: SlotTarget,
+        target: Scoring,
         record: Recorder,
         *,
         tolerance: float,
