@@ -18,7 +18,7 @@ from ssd.drafting.noise import SequenceNoise, UInt64, gumbel_at
 from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, MAX_OFFERED, MODEL, Draft, DraftRequest, Prices, SamplingRow
 from ssd.errors import ModelError
 from ssd.model.draft.slots import HeadSlots, ModelSlots, TextSlot, TextSlots, bytes_per_token
-from ssd.model.heads.head import Head
+from ssd.model.heads.networks import Head
 from ssd.model.kv.tree import leading_chain
 from ssd.model.layers.tap import Tapped
 from ssd.model.sampling.noise import LOWEST_TEMPERATURE

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError, first_line
-from ssd.model.heads.head import Head
+from ssd.model.heads.networks import Head
 from ssd.text.load_tokenizer import HubOptions
 
 Config = Mapping[str, Any]
