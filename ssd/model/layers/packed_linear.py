@@ -70,11 +70,7 @@ class PackedLinear(nn.Module):
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Compute with others from now on, of the same shapes and type; ``weight`` is nobody else's: it may be kept."""
-        self.hold(packed_weight(weight), bias)
-
-    def hold(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """The same with what `packed_weight` made."""
-        self.packed = packed
+        self.packed = packed_weight(weight)
         if self._bias is not None and bias is not None:
             self._bias.copy_(bias)
 

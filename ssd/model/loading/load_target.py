@@ -16,7 +16,7 @@ from ssd.model.layers.packed_linear import PackedLinear, has_operators, packed_t
 from ssd.model.layers.replace import is_plain
 from ssd.model.layers.row_plan import find_rows, seconds_of
 from ssd.model.layers.tap import Tapped, require_tap
-from ssd.model.loading.adapters import Adapters
+from ssd.model.loading.adapters import MERGE, Adapters
 from ssd.model.loading.memory import (
     ADVICE,
     check_weights_fit,
@@ -231,22 +231,16 @@ def open_target(
         log.warning("%s", slots.shortage)
     held, kv_bytes = weight_bytes(model), slots.num_slots * (slots.max_length + max_draft_tokens + 1) * bytes_per_token
     log.info(
-        "%s takes %.2f GB: weights %.2f, of them packed %.2f; KV cache of %d sequences of %d tokens %.2f",
-        type(model).__name__, (held.total + kv_bytes) / 1e9, held.total / 1e9, held.packed / 1e9,
-        slots.num_slots, slots.max_length, kv_bytes / 1e9,
+        "%s takes %.2f GB: weights %.2f, KV cache of %d sequences of %d tokens %.2f",
+        type(model).__name__, (held + kv_bytes) / 1e9, held / 1e9, slots.num_slots, slots.max_length, kv_bytes / 1e9,
     )  # fmt: skip
     if found.kind is not SlotTarget:
+        how = f"{type(model).__name__} is driven {found.kind.way} ({found.reason})"
         if adapters:
-            raise ModelError(
-                f"{type(model).__name__} is driven {found.kind.way} ({found.reason}), where adapters cannot be mixed: "
-                "merge one into the weights (peft's merge_and_unload) and serve these"
-            )
+            raise ModelError(f"{how}, where adapters cannot be mixed: {MERGE}")
         if tapped is not None:
-            raise ModelError(
-                f"{type(model).__name__} is driven {found.kind.way} ({found.reason}), where a draft head cannot read "
-                "hidden states: leave the draft head out"
-            )
-        log.warning("%s is driven %s: %s", type(model).__name__, found.kind.way, found.reason)
+            raise ModelError(f"{how}, where a draft head cannot read hidden states: leave the draft head out")
+        log.warning("%s", how)
         other: Target = found.kind(model, slots.num_slots, slots.max_length)
         settle_exactness(other, exact)
         return other

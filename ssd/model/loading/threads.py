@@ -30,7 +30,7 @@ _MOST_BYTES = 2_000_000_000
 
 def is_small(model: PreTrainedModel) -> bool:
     """Whether one thread makes passes over a dozen positions in about half a second or less."""
-    return model.device.type == "cpu" and weight_bytes(model).total <= _MOST_BYTES
+    return model.device.type == "cpu" and weight_bytes(model) <= _MOST_BYTES
 
 
 @contextmanager

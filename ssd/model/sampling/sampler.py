@@ -45,12 +45,14 @@ def sampler_of(device: torch.device) -> Sampler | None:
 
 def samples_rightly(sampler: Sampler, device: torch.device) -> bool:
     """Whether ``sampler`` runs on the device and chooses among random logits as the formula does; a warning if not."""
-    logits = torch.from_numpy(np.random.default_rng(0).normal(0, 3, (_PROBE_ROWS, _PROBE_TOKENS)).astype(np.float32))
-    keys, temperatures = (each.to(device) for each in random_noise(_PROBE_ROWS))
+    random = np.random.default_rng(0)
+    logits = torch.from_numpy(random.normal(0, 3, (_PROBE_ROWS, _PROBE_TOKENS)).astype(np.float32))
+    keys = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, _PROBE_ROWS)).to(device)
+    heat = torch.from_numpy(random.choice(np.array([0, 1e-6, 0.7, 1, 9], np.float32), _PROBE_ROWS)).to(device)
     try:
         for dtype in (torch.float32, torch.float16):
             cast = logits.to(device, dtype)
-            check_tokens(sampler(cast, keys, temperatures), cast, keys, temperatures)
+            check_tokens(sampler(cast, keys, heat), cast, keys, heat)
     # A driver or a compiler that does not play along: torch's operations are right in any case.
     except Exception as failure:
         log.warning("tokens are sampled by torch: %s", first_line(failure))
@@ -59,18 +61,8 @@ def samples_rightly(sampler: Sampler, device: torch.device) -> bool:
     return True
 
 
-def random_noise(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, int64[count], and temperatures, float32[count], to check a sampler with: 0, low and high ones."""
-    random = np.random.default_rng(1)
-    keys = random.integers(-(2**63), 2**63 - 1, count)
-    return torch.from_numpy(keys), torch.from_numpy(random.choice(np.array([0, 1e-6, 0.7, 1, 9], np.float32), count))
-
-
 def check_tokens(tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> None:
-    """Raise ValueError unless each token is the formula's, or scores as much but for rounding. As `Sampler` has them.
-
-    The formula takes some dozen times the memory of the logits.
-    """
+    """Raise ValueError unless each token is the formula's, or scores as much but for rounding."""
     scores = noisy_scores(logits, keys, temperatures)
     best, found = scores.amax(-1), scores.gather(-1, tokens[:, None])[:, 0]
     is_right = best - found <= _MOST_ERROR * (1 + best.abs())

@@ -23,8 +23,8 @@ from ssd.errors import first_line
 from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.sampler import PassOutput, Sampler, check_tokens, random_noise
-from ssd.model.steps.buffers import Ints, StepBuffers, StepInputs, StepShape, powers_of_two
+from ssd.model.sampling.sampler import PassOutput, Sampler
+from ssd.model.steps.buffers import Ints, StepBuffers, StepShape, powers_of_two
 
 Step = Callable[[], None]
 Recorder = Callable[[Step], Step]
@@ -124,8 +124,6 @@ _MOST_SHAPES = 96
 """Recorded at a time; the one that was used longest ago goes first."""
 
 _FEWEST_KEYS = 256
-
-_CHECKED_POSITIONS = 8
 
 
 class Scoring(Protocol):
@@ -240,14 +238,11 @@ class StaticSteps:
             # What this writes lies beyond the slots' lengths.
             self.run(range(rows), tokens, TreeShape.build(chain) if is_tree else None)
 
-    def _inputs(self, shape: StepShape) -> StepInputs:
-        return self._buffers.inputs(shape, self._kv_cache, self._kernel)
-
     def _open(self, shape: StepShape, num_rows: int) -> bool:
         """Record a shape and leave the outputs of the pass that is in the buffers."""
 
         def step() -> None:
-            inputs = self._inputs(shape)
+            inputs = self._buffers.inputs(shape, self._kv_cache, self._kernel)
             self._buffers.store(self._score(inputs.tokens, inputs.rows), inputs)
 
         try:
@@ -261,8 +256,6 @@ class StaticSteps:
             )
             if not error <= self._tolerance * size:
                 raise ValueError(f"its logits differ by {error:.2g}, their norm is {size:.2g}")
-            if self._takes_noise:
-                self._check_tokens(shape, num_rows, recorded)
         # Whatever it is, a plain pass is right; one shape that fails is not worth a second try at the next.
         except Exception as failure:
             self._steps.clear()
@@ -273,23 +266,6 @@ class StaticSteps:
         if len(self._steps) > _MOST_SHAPES:
             self._steps.popitem(last=False)
         return True
-
-    def _check_tokens(self, shape: StepShape, num_rows: int, recorded: Step) -> None:
-        """Make the pass with other noise and compare what it chooses with the formula; then as it was once more."""
-        inputs = self._inputs(shape)
-        assert inputs.keys is not None and inputs.temperatures is not None
-        kept = inputs.keys.clone(), inputs.temperatures.clone()
-        keys, temperatures = random_noise(shape.num_positions)
-        inputs.keys.copy_(keys)
-        inputs.temperatures.copy_(temperatures)
-        recorded()
-        logits, tokens = (each.flatten(0, 1) for each in self._buffers.outputs(shape))
-        num_positions = num_rows * shape.width  # of the rows that are there, a few: the formula takes much memory
-        some = torch.linspace(0, num_positions - 1, min(num_positions, _CHECKED_POSITIONS), device=logits.device).long()
-        check_tokens(tokens[some], logits[some], inputs.keys[some], inputs.temperatures[some])
-        inputs.keys.copy_(kept[0])
-        inputs.temperatures.copy_(kept[1])
-        recorded()
 
 
 def _rounded(number: int, sizes: list[int]) -> int:
