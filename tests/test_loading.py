@@ -19,7 +19,7 @@ from ssd.model.loading import memory as kv_budget
 from ssd.model.loading import threads
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.memory import Group, fit_slots, free_bytes, tightest_group, total_bytes, usable_bytes
-from ssd.model.loading.threads import fastest, settle_threads
+from ssd.model.loading.threads import settle_threads
 from ssd.model.target import Target
 from tests.models import tiny_model
 
@@ -234,10 +234,3 @@ def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> N
     tried = pretend(monkeypatch, {})
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert settle_threads(tiny_target()) == 4 and tried == []
-
-
-@given(st.dictionaries(st.integers(1, 64), st.tuples(st.floats(1e-4, 1), st.floats(1e-4, 1)), min_size=1))
-def test_kinds_of_pass_count_alike(seconds: dict[int, tuple[float, float]]) -> None:
-    best = fastest({count: list(times) for count, times in seconds.items()})
-    products = {count: a * b for count, (a, b) in seconds.items()}
-    assert products[best] <= min(products.values()) * (1 + 1e-9)

@@ -25,8 +25,7 @@ from ssd.engine.schedule import Prefill, PrefixReuse, Scheduler
 from ssd.engine.sequence import Coupling, Sequence, open_sequence
 from ssd.engine.verify import Pass, Taken, warm_up_verification
 from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
-from ssd.model.draft.drafter import HeadDrafter, tapped_by
-from ssd.model.draft.model import load_draft_model
+from ssd.model.draft.drafter import HeadDrafter, load_draft_model, tapped_by
 from ssd.model.heads.layouts import load_head
 from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import load_model, open_target

@@ -182,7 +182,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
     """What a model's weights take now; memory that several of them share counts once. O(its layers)."""
     storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
     plain = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return sum(plain.values()) + sum(layer.num_bytes for layer in packed_linears(model))
+    return int(sum(plain.values())) + sum(layer.num_bytes for layer in packed_linears(model))
 
 
 log = logging.getLogger(__name__)
