@@ -28,7 +28,6 @@ from ssd.model.heads.tensors import (
     Tensors,
     fill,
     find_directory,
-    has,
     number,
     read,
     read_config,
@@ -279,7 +278,7 @@ def _mtp(
     require(tensors, [f"{name}weight" for ours, name in names.items() if ours != "layer."])
     layers = decoder_layers(target)
     # A mixture of experts, or a dense layer: where none has the module's tensors, what is missing is named.
-    fitting = (each for each in layers if all(has(tensors, name) for name in shapes_of(each.layer, at)))
+    fitting = (each for each in layers if all(name in tensors for name in shapes_of(each.layer, at)))
     like = next(fitting, layers[0])
     head = FusedHead(
         target, like.layer, like.config, layer_type=like.layer_type, norm=like.norm, has_last_norm=bool(last),
