@@ -184,7 +184,7 @@ def broken(step: Step) -> Step:
         outputs = step.__closure__
         assert outputs is not None
         buffers = next(cell.cell_contents._buffers for cell in outputs if hasattr(cell.cell_contents, "_buffers"))
-        buffers.outputs(StepShape(1, 1, 64, False))[0].add_(1.0)
+        buffers.outputs(StepShape(1, 1, 64, False), 1, 1)[0].add_(1.0)
 
     return replay
 
@@ -354,7 +354,7 @@ def run_without_data(name: str, *, is_tree: bool) -> None:
     with NothingFromTheHost():
         inputs = buffers.inputs(shape, target.kv_cache, None)
         buffers.store(target.score(inputs.tokens, inputs.rows), inputs)
-    logits, best, top = buffers.outputs_of(shape, 2, 4)
+    logits, best, top = buffers.outputs(shape, 2, 4)
     assert logits.shape[:2] == best.shape == (2, 4) and best.device.type == "meta"
     assert top is not None and top.shape == (2, 4, 2, SUCCESSORS) and top.device.type == "meta"
 

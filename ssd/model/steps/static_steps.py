@@ -222,7 +222,7 @@ class StaticSteps:
             self._steps[shape]()
         elif not self._open(shape, num_rows):
             return None
-        logits, chosen, top = self._buffers.outputs_of(shape, num_rows, width)
+        logits, chosen, top = self._buffers.outputs(shape, num_rows, width)
         return PassOutput(logits, chosen, noise, top)
 
     @torch.inference_mode()
@@ -231,7 +231,7 @@ class StaticSteps:
         shapes = {(rows, width, False) for rows in self._rows for width in self._widths}
         if with_trees:
             shapes |= {(1, width, True) for width in self._widths}
-            self.moves.warm_up()
+            self.moves.open()
         for rows, width, is_tree in sorted(shapes, reverse=True):
             tokens = torch.zeros(rows, width, dtype=torch.int64).numpy()
             chain = torch.arange(-1, width - 1).repeat(rows, 1).numpy()
@@ -247,10 +247,10 @@ class StaticSteps:
 
         try:
             step()
-            expected = self._buffers.outputs(shape)[0][:num_rows].clone()
+            expected = self._buffers.outputs(shape, num_rows, shape.width)[0].clone()
             recorded = self._record(step)
             recorded()
-            found = self._buffers.outputs(shape)[0][:num_rows]
+            found = self._buffers.outputs(shape, num_rows, shape.width)[0]
             error, size = (
                 float(torch.linalg.vector_norm(x, dtype=torch.float32)) for x in (found - expected, expected)
             )
@@ -273,60 +273,44 @@ def _rounded(number: int, sizes: list[int]) -> int:
 
 
 _MOST_MOVES = 256
-_COMMON_MOVES = 16
 
 
 class StaticMoves:
-    """`SlotKVCache.move` for numbers of positions that are rounded up, recorded once each.
+    """`SlotKVCache.move` of up to 256 positions, recorded once.
 
     A move that is repeated is another move, so it is recorded, and checked, on positions that hold no text.
     """
 
     def __init__(self, kv_cache: SlotKVCache, *, scratch: int, record: Recorder) -> None:
         """``scratch`` : the first of at least two positions of every slot that never hold text."""
-        self._kv_cache = kv_cache
-        self._scratch = scratch
-        self._record = record
-        self._sizes = powers_of_two(1, _MOST_MOVES)
-        self._ints = torch.zeros(3 * _MOST_MOVES, dtype=torch.int64, device=kv_cache.device)
+        self._kv_cache, self._scratch, self._record = kv_cache, scratch, record
+        self._ints = torch.zeros(3, _MOST_MOVES, dtype=torch.int64, device=kv_cache.device)
         self._sent: Ints = np.zeros(0, np.int64)
         """What was copied last: a driver that reads a host's memory in place may not have read it yet."""
-        self._steps: dict[int, Step] = {}
+        self._step: Step | None = None
         self._has_failed = scratch + 2 > kv_cache.max_length
 
     def run(self, slots: Ints, sources: Ints, targets: Ints) -> bool:
         """Move as `SlotKVCache.move` does; False where that must be called instead. Nothing is done then."""
-        if len(slots) > _MOST_MOVES or not self._open(size := self._sizes[bisect_left(self._sizes, len(slots))]):
+        if len(slots) > _MOST_MOVES or not self.open():
             return False
-        # What is too much stays where it is, where there is no text.
-        ints = np.full((3, size), self._scratch, np.int64)
-        ints[0] = slots[0]
-        ints[:, : len(slots)] = slots, sources, targets
-        self._fill(ints)
-        self._steps[size]()
+        assert self._step is not None
+        self._fill(slots, sources, targets)
+        self._step()
         return True
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Record the sizes that are used most."""
-        for size in self._sizes:
-            if size <= _COMMON_MOVES:
-                self._open(size)
-
-    def _open(self, size: int) -> bool:
-        """Whether moves of ``size`` positions are recorded, which they are if they can be."""
-        if self._has_failed or size in self._steps:
+    def open(self) -> bool:
+        """Whether moves are recorded, which they are if they can be."""
+        if self._has_failed or self._step is not None:
             return not self._has_failed
-
         assert self._kv_cache.bytes_per_token  # layers are there: what comes later would not be moved
 
         def step() -> None:
-            self._kv_cache.move_at(*self._ints[: 3 * size].view(3, size))
+            self._kv_cache.move_at(*self._ints)
 
         try:
-            self._fill(
-                np.stack([np.zeros(size, np.int64), np.full(size, self._scratch + 1), np.full(size, self._scratch)])
-            )
+            self._fill(np.zeros(1, np.int64), np.array([self._scratch + 1]), np.array([self._scratch]))
             step()
             recorded = self._record(step)
             for stored in self._kv_cache.tensors():
@@ -337,13 +321,15 @@ class StaticMoves:
                 raise ValueError("it did not move what it should")
         except Exception as failure:  # whatever it is, moving layer by layer is right
             self._has_failed = True
-            self._steps.clear()
             log.warning("accepted paths are moved layer by layer: %s", first_line(failure))
             return False
-        self._steps[size] = recorded
+        self._step = recorded
         return True
 
-    def _fill(self, ints: Ints) -> None:
+    def _fill(self, slots: Ints, sources: Ints, targets: Ints) -> None:
+        """What is too much is the last move once more."""
+        ints = np.stack([slots, sources, targets])
+        ints = np.concatenate([ints, np.repeat(ints[:, -1:], _MOST_MOVES - len(slots), 1)], 1)
         # Pageable memory: the driver copies it aside before the call returns, and the host does not wait for the copy.
-        self._ints[: ints.size].copy_(torch.from_numpy(ints.reshape(-1)), non_blocking=True)
+        self._ints.copy_(torch.from_numpy(ints), non_blocking=True)
         self._sent = ints
