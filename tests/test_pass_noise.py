@@ -17,12 +17,13 @@ from ssd.drafting.protocol import SamplingRow
 from ssd.engine import verify
 from ssd.model.kv.tree import node_parents
 from ssd.model.loading.load_target import open_target
-from ssd.model.sampling.noise import Noise, noisy_scores
 from ssd.model.sampling.sampler import (
+    Noise,
     PassOutput,
     Sampler,
     argmax_with_noise,
     device_argmax,
+    noisy_scores,
     sampler_of,
     samples_rightly,
 )

@@ -27,7 +27,7 @@ from ssd.drafting.ask import MAX_DRAFT
 from ssd.drafting.noise import SequenceNoise
 from ssd.engine.request import NUM_SOURCES, Row
 from ssd.engine.sequence import Sequence
-from ssd.model.sampling.noise import Noise
+from ssd.model.sampling.sampler import Noise
 from ssd.retrieval.cache_state import LearnedState
 
 Ints = npt.NDArray[np.int64]

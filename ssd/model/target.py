@@ -18,8 +18,7 @@ from ssd.config import Exact
 from ssd.model.kv.kv_cache import FeatureStore
 from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.packed_linear import prepare_linears
-from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.sampler import PassOutput
+from ssd.model.sampling.sampler import Noise, PassOutput
 
 TokenMatrix = npt.NDArray[np.int64]
 

@@ -12,7 +12,7 @@ import torch
 from ssd.compiled.addresses import kernel
 from ssd.drafting.noise import UInt64, gumbel_at
 from ssd.drafting.protocol import Draft, SamplingRow
-from ssd.model.sampling.noise import LOWEST_TEMPERATURE
+from ssd.model.sampling.row_choice import LOWEST_TEMPERATURE
 from ssd.model.sampling.target_tokens import is_ruled, with_prefix_rules
 from ssd.pricing.rate import price_of
 

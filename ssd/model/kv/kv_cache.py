@@ -39,22 +39,13 @@ class SlotKVCache:
         """Keep ``size`` numbers of each position besides; before anything is written."""
         self.features = FeatureStore(self.num_slots, self.max_length, size, dtype, self.device)
 
-    def write(
-        self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values and return all that ``rows`` may see.
-
-        keys, values : [B, num_kv_heads, T, head_dim] at ``rows.places``.
-        Returns two tensors [B, num_kv_heads, rows.num_keys, head_dim]: views when the rows are neighbouring slots in
-        order, else copies.
-        """
-        stored_keys, stored_values = self.store(layer, rows, keys, values)
-        return self._read(stored_keys, rows), self._read(stored_values, rows)
-
     def store(
         self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``write``, but returns all the layer holds, two tensors [num_slots, num_kv_heads, max_length, dim]."""
+        """Store new keys and values, [B, num_kv_heads, T, head_dim], at ``rows.places``.
+
+        Returns all the layer holds, two tensors [num_slots, num_kv_heads, max_length, dim].
+        """
         if layer not in self._layers:
             layout = LAYOUTS.get(self.device.type, _plain)
             self._layers[layer] = layout(keys, values, self.num_slots, self.max_length)
@@ -96,12 +87,6 @@ class SlotKVCache:
             yield from pair
         if self.features is not None:
             yield self.features.stored
-
-    @staticmethod
-    def _read(stored: torch.Tensor, rows: SlotRows) -> torch.Tensor:
-        if rows.first_slot is not None:
-            return stored[rows.first_slot : rows.first_slot + rows.batch_size, :, : rows.num_keys]
-        return stored[:, :, : rows.num_keys].index_select(0, rows.slots)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -206,10 +191,11 @@ class SlotRows:
         else:
             stored[self.slots[:, None], :, self.places] = new.transpose(1, 2)
 
-    @property
-    def batch_size(self) -> int:
-        """Rows of this pass."""
-        return len(self.slots)
+    def seen_of(self, stored: torch.Tensor) -> torch.Tensor:
+        """What rows may see of ``stored``, [B, heads, num_keys, dim]: a view where they are neighbours, else a copy."""
+        if self.first_slot is not None:
+            return stored[self.first_slot : self.first_slot + len(self.slots), :, : self.num_keys]
+        return stored[:, :, : self.num_keys].index_select(0, self.slots)
 
     def mask(self, window: int | None, chunk: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         """What each query may see, to be added to the scores: 0 or -inf, [B, 1, groups * T, num_keys]; None: all.

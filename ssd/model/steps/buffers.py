@@ -17,8 +17,7 @@ from ssd.compiled.addresses import kernel
 from ssd.drafting.successors import SUCCESSORS
 from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
-from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.sampler import Sampler, packed_top
+from ssd.model.sampling.sampler import Noise, Sampler, packed_top
 
 Ints = npt.NDArray[np.int64]
 
@@ -185,9 +184,7 @@ class StepBuffers:
     def outputs(
         self, shape: StepShape, num_rows: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Views of the last pass, of its first ``num_rows`` rows and ``width`` positions: logits, the tokens chosen, and
-        `packed_top`.
-        """
+        """Logits, tokens and `packed_top` of the first rows and positions of the last pass: views."""
         assert self._logits is not None
         n, grid, part = shape.num_positions, (shape.rows, shape.width), (slice(num_rows), slice(width))
         top = None if self._top is None else self._top[:n].view(*grid, 2, SUCCESSORS)[part]

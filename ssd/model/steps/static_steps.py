@@ -22,8 +22,7 @@ import torch
 from ssd.errors import first_line
 from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
-from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.sampler import PassOutput, Sampler
+from ssd.model.sampling.sampler import Noise, PassOutput, Sampler
 from ssd.model.steps.buffers import Ints, StepBuffers, StepShape, powers_of_two
 
 Step = Callable[[], None]

@@ -17,8 +17,7 @@ from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.adapted_linear import Rows
 from ssd.model.layers.tap import Tap, Tapped
-from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.sampler import PassOutput
+from ssd.model.sampling.sampler import Noise, PassOutput
 from ssd.model.steps.static_steps import StaticSteps
 from ssd.model.target import Target, TokenMatrix
 
