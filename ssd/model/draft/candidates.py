@@ -25,17 +25,12 @@ Ints = npt.NDArray[np.int64]
 def candidates(
     logits: torch.Tensor, rows: Sequence[SamplingRow], draft_to_target: torch.Tensor | None, vocab_size: int
 ) -> tuple[Ints, Floats]:
-    """The most promising tokens after the contexts of ``rows``, which have no draft: int64[R, M], that to draft first.
+    """The most promising tokens after the contexts of ``rows``, int64[R, M], that to draft first.
 
-    And the chance that each comes if the target has the network's law, float64[R, M]: its own probability where the
-    request is greedy, else what the known noise makes of that; 0 where the request's rules leave a token out.
-
-    logits : [R, Vd], the head's. draft_to_target : the target's id of each token it scores, int64[Vd]; None where it
-    scores the target's own. vocab_size : of the target; what a head scores beyond is left out.
-
-    Greedy rows go by probability. Sampled ones begin with what the target would draw if it had the head's law, with the
-    very noise it will draw with, as far as that is one of the most probable tokens; the others follow as this noise
-    favours them.
+    And the chance that each comes if the target has the network's law, float64[R, M]: of greedy rows its probability,
+    of sampled ones what the very noise that the target will draw with makes of that, by which they are ordered too; 0
+    where the request's rules leave a token out. logits : [R, Vd]. draft_to_target : the target's id of each token that
+    is scored, int64[Vd]; None where those are its own, of which those from ``vocab_size`` on are left out.
     """
     if draft_to_target is None:
         logits = logits[:, :vocab_size]

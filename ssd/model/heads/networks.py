@@ -126,9 +126,7 @@ class FusedHead(Head):
     EAGLE's first head (cnets1.py, vLLM's llama_eagle.py) has a Llama layer and no norms: what comes out stands for a
     hidden state behind the target's final norm. A module for multi-token prediction is one more layer of the target's
     own kind, with a norm before either half of the concatenation and one at the end, whose output is the next features
-    too: what it is fed first, the target's hidden state behind the final norm, has passed a norm as well. So do SGLang
-    (deepseek_nextn.py) and vLLM (qwen3_next_mtp.py, and for GLM deepseek_mtp.py; that of 2025 leaves the norm out
-    there). The target's embeddings and output layer are used.
+    too, as in SGLang (deepseek_nextn.py) and vLLM (deepseek_mtp.py). The target's embeddings and output layer are used.
     """
 
     def __init__(
@@ -181,14 +179,11 @@ def eagle_layer(config: LlamaConfig, *, qkv_bias: bool) -> nn.Module:
 class Eagle3Head(Head):
     """One Llama layer that reads what the target made of a token, and the embedding of the token after it.
 
-    config : shape and rotary positions of the layer, and by which name transformers finds its attention function:
-    "sdpa" with ``attention_mask`` (and ``past_key_values`` where it goes on from earlier passes), or the slots'.
-    embed : embeddings of token ids, as a rule the target's own, ``lambda ids: target.get_input_embeddings()(ids)``:
-    asked for at each pass, as the target's layers may be replaced by faster ones. A module is held, but its weights
-    are no part of this module's state. feature_layers, target_hidden_size : which hidden states are fused, and their
-    size. draft_vocab_size : None where the head drafts every token of the target; otherwise `map_vocabulary` or the
-    loaded state says which. norm_before_residual : whether the layer adds to its normed features instead of the
-    features themselves, a choice of some published heads.
+    config : shape and rotary positions of the layer, and the name of its attention: "sdpa" with ``attention_mask``, or
+    the slots'. embed : embeddings of token ids, as a rule the target's, which may be replaced by faster ones; no part
+    of this module's state. feature_layers, target_hidden_size : which hidden states are fused, and their size.
+    draft_vocab_size : None where the head drafts every token of the target; otherwise `map_vocabulary` or the loaded
+    state says which. norm_before_residual : whether the layer adds to its normed features, as some published heads do.
     """
 
     d2t: torch.Tensor
