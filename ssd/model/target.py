@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
-from ssd.config import Exact
 from ssd.model.kv.kv_cache import FeatureStore
 from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.packed_linear import prepare_linears
@@ -27,7 +26,6 @@ TokenMatrix = npt.NDArray[np.int64]
 class Exactness:
     """Whether a position's logits are the same bits in every pass; `settle_exactness` finds out."""
 
-    wanted: Exact = "off"
     holds: bool = False
     reason: str = "not tried"
     """Why it does not hold."""

@@ -145,10 +145,8 @@ def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) 
 
 def _generation_config(name_or_path: str, hub: HubOptions) -> dict[str, Any]:
     path = Path(name_or_path)
-    if path.is_dir():
-        found = path / "generation_config.json"
-    elif path.exists():
-        found = path.parent / "generation_config.json"
+    if path.exists():
+        found = (path if path.is_dir() else path.parent) / "generation_config.json"
     else:
         from transformers.utils import cached_file
 

@@ -91,7 +91,7 @@ def settle_exactness(target: Target, wanted: Exact) -> None:
     layers = packed_linears(target.model)
     _use(layers, {})
     if wanted == "off":
-        target.exactness = Exactness(wanted, False, "switched off")
+        target.exactness = Exactness(False, "switched off")
         return
     key = _key(target)
     found = _found.get(key) or _read(key)
@@ -106,7 +106,7 @@ def settle_exactness(target: Target, wanted: Exact) -> None:
             "Leave the option out to serve it with outputs that are equal up to rounding"
         )
     _use(layers, {} if differ else {name: RowPlan(*plan) for name, plan in found["plans"].items()})
-    target.exactness = Exactness(wanted, not differ, differ, int(found["compared"]))
+    target.exactness = Exactness(not differ, differ, int(found["compared"]))
 
 
 def _look(target: Target, layers: list[PackedLinear]) -> dict[str, Any]:
