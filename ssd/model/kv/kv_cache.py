@@ -59,8 +59,7 @@ class SlotKVCache:
     ) -> None:
         """Copy single positions inside their slots, in every layer: entry i from ``sources[i]`` to ``targets[i]``.
 
-        All int64[n]; the pairs (slot, target) are distinct. Everything is read before anything is written. One gather
-        and one scatter per tensor, of n positions.
+        All int64[n]; the pairs (slot, target) are distinct. Everything is read before anything is written.
         """
         self.move_at(*(torch.from_numpy(each).to(self.device) for each in (slots, sources, targets)))
 
@@ -230,11 +229,7 @@ class SlotRows:
 
 
 class FeatureStore:
-    """Features of every position, laid out like keys of one head: ``stored`` is [num_slots, 1, length, size].
-
-    Part of a `SlotKVCache`, which moves and copies them with the keys; `SlotRows.put` writes them. What lies beyond a
-    slot's length is never read.
-    """
+    """Features of every position, laid out, moved and copied like keys of one head: [num_slots, 1, length, size]."""
 
     def __init__(self, num_slots: int, length: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.stored = torch.zeros(num_slots, 1, length, size, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """Embeddings on a CPU that read the rows of an output layer's packed weights, where a model ties the two.
 
-oneDNN does not say how it lays weights out. So a small matrix of known numbers is packed and looked at, and what is
-read by the order found there is compared with every weight before the original goes.
+oneDNN does not say how it lays weights out: a small matrix of known numbers is packed and looked at, and what is read
+by the order found there is compared with every weight.
 """
 
 from __future__ import annotations

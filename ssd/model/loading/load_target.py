@@ -48,8 +48,7 @@ _TYPES: Final = (torch.float32, torch.bfloat16)
 def faster_type(model: PreTrainedModel) -> torch.dtype:
     """bfloat16 where ``model``'s linear layers keep the bits of a row in it and take less time so, else float32.
 
-    Tried are products of 1 and 8 rows with the layers' own weights, packed as they will be. A processor that does not
-    multiply bfloat16 itself takes longer than with float32. O(weights of one layer of each shape).
+    Tried are products of 1 and 8 rows with the layers' own weights, packed as they will be.
     """
     kinds: dict[tuple[int, int], list[torch.nn.Linear]] = {}
     for module in model.modules():

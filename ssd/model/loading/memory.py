@@ -46,8 +46,7 @@ def fit_slots(
 
     num_slots : most that are wanted. max_length : tokens a slot must hold; None takes ``limit``, or less where memory
     lacks: first slots get shorter, down to 2,048 tokens, then they get fewer. extra : tokens of a slot beyond its
-    length. Fewer slots only mean that more requests wait; memory for all of them is taken once, so that nothing runs
-    out of it later. Raises ModelError when not even one slot fits.
+    length. Raises ModelError when not even one slot fits.
     """
     room = usable_bytes // max(1, bytes_per_token)  # tokens
     wanted = max_length or limit
@@ -191,10 +190,9 @@ _NAMED = 3
 
 
 def require_complete(name: str, info: Mapping[str, Any]) -> None:
-    """Raise ModelError where weights were made up: absent from the checkpoint, or there in another shape.
+    """Raise ModelError where the checkpoint lacks weights, or has others' shapes; warn of weights without a place.
 
-    ``info`` : the loading info of ``from_pretrained``, in which tied weights are not missing. Weights of the checkpoint
-    that the model has no place for are warned of.
+    ``info`` : the loading info of ``from_pretrained``, in which tied weights are not missing.
     """
     missing, mismatched, unexpected = (
         info.get(f"{kind}_keys") or () for kind in ("missing", "mismatched", "unexpected")

@@ -44,9 +44,9 @@ def eagerly(step: Step) -> Step:
 class CudaGraphs:
     """Records steps as CUDA graphs of one memory pool: they never run at the same time, so they share intermediates.
 
-    All of a process are tried and recorded on one stream: libraries keep a workspace for every stream they ever ran on,
-    tens of megabytes each. Raises whatever a step does that cannot be recorded: RuntimeError where it waits for the
-    device (a mixture of experts that asks which ones were chosen), torch.AcceleratorError, torch.OutOfMemoryError.
+    All of a process are recorded on one stream: libraries keep tens of megabytes for every stream they ever ran on.
+    Raises whatever a step does that cannot be recorded: RuntimeError where it waits for the device (a mixture of
+    experts that asks which ones were chosen), torch.AcceleratorError, torch.OutOfMemoryError.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,10 +77,9 @@ class CudaGraphs:
         return graph.replay
 
     def _leave(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a recording that the driver gave up, which torch takes to be still under way.
+        """End a recording that the driver gave up: while torch takes it to be under way, nothing can be recorded.
 
-        While it is, memory is never given back to the device, and nothing can be recorded. The graph lives on, as torch
-        may still ask it which memory is its own.
+        The graph lives on, as torch may still ask it which memory is its own.
         """
         _GIVEN_UP.append(graph)
         index = torch.cuda.current_device()

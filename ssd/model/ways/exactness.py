@@ -37,11 +37,10 @@ _PREFILLS = ((7, 40), (1, 9), (16, 55))
 
 @torch.inference_mode()
 def different_positions(target: Target) -> Iterator[tuple[str, int, int]]:
-    """For each kind of pass: what it is, positions compared, and those of which a logit is other bits.
+    """For each kind of pass: what it is, positions compared with one pass over the text, and those with other bits.
 
-    Texts of random tokens are scored in one pass each; then in passes of several widths, beside each other in rows of
-    different length, behind prefills in parts, and as paths of trees where those are verified; each with an adapter of
-    its own, where there are any. ``target`` must be empty, and is left so. Some 50 passes.
+    Texts of random tokens, each with an adapter of its own where there are any. ``target`` must be empty, and is left
+    so. Some 50 passes.
     """
     random = np.random.default_rng(0)
     lengths = [min(length, target.max_length - 1) for length in _LENGTHS[: target.num_slots]]
