@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 Weights = dict[str, torch.Tensor]
 
 
-def causal(length: int, window: int | None = None) -> torch.Tensor:
-    """What is added to scores, [1, 1, T, T]: minus infinity for what comes later, or ``window`` or more before."""
+def causal(length: int) -> torch.Tensor:
+    """What is added to scores, [1, 1, T, T]: minus infinity for what comes later."""
     mask = torch.zeros(1, 1, length, length)
     for query in range(length):
         for key in range(length):
-            if key > query or (window is not None and key <= query - window):
+            if key > query:
                 mask[0, 0, query, key] = -torch.inf
     return mask
 
