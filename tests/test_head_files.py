@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
 from ssd.model.draft.drafter import tapped_by
-from ssd.model.heads.layouts import load_head, require_drivable, say
+from ssd.model.heads.layouts import load_head, say
 from ssd.model.heads.networks import FusedHead
 from ssd.model.loading.load_target import load_model, open_target
 from tests import published_heads as published
@@ -257,8 +257,6 @@ def test_odd_configurations_are_refused_or_read(
 
 def load_or_refuse(directory: Path) -> None:
     try:
-        head = load_head(directory, target())
+        load_head(directory, target())
     except ModelError as error:
         assert len(str(error).splitlines()) == 1
-        return
-    require_drivable(head, target())

@@ -79,15 +79,6 @@ def _filled(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel,
     return head
 
 
-def _without_memory(make: Callable[[], Head]) -> Head:
-    """A head made on the meta device. Raises ModelError, whatever the numbers of a configuration lead to."""
-    try:
-        with torch.device("meta"):
-            return make()
-    except Exception as failure:
-        raise ModelError(f"its config.json describes no layer: {first_line(failure)}") from failure
-
-
 # -- EAGLE -----------------------------------------------------------------------------------------------------------
 
 _MOST_LAYERS_READ = 16
@@ -122,13 +113,10 @@ def _eagle(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matches
     shape = _llama_config(config, target)
     qkv_bias = not shape.attention_bias and "layers.0.self_attn.q_proj.bias" in tensors
 
-    def made() -> Head:
-        layer = eagle_layer(shape, qkv_bias=qkv_bias)
-        head = FusedHead(target, layer, shape, bias="fc.bias" in tensors)
-        head.turn_by(shape, target.device)
-        return head
-
-    return _filled(_without_memory(made), tensors, {"layer.": "layers.0."}, target)
+    with torch.device("meta"):
+        head = FusedHead(target, eagle_layer(shape, qkv_bias=qkv_bias), shape, bias="fc.bias" in tensors)
+    head.turn_by(shape, target.device)
+    return _filled(head, tensors, {"layer.": "layers.0."}, target)
 
 
 _EMBED = "embed_tokens.weight"
@@ -163,16 +151,12 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
         made["t2d"] = torch.zeros(own.vocab_size, dtype=torch.bool).index_fill_(0, mapping, True)
     embed = _embeddings(tensors, target, shape)
     layers = _layers_read(target, listed, 0 if names else 1)
-    head = _without_memory(
-        lambda: Eagle3Head(
-            shape,
-            embed,
-            layers,
-            target_hidden_size=own.hidden_size,
+    with torch.device("meta"):
+        head = Eagle3Head(
+            shape, embed, layers, target_hidden_size=own.hidden_size,
             draft_vocab_size=None if mapping is None else len(mapping),
             norm_before_residual=bool(config.get("norm_before_residual")),
-        )
-    )
+        )  # fmt: skip
     theirs = {name.replace("midlayer.", names.get("midlayer.", "midlayer.")) for name in shapes_of(head)}
     unknown = {name for name in set(tensors) - theirs - _UNREAD if "rotary" not in name}
     if unknown:
@@ -245,7 +229,8 @@ def _medusa(config: Config, tensors: Tensors, target: PreTrainedModel, blocks: M
     num_heads, num_layers = (1 + max(int(each[part]) for each in blocks if each[1] == prefix) for part in (2, 3))
     has_outputs = any(f"{prefix}{head}.{num_layers}.weight" in tensors for head in range(num_heads))
     shared = None if has_outputs else TargetParts(target)
-    head = _without_memory(lambda: MedusaHead(own.hidden_size, own.vocab_size, num_heads, num_layers, shared))
+    with torch.device("meta"):
+        head = MedusaHead(own.hidden_size, own.vocab_size, num_heads, num_layers, shared)
     names = {f"outputs.{i}.": f"{prefix}{i}.{num_layers}." for i in range(num_heads)}
     return _filled(head, tensors, {"blocks.": prefix, **names}, target)
 
@@ -349,16 +334,6 @@ def say(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
     return [each for each in (features, logits, following) if each.numel()]
 
 
-def require_drivable(head: Head, target: PreTrainedModel) -> None:
-    """Raise ModelError where the head cannot be driven beside its target."""
-    try:
-        say(head, target)
-    except Exception as failure:  # whatever an architecture, or an odd configuration, makes of it
-        raise ModelError(
-            f"a {type(head).__name__} cannot be driven beside {type(target).__name__}: {first_line(failure)}"
-        ) from failure
-
-
 @torch.inference_mode()
 def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions | None = None) -> Head:
     """The draft head of a directory or hub id, in the dtype and on the device of ``model``, ready to draft for it.
@@ -370,7 +345,7 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
     directory = find_directory(name_or_path, hub)
     config, tensors = read_config(directory), TensorFiles(directory)
     names = set(tensors)
-    layout = next((each for each in LAYOUTS if each.matches(names)), None)
+    layout, matches = next(((each, found) for each in LAYOUTS if (found := each.matches(names))), (None, []))
     if layout is None:
         some = ", ".join(sorted(names)[:_SHOWN])
         known = "; ".join(each.name for each in LAYOUTS)
@@ -379,16 +354,12 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
             f"{len(names)} tensors: {some}{' ...' if len(names) > _SHOWN else ''}. Convert it, or leave it out"
         )
     try:
-        head = layout.build(config, tensors, model, layout.matches(names)).eval().requires_grad_(False)
-        require_drivable(head, model)
-    except ModelError as error:
-        raise ModelError(f"draft head {str(name_or_path)!r}, {layout.name}: {error}") from error
-    # A size of 0, numbers that contradict each other: whatever torch says to what a configuration describes.
-    except (ValueError, TypeError, RuntimeError, KeyError, AttributeError, ArithmeticError) as error:
-        raise ModelError(
-            f"draft head {str(name_or_path)!r}, {layout.name}: its config.json and its tensors do not make a head: "
-            f"{first_line(error)[:200]}. Download it again"
-        ) from error
+        head = layout.build(config, tensors, model, matches).eval().requires_grad_(False)
+        say(head, model)
+    except Exception as error:  # whatever an architecture, or an odd configuration, makes of it
+        why = f"it cannot be driven beside {type(model).__name__}: {first_line(error)[:200]}. Download it again"
+        why = str(error) if isinstance(error, ModelError) else why
+        raise ModelError(f"draft head {str(name_or_path)!r}, {layout.name}: {why}") from error
     if model.device.type == "cpu":
         tolerance = MOST_CHANGE if model.dtype == torch.float32 else MOST_CHANGE_LOW_PRECISION
 
