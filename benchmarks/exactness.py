@@ -372,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_wrong = False
     for dtype in args.dtypes:
         target = open_target(
-            load_model(args.model, dtype=dtype, device=args.device), num_slots=16, max_length=512, exact="auto"
+            load_model(args.model, dtype=dtype, device=args.device), num_slots=16, max_length=512, exact="on"
         )
         this.ran_on(target)
         report, settings = Report(), [Setting("ssd", 16, 8)]

@@ -22,6 +22,8 @@ from triton.compiler import ASTSource
 from ssd.model.kv.triton_attention import NUM_STAGES, _attend_split, _combine_splits, tiles_of
 from ssd.model.layers.triton_layers import _BLOCK as GATE_BLOCK
 from ssd.model.layers.triton_layers import _BLOCK_HEADS, _gate, _normalise, _turn_both
+from ssd.model.layers.triton_linear import BLOCK_ROWS, NUM_WARPS, _product, blocks_of
+from ssd.model.layers.triton_linear import NUM_STAGES as LINEAR_STAGES
 from ssd.model.sampling.triton_sampling import _BLOCK, _MOST_SPLITS, _choose_split, _sample_split
 
 CAPABILITIES = (80, 90)
@@ -37,7 +39,7 @@ _SAMPLING_POINTERS = {"keys": "i64", "temperatures": "fp32", "scores": "fp64", "
 _VALUES = ("query", "keys", "values", "out", "sinks", "logits", "x", "weight", "q", "k", "cos", "sin", "query_out",
            "key_out", "gate", "up")  # fmt: skip
 _NUMBERS = {"scale": "fp32", "softcap": "fp32", "eps": "fp32", "offset": "fp32"}
-_ODD = ("width", "splits", "heads", "size")
+_ODD = ("width", "splits", "heads", "size", "num_rows", "query_row", "query_head", "query_position")
 """Numbers that need not be multiples of 16."""
 
 
@@ -50,6 +52,7 @@ class Variant(NamedTuple):
     constants: dict[str, Any]
     pointers: dict[str, str]
     num_warps: int = 4
+    num_stages: int = NUM_STAGES
 
 
 class Compiled(NamedTuple):
@@ -67,6 +70,8 @@ def variants() -> Iterator[Variant]:
             yield _attention("bf16", num_queries, is_tree=is_tree)
         yield _attention("fp32", 64, is_tree=is_tree, window=4096)
     yield _attention("bf16", 4, is_whole=True)
+    for element in ("bf16", "fp32"):
+        yield _attention(element, 16, split_keys=256)
     yield _attention("fp16", 64, dim=192, chunk=8192)
     for element in ("bf16", "fp32"):
         yield _attention(element, 64, dim=256, value_dim=256, is_capped=True, window=4096, is_tree=True)
@@ -79,6 +84,8 @@ def variants() -> Iterator[Variant]:
         yield Variant(f"norm {element}", _normalise, element, {"ROUNDS_FIRST": True, "BLOCK": 4096}, {}, 8)
         heads = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "QUERY_BLOCKS": 4, "HALF": 64, "BLOCK_HALF": 64}
         yield Variant(f"rotary {element}", _turn_both, element, {**heads, "BLOCK_HEADS": _BLOCK_HEADS}, {}, 2)
+        for num_outputs in (4096, 128256):
+            yield _linear(element, num_outputs)
         yield Variant(f"gate {element}", _gate, element, {"BLOCK": GATE_BLOCK}, {})
 
 
@@ -93,17 +100,29 @@ def _attention(
     is_capped: bool = False,
     is_tree: bool = False,
     is_whole: bool = False,
+    split_keys: int = 0,
 ) -> Variant:
     tiles = tiles_of(_DTYPES[element], dim, value_dim, num_queries, is_tree=is_tree)
     constants = {
         "GROUPS": 4, "KV_HEADS": 8, "DIM": dim, "VALUE_DIM": value_dim, "IS_WHOLE": is_whole,
-        "WINDOW": window, "CHUNK": chunk, "IS_CAPPED": is_capped, "IS_TREE": is_tree,
+        "SPLIT_KEYS": split_keys, "WINDOW": window, "CHUNK": chunk, "IS_CAPPED": is_capped, "IS_TREE": is_tree,
         "BLOCK_QUERIES": tiles.queries, "BLOCK_KEYS": tiles.keys, "BLOCK_DIM": tiles.dim,
         "BLOCK_VALUE": tiles.value_dim,
     }  # fmt: skip
     name = f"{element} {tiles.queries} queries of {dim}{' of a tree' if is_tree else ''}{' in one' if is_whole else ''}"
+    name += " exact" if split_keys else ""
     pointers = {**_POINTERS, "found": element if is_whole else "fp32"}
     return Variant(name, _attend_split, element, constants, pointers, tiles.num_warps)
+
+
+def _linear(element: str, num_outputs: int) -> Variant:
+    block_outputs, block_inputs = blocks_of(num_outputs, _DTYPES[element])
+    constants = {
+        "SIZE": 4096, "NUM_OUTPUTS": num_outputs, "HAS_BIAS": False, "BLOCK_ROWS": BLOCK_ROWS,
+        "BLOCK_OUTPUTS": block_outputs, "BLOCK_INPUTS": block_inputs,
+    }  # fmt: skip
+    name = f"linear {element} of {num_outputs}"
+    return Variant(name, _product, element, constants, {"bias": element}, NUM_WARPS, LINEAR_STAGES)
 
 
 def compiled(variant: Variant, capability: int) -> Compiled:
@@ -118,7 +137,7 @@ def compiled(variant: Variant, capability: int) -> Compiled:
         if types[name].startswith("*") or (types[name] == "i32" and name not in _ODD)
     }
     source = ASTSource(variant.kernel, types, values, aligned)
-    options = {"num_stages": NUM_STAGES, "num_warps": variant.num_warps}
+    options = {"num_stages": variant.num_stages, "num_warps": variant.num_warps}
     found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.cubin"

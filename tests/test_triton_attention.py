@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from tests.triton_here import DEVICE, HAS_GPU, caches_as_on_a_device, runs_loops
 
 # isort: split
+from ssd.model.kv import triton_attention as kernels
 from ssd.model.kv.attention import slot_attention
-from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
+from ssd.model.kv.kv_cache import AttentionRules, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
-from ssd.model.kv.triton_attention import triton_attention
+from ssd.model.kv.triton_attention import exact_triton_attention, split_keys_of, triton_attention
 from tests.compile_kernels import variants
 from tests.models import tiny_model
 from tests.static_targets import pair_of_targets
@@ -64,10 +65,11 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("kernel", [triton_attention, exact_triton_attention])
 @settings(max_examples=40, phases=[p for p in Phase if p is not Phase.explain])
 @given(problem=problems())
-def test_the_kernel_computes_what_torch_computes(problem: dict[str, Any]) -> None:
-    found, expected = (attend(problem, kernel) for kernel in (triton_attention, None))
+def test_the_kernel_computes_what_torch_computes(kernel: Any, problem: dict[str, Any]) -> None:
+    found, expected = (attend(problem, kernel) for kernel in (kernel, None))
     assert found.shape == expected.shape and found.dtype == problem["dtype"]
     assert float((found.float() - expected).norm() / expected.norm()) < TOLERANCES[problem["dtype"]]
 
@@ -107,6 +109,66 @@ def attend(problem: dict[str, Any], kernel: Any) -> torch.Tensor:
         module, query, key, value, None, 0.3, problem["window"], problem["softcap"], sinks, slot_rows=rows
     )
     return out
+
+
+_LENGTH = 600
+"""Of a slot: three splits."""
+
+
+@settings(max_examples=8, phases=[p for p in Phase if p is not Phase.explain])
+@given(
+    kv_heads=st.integers(1, 2),
+    groups=st.sampled_from([1, 2, 3, 4]),
+    dims=st.sampled_from([(16, 16), (24, 16), (40, 40)]),
+    window=st.sampled_from([None, None, 1, 6, 70, 300]),
+    chunk=st.sampled_from([None, None, 8, 50, 300]),
+    softcap=st.sampled_from([None, 20.0]),
+    has_sinks=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    seed=st.integers(0, 2**32 - 1),
+    data=st.data(),
+)
+def test_a_query_has_the_same_bits_alone_and_among_others(
+    kv_heads: int, groups: int, dims: tuple[int, int], window: int | None, chunk: int | None, softcap: float | None,
+    has_sinks: bool, dtype: torch.dtype, seed: int, data: st.DataObject,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    heads, num_slots = kv_heads * groups, 3
+    kv_cache = SlotKVCache(num_slots, _LENGTH, DEVICE)
+    stored = [numbers(num_slots, kv_heads, _LENGTH, dim) for dim in dims]
+    queries = numbers(num_slots, _LENGTH, heads, dims[0])
+    sinks = numbers(heads) if has_sinks else None
+
+    def found(slots: list[int], starts: list[int], width: int) -> torch.Tensor:
+        kv_cache.lengths[slots] = starts
+        rows = SlotRows.build(kv_cache, slots, width, DEVICE)
+        some = torch.stack([queries[slot, start : start + width] for slot, start in zip(slots, starts, strict=True)])
+        return exact_triton_attention(
+            some.transpose(1, 2), stored[0], stored[1], rows, AttentionRules(0.3, window, chunk, softcap, sinks),
+        )  # fmt: skip
+
+    slots = data.draw(st.permutations(range(num_slots)))[: data.draw(st.integers(1, num_slots))]
+    width = data.draw(st.sampled_from([2, 3, 7, 9, 20]))
+    ends = st.one_of(st.integers(0, _LENGTH - width), st.sampled_from([0, 250, 255, 256, 500, _LENGTH - width]))
+    starts = [data.draw(ends) for _ in slots]
+    together = found(slots, starts, width)
+    for row, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+        for at in {width - 1, data.draw(st.integers(0, width - 1))}:
+            assert torch.equal(found([slot], [start + at], 1)[0, 0], together[row, at])
+        first = data.draw(st.integers(0, width - 1))
+        assert torch.equal(found([slot], [start + first], width - first)[0], together[row, first:])
+    with pytest.MonkeyPatch.context() as patch:  # what is launched in parts
+        patch.setattr(kernels, "_MOST_PARTIAL", 5 * heads * dims[1])
+        assert torch.equal(found(slots, starts, width), together)
+
+
+def test_splits_are_as_many_as_a_slot_needs_and_at_most_32() -> None:
+    found = [split_keys_of(length) for length in (1, 256, 8192, 8193, 131072 + 17)]
+    assert found == [256, 256, 256, 512, 8192]
 
 
 @pytest.mark.parametrize(

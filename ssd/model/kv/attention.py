@@ -268,7 +268,7 @@ def slot_attention(
     if (ratio := temperature_ratio(module, slot_rows.positions)) is not None:
         query = query * ratio.to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    kernel = slot_rows.kernel or KERNELS.get(query.device.type)
+    kernel = slot_rows.kv_cache.kernel or slot_rows.kernel or KERNELS.get(query.device.type)
     stored = slot_rows.kv_cache.store(layer, slot_rows, key, value)
     if kernel is not None:
         return kernel(query, *stored, slot_rows, AttentionRules(scale, sliding_window, chunk, softcap, s_aux)), None

@@ -32,6 +32,8 @@ class SlotKVCache:
         self.reach: dict[int, int | None] = {}
         """How many positions back each layer attended in its last pass: its window or chunk, None is all."""
         self.device = device
+        self.kernel: AttentionKernel | None = None
+        """What attends in every pass, whatever its rows bring."""
         self.features: FeatureStore | None = None
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

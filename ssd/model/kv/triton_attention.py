@@ -4,10 +4,14 @@ Keys are split among programs (flash-decoding, Dao et al. 2023), each with a run
 2018); a second kernel combines what the splits found by their log-sum-exps. Each row goes over its own keys only, so
 one launch, and one recorded graph, serves any lengths. The query heads that share a key head are one tile. Import this
 module only where triton is installed: it comes with CUDA builds of torch.
+
+`exact_triton_attention` gives a query of a chain the same bits in any pass: tiles of queries have one size, splits and
+blocks of keys begin at fixed positions, and what a query does not see adds nothing to what it does see.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -19,6 +23,10 @@ from ssd.model.kv.kv_cache import AttentionRules, SlotRows
 
 _MOST_SPLITS = 32
 _BLOCKS_PER_PROCESSOR = 2
+_EXACT_QUERIES = 16
+_FEWEST_SPLIT_KEYS = 256
+_MOST_PARTIAL = 1 << 24
+"""Numbers that the splits of one exact launch may find: 64 MiB. Wider passes are launched in parts."""
 NUM_STAGES = 2
 """Tiles of keys that are under way to a program, the one that it computes with included."""
 
@@ -41,30 +49,89 @@ def triton_attention(
     )
     most_splits = min(triton.cdiv(most_keys, tiles.keys), _MOST_SPLITS)
     splits = num_splits(query.device, batch * kv_heads * num_tiles, most_splits)
+    return _launched(query, stored_keys, stored_values, rows, rules, tiles, splits=splits, all_splits=splits)
+
+
+def exact_triton_attention(
+    query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
+) -> torch.Tensor:
+    """As `triton_attention`, but the bits of a query of a chain depend on nothing else that a pass computes.
+
+    They do depend on how long slots may become. Nodes of trees read keys with gaps between, and are equal to chains up
+    to rounding.
+    """
+    heads, width, dim = query.shape[1:]
+    value_dim, length = stored_values.shape[3], stored_keys.shape[2]
+    split_keys = split_keys_of(length)
+    splits = triton.cdiv(min(rows.num_keys, length), split_keys)
+    tiles = tiles_of(query.dtype, dim, value_dim, _EXACT_QUERIES, is_tree=rows.sees is not None)
+    all_splits = triton.next_power_of_2(triton.cdiv(length, split_keys))
+    most = max(1, _MOST_PARTIAL // (len(query) * heads * splits * value_dim))
+    if all_splits == 1 or rows.sees is not None:
+        most = width
+    found = [
+        _launched(
+            query[:, :, first : first + most], stored_keys, stored_values,
+            rows if width <= most else _part(rows, first, most), rules, tiles,
+            splits=splits, all_splits=all_splits, split_keys=split_keys,
+        )
+        for first in range(0, width, most)
+    ]  # fmt: skip
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def split_keys_of(length: int) -> int:
+    """Keys of each split of an exact pass, of slots that hold ``length``."""
+    return max(_FEWEST_SPLIT_KEYS, int(triton.next_power_of_2(triton.cdiv(length, _MOST_SPLITS))))
+
+
+def _part(rows: SlotRows, first: int, most: int) -> SlotRows:
+    """Of chains, the new positions from the ``first``-th on."""
+    return replace(rows, starts=rows.starts + first, positions=rows.positions[:, first : first + most].contiguous())
+
+
+def _launched(
+    query: torch.Tensor,
+    stored_keys: torch.Tensor,
+    stored_values: torch.Tensor,
+    rows: SlotRows,
+    rules: AttentionRules,
+    tiles: Tiles,
+    *,
+    splits: int,
+    all_splits: int,
+    split_keys: int = 0,
+) -> torch.Tensor:
+    """split_keys : keys of each split; 0 shares them out evenly. all_splits : a power of two, splits and empty ones."""
+    batch, heads, width, dim = query.shape
+    kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
+    groups = heads // kv_heads
     query = query if query.stride(-1) == 1 else query.contiguous()
+    num_tiles = triton.cdiv(groups * width, tiles.queries)
     scale, window, chunk, softcap, sinks = rules
     out = torch.empty(batch, width, heads, value_dim, dtype=query.dtype, device=query.device)
-    is_whole = splits == 1 and sinks is None
+    is_whole = all_splits == 1 and sinks is None
     partial, weights = (
         torch.empty(batch, heads, width, 0 if is_whole else splits, *last, dtype=torch.float32, device=query.device)
         for last in ((value_dim,), ())
     )
+    attend, combine = (_attend_split_exact, _combine_splits_exact) if split_keys else (_attend_split, _combine_splits)
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        _attend_split[(num_tiles, batch * kv_heads, splits)](
+        attend[(num_tiles, batch * kv_heads, splits)](
             query, stored_keys, stored_values, out if is_whole else partial, weights,
             rows.slots, rows.starts.contiguous(), rows.positions,
             rows.sees.view(torch.uint8) if rows.sees is not None else rows.slots,
             scale, softcap or 0.0, width,
             *query.stride()[:3], *stored_keys.stride()[:3], *stored_values.stride()[:3],
-            GROUPS=groups, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim, IS_WHOLE=is_whole,
+            GROUPS=groups, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim, IS_WHOLE=is_whole, SPLIT_KEYS=split_keys,
             WINDOW=window or 0, CHUNK=chunk or 0, IS_CAPPED=softcap is not None, IS_TREE=rows.sees is not None,
             BLOCK_QUERIES=tiles.queries, BLOCK_KEYS=tiles.keys, BLOCK_DIM=tiles.dim, BLOCK_VALUE=tiles.value_dim,
             num_stages=NUM_STAGES, num_warps=tiles.num_warps,
         )  # fmt: skip
         if not is_whole:
-            _combine_splits[(batch * heads * width,)](
-                partial, weights, out, sinks if sinks is not None else weights, heads, width,
-                VALUE_DIM=value_dim, SPLITS=splits, HAS_SINKS=sinks is not None, BLOCK_VALUE=tiles.value_dim,
+            combine[(batch * heads * width,)](
+                partial, weights, out, sinks if sinks is not None else weights, heads, width, splits,
+                VALUE_DIM=value_dim, SPLITS=all_splits, HAS_SINKS=sinks is not None, BLOCK_VALUE=tiles.value_dim,
             )  # fmt: skip
     return out
 
@@ -119,14 +186,15 @@ def _attend_split(  # type: ignore[no-untyped-def]
     scale, softcap, width,
     query_row, query_head, query_position, key_slot, key_head, key_position, value_slot, value_head, value_position,
     GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, IS_WHOLE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, IS_CAPPED: tl.constexpr, IS_TREE: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IS_CAPPED: tl.constexpr, IS_TREE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries, of one row and key head, over one split of the keys.
 
     Leaves their weighted mean in found, float32[B, H, T, splits, VALUE_DIM], and the logarithm of the weights' sum in
     weights, float32[B, H, T, splits]: -inf where no key of the split is visible. With IS_WHOLE there is one split, and
-    found is the output, [B, T, H, VALUE_DIM]. Grid (tiles, B * KV_HEADS, splits).
+    found is the output, [B, T, H, VALUE_DIM]. With SPLIT_KEYS split s has the keys from s * SPLIT_KEYS on, as many, in
+    blocks that begin at multiples of their size. Grid (tiles, B * KV_HEADS, splits).
     """
     tile, row, split = tl.program_id(0), tl.program_id(1) // KV_HEADS, tl.program_id(2)
     splits = tl.num_programs(2)
@@ -150,10 +218,14 @@ def _attend_split(  # type: ignore[no-untyped-def]
     if CHUNK > 0:
         first = tl.maximum(start - start % CHUNK, first)
     first = first // BLOCK_KEYS * BLOCK_KEYS
-    blocks = (end - first + BLOCK_KEYS - 1) // BLOCK_KEYS
-    length = (blocks + splits - 1) // splits * BLOCK_KEYS
-    low = first + split * length
-    high = tl.minimum(low + length, end)
+    if SPLIT_KEYS > 0:
+        low = tl.maximum(split * SPLIT_KEYS, first)
+        high = tl.minimum((split + 1) * SPLIT_KEYS, end)
+    else:
+        blocks = (end - first + BLOCK_KEYS - 1) // BLOCK_KEYS
+        length = (blocks + splits - 1) // splits * BLOCK_KEYS
+        low = first + split * length
+        high = tl.minimum(low + length, end)
 
     highest = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_QUERIES], tl.float32)
@@ -212,18 +284,18 @@ def _attend_split(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _combine_splits(  # type: ignore[no-untyped-def]
-    partial, weights, out, sinks, heads, width,
+    partial, weights, out, sinks, heads, width, splits,
     VALUE_DIM: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
     """The mean of the splits' means by their weights: out [B, T, H, VALUE_DIM]. Grid (B * H * T,).
 
-    sinks : [H], takes weight but carries no value.
+    sinks : [H], takes weight but carries no value. splits : those that there are; the rest of SPLITS is empty.
     """
     query = tl.program_id(0)
     at, head = query % width, query // width % heads
     row = query // width // heads
     split, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_VALUE)
-    found = tl.load(weights + query * SPLITS + split)
+    found = tl.load(weights + query * splits + split, mask=split < splits, other=float("-inf"))
     highest = tl.max(found, 0)
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
@@ -233,8 +305,8 @@ def _combine_splits(  # type: ignore[no-untyped-def]
     if HAS_SINKS:
         total += tl.exp(sink - highest)
     means = tl.load(
-        partial + (query * SPLITS + split)[:, None] * VALUE_DIM + dims[None, :],
-        mask=(dims < VALUE_DIM)[None, :],
+        partial + (query * splits + split)[:, None] * VALUE_DIM + dims[None, :],
+        mask=(split < splits)[:, None] & (dims < VALUE_DIM)[None, :],
         other=0.0,
     )
     mean = tl.sum(means * shares[:, None], 0) / total
@@ -243,3 +315,11 @@ def _combine_splits(  # type: ignore[no-untyped-def]
         mean.to(out.dtype.element_ty),
         mask=dims < VALUE_DIM,
     )
+
+
+# What is compiled for a width of one might compute in another order: here all widths have one kernel.
+_attend_split_exact = triton.jit(
+    do_not_specialize=["width", "query_row", "query_head", "query_position"],
+    do_not_specialize_on_alignment=["query", "slots", "starts", "positions", "sees"],
+)(_attend_split.fn)
+_combine_splits_exact = triton.jit(do_not_specialize=["width", "splits"])(_combine_splits.fn)

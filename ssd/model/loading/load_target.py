@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -251,7 +252,10 @@ def open_target(
     with one_thread_if_small(model):
         target.can_verify_trees = verifies_trees(target, tolerance=found.tolerance)
     if not adapters:  # a recorded pass would have those of its recording
-        attach_steps(target, tolerance=found.tolerance, enforce_eager=enforce_eager, keeps_top=keeps_top)
+        target.renew_steps = partial(
+            attach_steps, target, tolerance=found.tolerance, enforce_eager=enforce_eager, keeps_top=keeps_top
+        )
+        target.renew_steps()
     settle_exactness(target, exact)
     return target
 

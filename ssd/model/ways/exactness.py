@@ -1,8 +1,9 @@
 """Whether this model, on this machine, says the same bits of a position in every pass; and making it so.
 
 On a CPU linear layers get the numbers of rows that keep the bits, found with their own weights (`find_rows`); the rest
-of a model's layers keeps them by how it computes. Then the whole model is asked (`different_positions`). What was found
-is kept beside the machine code of kernels, for the next process with the same model, machine, types and threads.
+of a model's layers keeps them by how it computes. On CUDA libraries' products and attention give way to kernels of ours
+where they do not keep them. Then the whole model is asked (`different_positions`). What was found is kept beside the
+machine code of kernels, for the next process with the same model, machine, types and threads.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from ssd.model.layers.packed_linear import PackedLinear, packed_linears
 from ssd.model.layers.row_plan import PLAIN, RowPlan, find_rows
 from ssd.model.target import Exactness, Target
 from ssd.model.ways.probe import Pairs, alone, as_trees, scored, together
+from ssd.model.ways.slot_target import SlotTarget
 
 _LENGTHS = (61, 38, 17)
 """Of the texts, each in a slot of its own; and the most of them that are read."""
@@ -74,7 +77,7 @@ def _compared(what: str, pairs: Pairs) -> tuple[str, int, int]:
 
 log = logging.getLogger(__name__)
 
-_KEPT = {"plans", "differ", "compared"}
+_KEPT = {"plans", "kernels", "differ", "compared"}
 
 _found: dict[str, dict[str, Any]] = {}
 """What this process found, by `_key`."""
@@ -83,19 +86,22 @@ _found: dict[str, dict[str, Any]] = {}
 def settle_exactness(target: Target, wanted: Exact) -> None:
     """Plan ``target``'s products, see that its passes agree to the bit, and note what holds in ``target.exactness``.
 
-    For the number of threads that the calling thread's passes have. wanted : "auto" has it where passes agree; "on"
-    raises ModelError where they do not; "off" takes the products that are fastest alone. ``target`` must be empty, and
-    is left so. At most a second for a small model.
+    For the number of threads that the calling thread's passes have. wanted : "auto" has it where passes agree; "on",
+    too, where only kernels of ours make them agree, or raises ModelError; "off" takes the products that are fastest
+    alone. ``target`` must be empty, and is left so. At most a second for a small model.
     """
-    layers = packed_linears(target.model)
+    layers, kernels = packed_linears(target.model), _with_own_kernels(target)
     _use(layers, {})
+    if kernels is not None:
+        kernels.use_own_kernels(False)
     if wanted == "off":
         target.exactness = Exactness(False, "switched off")
         return
-    key = _key(target)
+    own = kernels if wanted == "on" else None
+    key = _key(target, own is not None)
     found = _found.get(key) or _read(key)
     if found is None:
-        found = _look(target, layers)
+        found = _look(target, layers, own)
         _keep(key, found)
     _found[key] = found
     differ = str(found["differ"])
@@ -104,11 +110,21 @@ def settle_exactness(target: Target, wanted: Exact) -> None:
             f"--exact on: {type(target.model).__name__}, driven {target.way}, is not exact to the bit here: {differ}. "
             "Leave the option out to serve it with outputs that are equal up to rounding"
         )
+    if differ and kernels is not None:
+        differ += "; --exact on has it by kernels of ours, which draft chains"
     _use(layers, {} if differ else {name: RowPlan(*plan) for name, plan in found["plans"].items()})
+    if kernels is not None:
+        kernels.use_own_kernels(bool(found["kernels"]))
     target.exactness = Exactness(not differ, differ, int(found["compared"]))
 
 
-def _look(target: Target, layers: list[PackedLinear]) -> dict[str, Any]:
+def _with_own_kernels(target: Target) -> SlotTarget | None:
+    """One that can compute by kernels of ours: on CUDA, where triton is installed; None otherwise."""
+    can = target.device.type == "cuda" and find_spec("triton") is not None
+    return target if can and isinstance(target, SlotTarget) else None
+
+
+def _look(target: Target, layers: list[PackedLinear], kernels: SlotTarget | None) -> dict[str, Any]:
     plans: dict[str, RowPlan] = {}
     for layer in layers:
         name = _name(layer)
@@ -117,7 +133,12 @@ def _look(target: Target, layers: list[PackedLinear]) -> dict[str, Any]:
     _use(layers, plans)
     inexact = next((name for name, plan in plans.items() if not plan.is_exact), None)
     compared, differ = (0, f"no numbers of rows of a linear layer ({inexact}) agree") if inexact else _asked(target)
-    return {"plans": {name: list(plan) for name, plan in plans.items()}, "differ": differ, "compared": compared}
+    takes_kernels = kernels is not None and bool(differ)
+    if kernels is not None and takes_kernels:
+        kernels.use_own_kernels(True)
+        compared, differ = _asked(target)
+    plans_kept = {name: list(plan) for name, plan in plans.items()}
+    return {"plans": plans_kept, "kernels": takes_kernels, "differ": differ, "compared": compared}
 
 
 def _asked(target: Target) -> tuple[int, str]:
@@ -146,7 +167,7 @@ def _name(layer: PackedLinear) -> str:
     return f"{size}x{num_outputs}{'+' if has_bias else ''} {str(dtype).removeprefix('torch.')}"
 
 
-def _key(target: Target) -> str:
+def _key(target: Target, takes_kernels: bool) -> str:
     """All that the bits may depend on but the weights' values."""
     model = target.model
     parts = {
@@ -154,6 +175,7 @@ def _key(target: Target) -> str:
         "config": model.config.to_dict() if hasattr(model, "config") else {},
         "dtype": str(target.dtype),
         "way": [
+            takes_kernels,
             target.way,
             target.can_verify_trees,
             min(target.num_slots, 3),

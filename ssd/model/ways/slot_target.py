@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.adapted_linear import Rows
+from ssd.model.layers.replace import Replaced
 from ssd.model.layers.tap import Tap, Tapped
 from ssd.model.sampling.sampler import Noise, PassOutput
 from ssd.model.steps.static_steps import StaticSteps
@@ -35,7 +36,11 @@ class SlotTarget(Target):
         self.kv_cache = SlotKVCache(num_slots, max_length + max_width, self.device)
         self.steps: StaticSteps | None = None
         """Where passes that score tokens are repeated rather than launched anew."""
+        self.renew_steps: Callable[[], None] = lambda: None
+        """To be called after what the model computes with has changed."""
         self._held = self.kv_cache.lengths
+        self._own_layers: list[Replaced] = []
+        self._had_trees = False
         self._adapted: Rows | None = None
         self._tap: tuple[Tap, Tapped] | None = None
 
@@ -48,6 +53,26 @@ class SlotTarget(Target):
     def take_adapters(self, names: Iterable[str], rows: Rows) -> None:
         """Slots may have adapters from now on. ``rows`` : where the model's layers look up which row has which."""
         self.adapter_names, self._adapted = frozenset(names), rows
+
+    def use_own_kernels(self, wanted: bool) -> None:
+        """Compute linear layers and attention by kernels of ours from now on, or with what was there.
+
+        Their rows have the same bits in any pass, of chains: no trees. Libraries choose the order of their sums by the
+        shape of a pass. Recorded passes are recorded anew. Raises ImportError where triton is missing.
+        """
+        if wanted == (self.kv_cache.kernel is not None):
+            return
+        if wanted:
+            from ssd.model.kv.triton_attention import exact_triton_attention
+            from ssd.model.layers.triton_linear import exact_linears
+
+            self.kv_cache.kernel, self._own_layers = exact_triton_attention, list(exact_linears(self.model))
+            self._had_trees, self.can_verify_trees = self.can_verify_trees, False
+        else:
+            for parent, name, again in self._own_layers:
+                setattr(parent, name, again())
+            self.kv_cache.kernel, self.can_verify_trees = None, self._had_trees
+        self.renew_steps()
 
     def rollback(self, slot: int, length: int) -> None:
         """Lower the slot's length; what lies beyond is overwritten later."""

@@ -1,0 +1,103 @@
+"""Linear layers whose rows have the same bits in any pass, compiled where there is a GPU, else interpreted."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.triton_here import DEVICE, HAS_GPU
+
+# isort: split
+from ssd.model.layers.replace import Replaced, plain_logits
+from ssd.model.layers.triton_linear import exact_linears, linear
+from ssd.model.loading.take_weights import take_weights
+from tests.models import tiny_model
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+# The interpreter computes with numpy, which has no bfloat16.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3} | ({torch.bfloat16: 2e-2} if HAS_GPU else {})
+
+
+@settings(max_examples=60)
+@given(
+    width=st.integers(1, 70),
+    size=st.sampled_from([1, 7, 32, 64, 100, 129]),
+    num_outputs=st.sampled_from([1, 5, 32, 70]),
+    has_bias=st.booleans(),
+    is_cut=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    seed=st.integers(0, 999),
+    data=st.data(),
+)
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_alone_and_among_others(
+    width: int, size: int, num_outputs: int, has_bias: bool, is_cut: bool, dtype: torch.dtype, seed: int,
+    data: st.DataObject,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    x = torch.randn(width, size + is_cut).to(DEVICE, dtype)[:, :size]
+    weight = torch.randn(num_outputs, size).to(DEVICE, dtype)
+    bias = torch.randn(num_outputs).to(DEVICE, dtype) if has_bias else None
+    found = linear(x, weight, bias)
+    wanted = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert found.dtype == dtype and found.shape == wanted.shape
+    assert float((found.double() - wanted).norm()) <= TOLERANCES[dtype] * float(wanted.norm())
+    for place in data.draw(st.sets(st.integers(0, width - 1), min_size=1, max_size=3)):
+        assert torch.equal(linear(x[place], weight, bias), found[place])
+    first = data.draw(st.integers(0, width - 1))
+    last = data.draw(st.integers(first + 1, width))
+    assert torch.equal(linear(x[first:last], weight, bias), found[first:last])
+    others = torch.randn(data.draw(st.integers(1, 70)), size).to(DEVICE, dtype)
+    assert torch.equal(linear(torch.cat([others, x]), weight, bias)[len(others) :], found)
+
+
+def test_many_outputs_and_no_rows() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(8200, 16, device=DEVICE), torch.randn(2, 65, 16, device=DEVICE)
+    found = linear(x, weight)
+    torch.testing.assert_close(found, nn.functional.linear(x, weight))
+    assert torch.equal(linear(x[1, 64:], weight), found[1, 64:])
+    assert linear(x[:0], weight).shape == (0, 65, 8200)
+
+
+@torch.inference_mode()
+def test_a_model_computes_so_takes_weights_and_is_taken_back() -> None:
+    model = deepcopy(tiny_model()).to(DEVICE)
+    weights, expected = deepcopy(model.state_dict()), plain_logits(model)
+    places = {name: each.data_ptr() for name, each in model.named_parameters()}
+    replaced = list(exact_linears(model))
+    assert len(replaced) == sum(type(each) is nn.Linear for each in model.modules()) and not list(
+        exact_linears(model)
+    ), "again"
+    assert {name: each.data_ptr() for name, each in model.named_parameters()} == places
+    for found, want in zip(plain_logits(model), expected, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+    rows = torch.arange(5, device=DEVICE)[None]
+    hidden = model.get_input_embeddings()(rows)
+    layer = model.get_submodule("model.layers.0.self_attn.q_proj")
+    assert torch.equal(layer(hidden[:, 3:4]), layer(hidden)[:, 3:4])
+    take_weights(model, {name: 0.5 * weight for name, weight in weights.items()})
+    assert not torch.allclose(plain_logits(model)[0], expected[0])
+    take_weights(model, weights)
+    take_back(replaced)
+    for found, want in zip(plain_logits(model), expected, strict=True):
+        assert torch.equal(found, want)
+    assert len(list(exact_linears(model))) == len(replaced), "after it was taken back"
+
+
+def take_back(replaced: list[Replaced]) -> None:
+    """What was there before."""
+    for parent, name, again in replaced:
+        setattr(parent, name, again())
+
+
+def test_other_layers_stay() -> None:
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda *_: None)
+    assert not list(exact_linears(nn.ModuleList([hooked, nn.Linear(4, 4).double(), nn.Bilinear(2, 2, 2)])))
