@@ -131,7 +131,6 @@ OPTIONS: dict[str, Any] = {
     "baseline_tokens": 128,
     "baseline_rounds": 7,
     "enforce_eager": Option(default=False, help="record no CUDA graphs"),
-    "fuse_linears": Option(default=False, help="on a GPU too, one product for layers that read the same input"),
     "no_baselines": Option(default=False, help="leave bare forwards and model.generate out"),
 }
 COLUMNS = (
@@ -162,7 +161,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_length=max(args.context) + max(args.baseline_tokens, tokens_said(args.rounds, max(args.draft) + 1)) + 8,
         max_draft_tokens=max(args.draft),
         enforce_eager=args.enforce_eager,
-        fuse_linears=args.fuse_linears,
     )
     run.ran_on(target)
     copied = copy_bytes_per_second(target.device, args.copy_mb << 20)

@@ -23,10 +23,10 @@ import torch
 from benchmarks.models import model_name
 from benchmarks.run import Option, Run, spread_text
 from benchmarks.workloads import snippets
-from ssd.model.exact.settle import settle_exactness
 from ssd.model.loading.load_target import DTYPES, load_model, open_target
 from ssd.model.loading.threads import settle_threads
 from ssd.model.target import Target, pad_rows
+from ssd.model.ways.exactness import settle_exactness
 from ssd.text.codec import TextCodec
 
 WIDTHS = (2, 3, 5, 8, 16, 17, 33, 64)

@@ -31,8 +31,7 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
 from ssd.engine.sequence import secret_of
 from ssd.model.loading.load_target import DTYPES, load_model, open_target
-from ssd.model.sampling.noise import gumbel_noise
-from ssd.model.sampling.sampler import TokenLogprobs
+from ssd.model.sampling.sampler import TokenLogprobs, gumbel_noise
 from ssd.model.sampling.target_tokens import truncated_scores
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget
@@ -392,7 +391,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "way": target.way,
                 "passes": passes_of(target),
                 "exact": str(target.exactness),
-                "cost": round(target.exactness.cost, 3),
                 "settings": [str(setting) for setting in settings],
                 "tokens": report.num_tokens,
                 "ties": report.num_ties,

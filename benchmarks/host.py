@@ -38,8 +38,7 @@ from ssd.engine import Engine, Request
 from ssd.model.kv.kv_cache import SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.loading.load_target import load_model
-from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.sampler import PassOutput
+from ssd.model.sampling.sampler import Noise, PassOutput
 from ssd.model.steps.static_steps import StaticSteps, Step
 from ssd.model.target import TokenMatrix
 from ssd.model.ways.slot_target import SlotTarget

@@ -158,11 +158,8 @@ class EngineConfig:
 
     exact: Exact = "auto"
     """Whether a position's logits must be the same bits in every pass, so that outputs are equal to the bit whatever is
-    drafted and whatever else is decoded. "auto": where it costs at most 5 % of a pass. "on": or the model is not
-    opened. "off": each pass as fast as it can be alone."""
-
-    fuse_linears: bool = False
-    """On CUDA compute query, key and value, and gate and up, as one product each, as on a CPU; rounding may differ."""
+    drafted and whatever else is decoded. "auto": where they can be. "on": or the model is not opened. "off": each pass
+    as fast as it can be alone."""
 
     enable_prefix_caching: bool = True
     """Slots keep their keys and values, and requests of the same namespace, cache salt and tenant go on with them."""

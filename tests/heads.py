@@ -9,8 +9,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from ssd.model.draft.drafter import HeadDrafter, tapped_by
-from ssd.model.heads.head import Head
-from ssd.model.heads.networks import Eagle3Head, MedusaHead
+from ssd.model.heads.networks import Eagle3Head, Head, MedusaHead
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.layers.tap import FINAL, Tapped
 from ssd.model.loading.load_target import open_target

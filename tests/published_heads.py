@@ -21,9 +21,9 @@ def random(*shape: int, seed: int, scale: float = 0.1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def norm(size: int, seed: int, *, one_more: bool = False) -> torch.Tensor:
-    """Weights of a norm; ``one_more`` : kept less one."""
-    return random(size, seed=seed) + (0.0 if one_more else 1.0)
+def norm(size: int, seed: int) -> torch.Tensor:
+    """Weights of a norm."""
+    return random(size, seed=seed) + 1.0
 
 
 def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Path:
@@ -47,47 +47,77 @@ def one_layer(name: str, scratch: Path, **changes: Any) -> tuple[PreTrainedModel
     return owner, {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
-def mtp_parts(*, one_more: bool = False, has_norm: bool = True) -> dict[str, torch.Tensor]:
+def mtp_parts(*, has_norm: bool = True) -> dict[str, torch.Tensor]:
     """A module's tensors but for the layer's."""
-    parts = {
-        "embedding": norm(HIDDEN, 1, one_more=one_more),
-        "hidden": norm(HIDDEN, 2, one_more=one_more),
-        "project": random(HIDDEN, 2 * HIDDEN, seed=3),
-    }
-    return {**parts, "norm": norm(HIDDEN, 4, one_more=one_more)} if has_norm else parts
+    parts = {"embedding": norm(HIDDEN, 1), "hidden": norm(HIDDEN, 2), "project": random(HIDDEN, 2 * HIDDEN, seed=3)}
+    return {**parts, "norm": norm(HIDDEN, 4)} if has_norm else parts
 
 
-def medusa(num_heads: int, num_layers: int, *, bias: bool = True) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Blocks as "{head}.{block}.weight" and ".bias", and output layers."""
-    blocks = {}
+def medusa(num_heads: int, num_layers: int) -> dict[str, torch.Tensor]:
+    """Blocks and output layers, as FasterDecoding names them."""
+    found = {}
     for head in range(num_heads):
         for block in range(num_layers):
             seed = 100 + 10 * head + block
-            blocks[f"{head}.{block}.weight"] = random(HIDDEN, HIDDEN, seed=seed)
-            if bias:
-                blocks[f"{head}.{block}.bias"] = random(HIDDEN, seed=seed + 1000)
-    return blocks, [random(VOCAB, HIDDEN, seed=500 + head) for head in range(num_heads)]
+            found[f"{head}.{block}.linear.weight"] = random(HIDDEN, HIDDEN, seed=seed)
+            found[f"{head}.{block}.linear.bias"] = random(HIDDEN, seed=seed + 1000)
+        found[f"{head}.{num_layers}.weight"] = random(VOCAB, HIDDEN, seed=500 + head)
+    return found
 
 
-def eagle(layers: int = 1, *, bias: bool = True, qkv_bias: bool = False) -> dict[str, torch.Tensor]:
-    """EAGLE's first head: 4 heads of 16, 2 of keys and values, 96 between."""
-    found = {"fc.weight": random(HIDDEN, 2 * HIDDEN, seed=20)}
+def _layer(at: str, width: int) -> dict[str, torch.Tensor]:
+    """Of 4 heads of 16, 2 of keys and values, 96 between; ``width`` : what its attention reads."""
+    shapes = {
+        "self_attn.q_proj": (64, width), "self_attn.k_proj": (32, width), "self_attn.v_proj": (32, width),
+        "self_attn.o_proj": (HIDDEN, 64), "mlp.gate_proj": (96, HIDDEN), "mlp.up_proj": (96, HIDDEN),
+        "mlp.down_proj": (HIDDEN, 96),
+    }  # fmt: skip
+    found = {f"{at}{name}.weight": random(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items(), 10)}
+    return {**found, f"{at}post_attention_layernorm.weight": norm(HIDDEN, 32)}
+
+
+def eagle(*, bias: bool = True, qkv_bias: bool = False) -> dict[str, torch.Tensor]:
+    """EAGLE's first head."""
+    found = {"fc.weight": random(HIDDEN, 2 * HIDDEN, seed=20), **_layer("layers.0.", HIDDEN)}
     if bias:
         found["fc.bias"] = random(HIDDEN, seed=21)
-    for index in range(layers):
-        seed, at = 30 + 20 * index, f"layers.{index}."
-        for place, (name, rows, columns) in enumerate([
-            ("self_attn.q_proj", 64, 64), ("self_attn.k_proj", 32, 64), ("self_attn.v_proj", 32, 64),
-            ("self_attn.o_proj", 64, 64), ("mlp.gate_proj", 96, 64), ("mlp.up_proj", 96, 64),
-            ("mlp.down_proj", 64, 96),
-        ]):  # fmt: skip
-            found[f"{at}{name}.weight"] = random(rows, columns, seed=seed + place)
-            if qkv_bias and place < 3:
-                found[f"{at}{name}.bias"] = random(rows, seed=seed + place + 10)
-        found[at + "post_attention_layernorm.weight"] = norm(HIDDEN, seed + 8)
-        if index:
-            found[at + "input_layernorm.weight"] = norm(HIDDEN, seed + 9)
+    for seed, name in enumerate("qkv" if qkv_bias else ""):
+        found[f"layers.0.self_attn.{name}_proj.bias"] = random(64 if name == "q" else 32, seed=40 + seed)
     return found
+
+
+DRAFTED = torch.arange(7, 7 + 2 * 80, 2)
+"""The target's ids of the 80 tokens that EAGLE-3's head drafts."""
+
+
+def eagle3_tensors(prefix: str) -> dict[str, torch.Tensor]:
+    """As a checkpoint has them; ``prefix`` : of the head's own layer."""
+    return {
+        "fc.weight": random(HIDDEN, 3 * HIDDEN, seed=1),
+        "norm.weight": norm(HIDDEN, 2),
+        "lm_head.weight": random(len(DRAFTED), HIDDEN, seed=3),
+        "d2t": DRAFTED - torch.arange(len(DRAFTED)),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, DRAFTED, True),
+        f"{prefix}hidden_norm.weight": norm(HIDDEN, 30),
+        f"{prefix}input_layernorm.weight": norm(HIDDEN, 31),
+        **_layer(prefix, 2 * HIDDEN),
+    }
+
+
+def eagle3(directory: Path, changes: Mapping[str, torch.Tensor | None] | None = None, **config: Any) -> Path:
+    """The EAGLE repository's layout, as SpecForge and SGLang have it. ``changes`` : of tensors; None: not there."""
+    tensors = {**eagle3_tensors("midlayer."), **(changes or {})}
+    there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return write(directory, {**EAGLE_SHAPE, "draft_vocab_size": len(DRAFTED), **config}, there)
+
+
+def speculators(directory: Path, more: Mapping[str, torch.Tensor] | None = None, **config: Any) -> Path:
+    """The speculators format."""
+    said = {
+        "speculators_model_type": "eagle3", "transformer_layer_config": EAGLE_SHAPE,
+        "draft_vocab_size": len(DRAFTED), "norm_before_residual": False, "target_hidden_size": None, **config,
+    }  # fmt: skip
+    return write(directory, said, {**eagle3_tensors("layers.0."), **(more or {})})
 
 
 EAGLE_SHAPE: dict[str, Any] = {

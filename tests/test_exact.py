@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.errors import ModelError
-from ssd.model.layers.packed_linear import find_rows
+from ssd.model.layers.row_plan import find_rows
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target, pad_rows
 from tests.architectures import ARCHITECTURES, SLOTS
@@ -147,7 +147,7 @@ def test_where_few_rows_are_computed_in_another_order_more_are() -> None:
         return x @ weight + (len(x) < 12 and len(x) % 4)
 
     plan = find_rows(compute, 64, 192, torch.float32)
-    assert (plan.least, plan.is_exact, plan.is_free) == (12, True, False)
+    assert (plan.least, plan.is_exact) == (12, True)
     rows = torch.randn(5, 64)
     assert torch.equal(plan.product(compute, rows), compute(rows.repeat(3, 1))[:5])
 
@@ -155,7 +155,7 @@ def test_where_few_rows_are_computed_in_another_order_more_are() -> None:
 def test_where_every_number_of_rows_gives_the_same_bits_time_chooses_of_the_least() -> None:
     weight = torch.randint(-8, 9, (256, 8192), generator=torch.Generator().manual_seed(0)).float()  # read long: timed
     plan = find_rows(lambda x: x.round() @ weight, 256, 8192, torch.float32)  # sums of whole numbers are exact
-    assert (plan.most, plan.is_exact, plan.is_free) == (512, True, True)
+    assert (plan.most, plan.is_exact) == (512, True)
     assert plan.least <= 4
 
 

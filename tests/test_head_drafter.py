@@ -23,10 +23,10 @@ from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
 from ssd.engine import Engine, Request
 from ssd.errors import ConfigError, ModelError
-from ssd.model.draft.drafter import DraftModelDrafter, HeadDrafter, NetworkDrafter, comb
-from ssd.model.draft.model import load_draft_model
+from ssd.model.draft.candidates import comb
+from ssd.model.draft.drafter import DraftModelDrafter, HeadDrafter, NetworkDrafter, load_draft_model
 from ssd.model.draft.slots import HeadSlots
-from ssd.model.heads.head import Head
+from ssd.model.heads.networks import Head
 from ssd.model.kv.tree import leading_chain
 from ssd.model.layers.tap import FINAL
 from ssd.model.loading.load_target import open_target

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
-from ssd.model.heads.layouts import load_head, require_drivable, say
+from ssd.model.draft.drafter import tapped_by
+from ssd.model.heads.layouts import load_head, say
 from ssd.model.heads.networks import FusedHead
-from ssd.model.loading.load_target import load_model
+from ssd.model.loading.load_target import load_model, open_target
 from tests import published_heads as published
 from tests.models import VOCAB, tiny_model
 from tests.published_heads import HIDDEN, random
@@ -31,19 +32,17 @@ def target() -> PreTrainedModel:
     return tiny_model()
 
 
+@cache
+def deep() -> PreTrainedModel:
+    return tiny_model("Llama", num_hidden_layers=8)
+
+
 def eagle() -> Contents:
     return dict(published.EAGLE_SHAPE), published.eagle()
 
 
 def medusa() -> Contents:
-    blocks, outputs = published.medusa(2, 1)
-    tensors = {
-        name.replace(".weight", ".linear.weight").replace(".bias", ".linear.bias"): blocks[name] for name in blocks
-    }
-    return (
-        {"medusa_num_heads": 2, "medusa_num_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB},
-        {**tensors, **{f"{index}.1.weight": output for index, output in enumerate(outputs)}},
-    )
+    return {"medusa_num_heads": 2, "hidden_size": HIDDEN, "vocab_size": VOCAB}, published.medusa(2, 1)
 
 
 def mtp() -> Contents:
@@ -128,23 +127,43 @@ def test_a_directory_that_is_not_whole_is_refused(
         load_head(tmp_path, target())
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"layernorms": True}, "layer norms around EAGLE's layer"),
-        ({"transformer_layer_architecture": "Qwen3DecoderLayer"}, "only LlamaDecoderLayer is read"),
-        ({"transformer_layer_config": None}, "lacks transformer_layer_config"),
-        ({"transformer_layer_config": {**published.EAGLE_SHAPE, "hidden_size": 128}}, "hidden_size 128"),
-    ],
-)
-def test_what_speculators_has_and_is_not_read_is_said(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    config = {"speculators_model_type": "eagle", "transformer_layer_config": dict(published.EAGLE_SHAPE), **changes}
-    tensors = {
-        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensor
-        for name, tensor in published.eagle().items()
-    }
-    with pytest.raises(ModelError, match=said):
-        load_head(published.write(tmp_path, config, tensors), target())
+EAGLE3_REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "another vocabulary": (lambda path: published.eagle3(path, vocab_size=VOCAB + 1), "made for another model"),
+    "another hidden size": (lambda path: published.eagle3(path, hidden_size=32), "embed_tokens"),
+    "another target": (
+        lambda path: published.eagle3(path, target_hidden_size=128), "target_hidden_size 128, the model has 64"
+    ),
+    "more ids than entries": (lambda path: published.eagle3(path, draft_vocab_size=81), "d2t has 80 entries"),
+    "no such layer": (lambda path: published.speculators(path, eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight"),
+    "odd layers": (
+        lambda path: published.speculators(path, eagle_aux_hidden_state_layer_ids=["a"]), "no list of layers"
+    ),
+    "no layer config": (
+        lambda path: published.speculators(path, transformer_layer_config=None), "transformer_layer_config"
+    ),
+    "several layers": (lambda path: published.eagle3(path, num_hidden_layers=2), "several layers"),
+    "normed before": (lambda path: published.speculators(path, norm_before_fc=True), "norm_before_fc"),
+    "unread": (lambda path: published.speculators(path, {"gate.weight": torch.ones(3)}), "not read, gate.weight"),
+    "missing": (lambda path: published.eagle3(path, {"norm.weight": None}), "norm.weight"),
+    "ids outside": (lambda path: published.eagle3(path, {"d2t": torch.full((80,), VOCAB)}), "outside 0..299"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EAGLE3_REFUSED)
+def test_what_does_not_fit_of_eagle3_is_said_in_one_line(case: str, tmp_path: Path) -> None:
+    make, message = EAGLE3_REFUSED[case]
+    with pytest.raises(ModelError, match=message) as refused:
+        load_head(make(tmp_path), deep())
+    assert "\n" not in str(refused.value)
+
+
+def test_layers_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="too few for the usual choice"):
+        load_head(published.eagle3(tmp_path), target())
+    listed = {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}
+    head = load_head(published.eagle3(tmp_path, eagle_config=listed), deep())
+    with pytest.raises(ModelError, match="reads behind layer 9, and LlamaForCausalLM has 8"):
+        open_target(deep(), num_slots=2, max_length=32, tapped=tapped_by(head, deep().device, deep().dtype))
 
 
 def test_a_module_lies_among_the_tensors_of_its_target(tmp_path: Path) -> None:
@@ -238,8 +257,6 @@ def test_odd_configurations_are_refused_or_read(
 
 def load_or_refuse(directory: Path) -> None:
     try:
-        head = load_head(directory, target())
+        load_head(directory, target())
     except ModelError as error:
         assert len(str(error).splitlines()) == 1
-        return
-    require_drivable(head, target())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,12 @@ from transformers import PreTrainedModel
 from ssd.drafting.protocol import DraftRequest
 from ssd.errors import ModelError
 from ssd.model.draft.drafter import HeadDrafter, tapped_by
-from ssd.model.heads.head import Head, TargetParts
-from ssd.model.heads.layouts import load_head, require_drivable
-from ssd.model.heads.networks import FusedHead, MedusaHead, decoder_layers
+from ssd.model.heads.layouts import load_head
+from ssd.model.heads.networks import Eagle3Head, FusedHead, Head, MedusaHead, TargetParts, decoder_layers
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.layers.tap import FINAL
 from ssd.model.loading.load_target import open_target
 from tests import published_heads as published
-from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
 from tests.published_heads import HIDDEN, random
 from tests.reference import head_layouts as slow
@@ -29,12 +28,10 @@ from tests.reference import head_layouts as slow
 LENGTH = 9
 DEEPSEEK = {"num_nextn_predict_layers": 1}
 NORMS = {"embedding": "enorm", "hidden": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"}
-QWEN = {"embedding": "pre_fc_norm_embedding", "hidden": "pre_fc_norm_hidden", "project": "fc", "norm": "norm"}
 LAYERNORMS = {
     "embedding": "token_layernorm", "hidden": "hidden_layernorm", "project": "input_proj", "norm": "final_layernorm"
 }  # fmt: skip
 ERNIE = {"embedding": "mtp_emb_norm.0", "hidden": "mtp_hidden_norm.0", "project": "mtp_linear_proj.0"}
-HYBRID = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 
 
 def config_of(target: PreTrainedModel, **more: Any) -> dict[str, Any]:
@@ -49,13 +46,12 @@ def mtp_directory(
     prefix: str,
     layer: str,
     *,
-    one_more: bool = False,
     config: dict[str, Any] | None = None,
     **changes: Any,
 ) -> tuple[Path, PreTrainedModel, dict[str, torch.Tensor]]:
     """A published module, the model that owns its layer, and its other tensors."""
     owner, tensors = published.one_layer(name, directory / "owner", **changes)
-    own = published.mtp_parts(one_more=one_more, has_norm="norm" in parts)
+    own = published.mtp_parts(has_norm="norm" in parts)
     named = {f"{prefix}{parts[key]}.weight": tensor for key, tensor in own.items()}
     named |= {layer + key: tensor for key, tensor in tensors.items()}
     settings = config if config is not None else {**config_of(tiny_model(name)), **DEEPSEEK}
@@ -109,23 +105,10 @@ MTP_CASES: dict[str, dict[str, Any]] = {
         "name": "GLM-4-MoE", "parts": NORMS, "prefix": "model.layers.2.", "layer": "model.layers.2.",
         "first_k_dense_replace": 3,
     },
-    "Qwen3-Next": {
-        "name": "Qwen3-Next", "parts": QWEN, "prefix": "mtp.", "layer": "mtp.layers.0.", "one_more": True, **HYBRID
-    },
-    "Qwen3-Next's names beside full attention": {
-        "name": "Qwen3-MoE", "parts": QWEN, "prefix": "mtp.", "layer": "mtp.layers.0."
-    },
     "MiMo": {
         "name": "Qwen2", "parts": LAYERNORMS, "prefix": "model.mtp_layers.0.", "layer": "model.mtp_layers.0."
     },
     "ERNIE 4.5": {"name": "ERNIE 4.5", "parts": ERNIE, "prefix": "model.", "layer": "model.mtp_block.0."},
-    "speculators": {
-        "name": "Qwen3", "parts": LAYERNORMS, "prefix": "mtp_layers.0.", "layer": "mtp_layers.0.",
-        "config": {
-            "speculators_model_type": "mtp", "num_nextn_predict_layers": 1,
-            "transformer_layer_config": {"hidden_size": HIDDEN, "vocab_size": VOCAB, "model_type": "qwen3"},
-        },
-    },
 }  # fmt: skip
 
 
@@ -140,125 +123,52 @@ def test_mtp_modules_say_what_a_plain_pass_says(case: str, tmp_path: Path) -> No
     assert head.feature_size == HIDDEN
     tokens, embedded, features = some_text(target)
     with torch.inference_mode():
-        wanted, _ = slow.mtp(
-            owner, 2, parts, embedded, features, hidden_first=case == "MiMo", one_more="one_more" in settings
-        )
+        wanted = slow.mtp(owner, 2, parts, embedded, features, hidden_first=case == "MiMo")
         logits = wanted @ target.get_output_embeddings().weight.T
     said, after = in_slots(head, tokens, features)
     assert_same(after, wanted)
     assert_same(said, logits)
 
 
-NO_MODULE = {
-    "Gemma 3n (shared keys)": "4",
-    "GPT-2": "'layers'",
-    "GPT-BigCode": "'layers'",
-    "GPT-NeoX": "'norm'",
-    "Llama 4 (chunks, temperature)": "'layers'",
-    "OPT": "'norm'",
-    "Phi": "'norm'",
-}
-"""Architectures in slots whose layers are built in another way, with a word of what is said of them."""
-ALL_WINDOWS = {"Gemma 3", "Cohere 2"}
-"""Which attend to everything in every sixth layer, and so in none of the two that they have here."""
-WINDOWS = {"Mistral (sliding window)": 6, "StarCoder2": 6}
-"""Architectures in which every layer has a window."""
-
-
-@pytest.mark.parametrize("name", [each.name for each in ARCHITECTURES.values() if each.kind is SLOTS])
-def test_every_architecture_in_slots_has_modules_or_says_why_not(name: str) -> None:
-    target = tiny_model(
-        name, **({"layer_types": ["sliding_attention", "full_attention"]} if name in ALL_WINDOWS else {})
-    )
-    if name in NO_MODULE:
-        with pytest.raises(ModelError, match=f"cannot be driven beside .*{NO_MODULE[name]}"):
-            a_module(target)
-        return
-    head = a_module(target)
-    tokens, _embedded, features = some_text(target)
-    said, after = in_slots(head, tokens, features)
-    head.config._attn_implementation = "eager"
-    positions = torch.arange(LENGTH)[None]
-    with torch.inference_mode():
-        logits, hidden = head(tokens, features, positions, attention_mask=slow.causal(LENGTH, WINDOWS.get(name)))
-    assert_same(after, hidden)
-    assert_same(said, logits)
-
-
-def a_module(target: PreTrainedModel) -> FusedHead:
-    """One with random weights, as the last layer of the target."""
-    like = decoder_layers(target)[0]
-    head = FusedHead(
-        target, [like.layer], like.config, layer_type=like.layer_type, norm=like.norm, has_last_norm=True
-    ).to_empty(device="cpu")  # fmt: skip
-    for place, (name, tensor) in enumerate(head.state_dict().items()):
-        tensor.copy_(published.norm(len(tensor), place) if tensor.ndim == 1 else random(*tensor.shape, seed=place))
-        if name.endswith("bias"):
-            tensor.sub_(1)
-    require_drivable(head, target)
-    return head.eval()
+def test_a_model_whose_layers_are_built_in_another_way_has_no_module() -> None:
+    with pytest.raises(ModelError, match=r"cannot be driven beside .*'layers'"):
+        decoder_layers(tiny_model("GPT-2"))
+    windows = tiny_model("Gemma 3", layer_types=["sliding_attention"] * 2)
+    with pytest.raises(ModelError, match="none of its layers attends to the whole text"):
+        decoder_layers(windows)
 
 
 MEDUSA_CASES: dict[str, dict[str, Any]] = {
-    "FasterDecoding's": {"block": "{i}.{j}.linear", "output": "{i}.{n}.weight"},
-    "one of several blocks": {"block": "{i}.{j}.linear", "output": "{i}.{n}.weight", "layers": 3},
-    "within a whole checkpoint": {"block": "medusa_head.{i}.{j}.linear", "output": "medusa_head.{i}.{n}.weight"},
-    "the target's output layer": {"block": "{i}.{j}.linear", "output": None},
-    "vLLM's": {"block": "blocks.{i}.layers.{j}", "output": "lm_heads.{i}.weight", "bias": False},
-    "vLLM's with biases": {"block": "medusa_heads.blocks.{i}.layers.{j}", "output": "medusa_heads.lm_heads.{i}.weight"},
-    "vLLM's with one output layer": {
-        "block": "blocks.{i}.layers.{j}", "output": "lm_heads.{i}.weight", "bias": False, "shared": True
-    },
-    "vLLM's of frequent tokens": {
-        "block": "blocks.{i}.layers.{j}", "output": "lm_heads.{i}.weight", "bias": False, "tokens": True
-    },
-    "vLLM's of frequent tokens, not cut": {
-        "block": "blocks.{i}.layers.{j}", "output": "lm_heads.{i}.weight", "bias": False, "tokens": True, "whole": True
-    },
-}  # fmt: skip
+    "own output layers": {},
+    "several blocks, pickled": {"layers": 3, "pickled": True},
+    "within a whole checkpoint": {"prefix": "medusa_head."},
+    "the target's output layer": {"has_outputs": False},
+}
 
 
-@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "pickled"])
 @pytest.mark.parametrize("case", MEDUSA_CASES)
-def test_medusa_heads_say_what_their_blocks_say(case: str, pickled: bool, tmp_path: Path) -> None:
+def test_medusa_heads_say_what_their_blocks_say(case: str, tmp_path: Path) -> None:
     settings = MEDUSA_CASES[case]
-    layers, bias = settings.get("layers", 1), settings.get("bias", True)
-    target = tiny_model()
-    blocks, outputs = published.medusa(3, layers, bias=bias)
-    tensors = {}
-    for name, tensor in blocks.items():
-        head, block, kind = name.split(".")
-        tensors[settings["block"].format(i=head, j=block) + "." + kind] = tensor
-    config: dict[str, Any] = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "medusa_num_heads": 3}
-    if settings["output"] is None:
+    layers, prefix, target = settings.get("layers", 1), settings.get("prefix", ""), tiny_model()
+    tensors = published.medusa(3, layers)
+    blocks = [
+        [tuple(tensors[f"{head}.{block}.linear.{kind}"] for kind in ("weight", "bias")) for block in range(layers)]
+        for head in range(3)
+    ]
+    outputs = [tensors[f"{head}.{layers}.weight"] for head in range(3)]
+    if not settings.get("has_outputs", True):
         outputs = [target.get_output_embeddings().weight.detach()] * 3
-    elif settings.get("shared"):
-        config["original_lm_head"] = True
-        outputs = outputs[:1] * 3
-    frequent = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[:50]
-    if settings.get("tokens"):
-        config["truncated_vocab_size"] = len(frequent)
-        tensors["token_map"] = frequent
-    if settings["output"] is not None:
-        for index, output in enumerate(outputs[:1] if settings.get("shared") else outputs):
-            cut = settings.get("tokens") and not settings.get("whole")
-            tensors[settings["output"].format(i=index, n=layers)] = output[frequent] if cut else output
-    published.write(tmp_path, config, tensors)
-    if pickled:
+        tensors = {name: tensor for name, tensor in tensors.items() if "linear" in name}
+    tensors = {prefix + name: tensor for name, tensor in tensors.items()}
+    published.write(tmp_path, {"hidden_size": HIDDEN, "vocab_size": VOCAB, "medusa_num_heads": 3}, tensors)
+    if settings.get("pickled"):
         (tmp_path / "model.safetensors").unlink()
         torch.save(tensors, tmp_path / "medusa_lm_head.pt")
     found = load_head(tmp_path, target)
     assert isinstance(found, MedusaHead)
     assert (found.num_tokens, found.feature_layers, found.feature_size) == (3, (FINAL,), HIDDEN)
     hidden = random(2, HIDDEN, seed=8, scale=1.0)
-    parts = [
-        [(blocks[f"{head}.{block}.weight"], blocks.get(f"{head}.{block}.bias")) for block in range(layers)]
-        for head in range(3)
-    ]
-    wanted = torch.stack([slow.medusa(parts, outputs, row) for row in hidden])
-    if settings.get("tokens") and not settings.get("whole"):
-        assert found.draft_to_target is not None and torch.equal(found.draft_to_target, frequent)
-        wanted = wanted[..., frequent]
+    wanted = torch.stack([slow.medusa(blocks, outputs, row) for row in hidden])
     left, anything = hidden[:, None], torch.zeros(2, 1, dtype=torch.int64)
     with torch.inference_mode():
         for depth in range(3):
@@ -267,43 +177,57 @@ def test_medusa_heads_say_what_their_blocks_say(case: str, pickled: bool, tmp_pa
     assert left.shape[2] == 0
 
 
-EAGLE_CASES: dict[str, dict[str, Any]] = {
-    "EAGLE-1": {},
-    "without a bias": {"bias": False},
-    "for Qwen2": {"qkv_bias": True},
-    "two layers": {"layers": 2},
-    "speculators": {"speculators": True},
-}
-
-
-@pytest.mark.parametrize("case", EAGLE_CASES)
-def test_eagle_heads_say_what_is_written_out(case: str, tmp_path: Path) -> None:
-    settings = dict(EAGLE_CASES[case])
-    renamed = settings.pop("speculators", False)
-    target = tiny_model()
-    tensors = published.eagle(**settings)
-    shape = {**published.EAGLE_SHAPE, "num_hidden_layers": settings.get("layers", 1)}
-    config: dict[str, Any] = dict(shape)
+@pytest.mark.parametrize("settings", [{}, {"bias": False}, {"qkv_bias": True}], ids=str)
+def test_eagle_heads_say_what_is_written_out(settings: dict[str, bool], tmp_path: Path) -> None:
+    target, tensors = tiny_model(), published.eagle(**settings)
     stored = {**tensors, "embed_tokens.weight": random(VOCAB, HIDDEN, seed=7)}
-    if renamed:
-        stored = {
-            name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensor
-            for name, tensor in tensors.items()
-        }
-        config = {
-            "speculators_model_type": "eagle", "transformer_layer_architecture": "LlamaDecoderLayer",
-            "layernorms": False, "fusion_bias": True, "transformer_layer_config": {"model_type": "llama", **shape},
-        }  # fmt: skip
-    head = load_head(published.write(tmp_path, config, stored), target)
+    head = load_head(published.write(tmp_path, published.EAGLE_SHAPE, stored), target)
     assert isinstance(head, FusedHead)
     tokens, embedded, features = some_text(target)
-    wanted = slow.eagle(tensors, shape, embedded[0], features[0])[None]
+    wanted = slow.eagle(tensors, published.EAGLE_SHAPE, embedded[0], features[0])[None]
     said, after = in_slots(head, tokens, features)
     assert_same(after, wanted)
     assert_same(said, wanted @ target.get_output_embeddings().weight.T)
 
 
-@pytest.mark.parametrize("case", ["DeepSeek-V3", "GLM-4.5", "MiMo"])
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+@pytest.mark.parametrize("write", [published.eagle3, published.speculators])
+def test_both_layouts_of_eagle3_say_what_is_written_out(write: Any, norm_before_residual: bool, tmp_path: Path) -> None:
+    target = tiny_model("Llama", num_hidden_layers=8)
+    head = load_head(write(tmp_path, norm_before_residual=norm_before_residual), target)
+    assert isinstance(head, Eagle3Head)
+    assert head.feature_layers == (2, 4, 5)
+    assert head.draft_to_target is not None and torch.equal(head.draft_to_target, published.DRAFTED)
+    assert not head.training and not any(weight.requires_grad for weight in head.parameters())
+    tokens, embedded, _ = some_text(target)
+    states = [random(1, LENGTH, HIDDEN, seed=50 + layer) for layer in range(3)]
+    features = torch.cat(states, -1) @ random(HIDDEN, 3 * HIDDEN, seed=1).T
+    assert_same(head.combine(states), features)
+    wanted = slow.eagle3(
+        published.eagle3_tensors("midlayer."), published.EAGLE_SHAPE, embedded[0], features[0],
+        norm_before_residual=norm_before_residual,
+    )  # fmt: skip
+    for found, each in zip(in_slots(head, tokens, features), wanted, strict=True):
+        assert_same(found[0], each)
+
+
+def test_two_bytes_a_weight_leave_angles_and_ids_exact(tmp_path: Path) -> None:
+    directory, plain = published.eagle3(tmp_path), tiny_model("Llama", num_hidden_layers=8)
+    exact, head = (load_head(directory, model) for model in (plain, deepcopy(plain).to(torch.bfloat16)))
+    assert head.rotary is not None and exact.rotary is not None
+    assert torch.equal(head.rotary.inv_freq, exact.rotary.inv_freq)
+    assert head.draft_to_target is not None and torch.equal(head.draft_to_target, published.DRAFTED)
+
+
+def test_layers_are_counted_as_each_layout_counts_them(tmp_path: Path) -> None:
+    """SGLang: what the layer of an index puts out; vLLM: what comes out of so many layers."""
+    listed: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+    target = tiny_model("Llama", num_hidden_layers=8)
+    assert load_head(published.eagle3(tmp_path / "own", eagle_config=listed), target).feature_layers == (2, 4, 7)
+    assert load_head(published.speculators(tmp_path / "its", **listed), target).feature_layers == (1, 3, 6)
+
+
+@pytest.mark.parametrize("case", ["GLM-4.5", "MiMo"])
 def test_a_head_says_the_same_beside_faster_layers(case: str, tmp_path: Path) -> None:
     """Whether it is loaded before its target is opened or behind."""
     settings = MTP_CASES[case]
@@ -332,9 +256,7 @@ def test_the_output_layer_of_the_target_is_read_as_the_target_reads_it(name: str
 def test_the_first_drafted_token_is_what_the_twin_says_next(name: str, tmp_path: Path) -> None:
     """By the target's own hidden states, as they are kept from pass to pass."""
     model, plain = tiny_model(), tiny_model()
-    eagle, (blocks, outputs) = published.eagle(), published.medusa(3, 1)
-    medusa = {key.replace(".0.", ".0.linear."): tensor for key, tensor in blocks.items()}
-    medusa |= {f"{index}.1.weight": output for index, output in enumerate(outputs)}
+    eagle, medusa = published.eagle(), published.medusa(3, 1)
     config = published.EAGLE_SHAPE if name == "EAGLE" else {"medusa_num_heads": 3}
     directory = published.write(tmp_path, config, eagle if name == "EAGLE" else medusa)
 
@@ -342,7 +264,8 @@ def test_the_first_drafted_token_is_what_the_twin_says_next(name: str, tmp_path:
         hidden = plain.get_decoder()(text[None, :-1]).last_hidden_state[0]
         embedded = plain.get_input_embeddings()(text[1:])
         if name == "Medusa":
-            return slow.medusa([[(blocks["0.0.weight"], blocks["0.0.bias"])]], outputs[:1], hidden[-1])[0]
+            block = medusa["0.0.linear.weight"], medusa["0.0.linear.bias"]
+            return slow.medusa([[block]], [medusa["0.1.weight"]], hidden[-1])[0]
         after = slow.eagle(eagle, published.EAGLE_SHAPE, embedded, hidden)
         return after[-1] @ plain.get_output_embeddings().weight.T
 

@@ -1,22 +1,196 @@
-"""Layers that take the place of a model's own: it says what it said, or they go again."""
+"""Layers that take the place of a model's own say what those say, weights are held once, or they go again."""
 
 from __future__ import annotations
 
 import logging
-from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from ssd.bundled import MODEL_PATH
-from ssd.model.layers.fused_linear import FusedMember
-from ssd.model.layers.packed_linear import PackedLinear, pack_linears
+from ssd.model.layers import packed_linear
+from ssd.model.layers.packed_embedding import PackedEmbedding, reader_of
+from ssd.model.layers.packed_linear import FusedLinears, FusedMember, PackedLinear, pack_linears, packed_types
 from ssd.model.layers.replace import plain_logits, replace_layers
 from ssd.model.layers.vector_layers import FusedNorm, FusedRotary, fuse_norms, fuse_rotary
+from ssd.model.loading import load_target
 from ssd.model.loading.load_target import load_model, open_target
+from ssd.model.loading.memory import weight_bytes
 from tests.models import tiny_model
+
+
+def linear(out: int, size: int, *, bias: bool, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    return nn.Linear(size, out, bias=bias, dtype=dtype).requires_grad_(False)
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    out=st.integers(1, 70),
+    size=st.integers(1, 70),
+    bias=st.booleans(),
+    dtype=st.sampled_from(packed_types()),
+    seed=st.integers(0, 99),
+)
+def test_a_packed_layer_computes_what_torch_does(
+    shape: list[int], out: int, size: int, bias: bool, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    plain = linear(out, size, bias=bias, dtype=dtype)
+    packed = PackedLinear(plain.weight, plain.bias)
+    x = torch.randn(*shape, size).to(dtype)
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(x), plain(x), rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+    weight, kept_bias = packed.unpacked()
+    assert torch.equal(weight, plain.weight)
+    assert (kept_bias is None) == (plain.bias is None)
+
+
+def test_layers_with_something_special_stay() -> None:
+    class Quantised(nn.Linear):
+        pass
+
+    hooked = linear(3, 3, bias=False)
+    hooked.register_forward_hook(lambda *_: None)
+    module = nn.ModuleDict({"a": Quantised(3, 3), "b": hooked, "c": linear(3, 3, bias=False).to(torch.float64)})
+    assert not list(pack_linears(module))
+
+
+def test_a_type_that_cannot_be_packed_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_target, "packed_types", lambda: (torch.float32,))
+    assert load_target.faster_type(tiny_model().to(torch.bfloat16)) is torch.float32
+
+
+@given(
+    outs=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    bias=st.booleans(),
+    asked=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), max_size=12),
+)
+def test_fused_layers_answer_in_any_order(outs: list[int], bias: bool, asked: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    layers = [linear(out, 11, bias=bias) for out in outs]
+    group = FusedLinears(layers)
+    members = [FusedMember(group, member) for member in range(len(layers))]
+    inputs = [torch.randn(2, 3, 11) for _ in range(2)]
+    with torch.inference_mode():
+        for asked_member, number in asked:
+            chosen = asked_member % len(layers)
+            torch.testing.assert_close(members[chosen](inputs[number]), layers[chosen](inputs[number]))
+    for member, layer in zip(members, layers, strict=True):
+        weight, kept_bias = member.unpacked()
+        assert torch.equal(weight, layer.weight)
+        assert kept_bias is None or torch.equal(kept_bias, layer.bias)
+
+
+def test_layers_that_do_not_fit_together_stay() -> None:
+    shared = linear(3, 4, bias=False)
+    for gate, up, fit in (
+        (linear(3, 4, bias=True), linear(3, 4, bias=False), False),
+        (linear(3, 4, bias=False), linear(3, 5, bias=False), False),
+        (shared, shared, False),
+        (linear(3, 4, bias=False), linear(2, 4, bias=False), True),
+    ):
+        module = nn.ModuleDict({"gate_proj": gate, "up_proj": up})
+        list(pack_linears(module))
+        assert any(isinstance(each, FusedMember) for each in module.children()) is fit
+
+
+# -- weights are held once -------------------------------------------------------------------------------------------
+
+DTYPES = packed_types()
+WIDE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64}
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    return PackedLinear(weight, None).packed
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_opened_model_holds_its_weights_once(
+    name: str, tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = tiny_model(name, **WIDE, tie_word_embeddings=tied)
+    made.save_pretrained(tmp_path)  # in float32, so that the loaded weights are those of the mapped file
+    model = load_model(tmp_path, device="cpu")
+    size = 4 * sum(weight.numel() for weight in model.parameters())
+    assert size > 20e6 and weight_bytes(model) < 1.01 * size
+    with caplog.at_level(logging.INFO, "ssd.model.loading"):
+        open_target(model, num_slots=1, max_length=64)
+    held = weight_bytes(model)
+    assert held <= 1.1 * size
+    assert type(model.get_output_embeddings()) is PackedLinear
+    assert isinstance(model.get_input_embeddings(), PackedEmbedding if tied else nn.Embedding)
+    assert f"weights {held / 1e9:.2f}, KV cache" in caplog.text
+    assert not any(str(tmp_path) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@given(
+    out=st.integers(1, 600),
+    size=st.integers(1, 80),
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(1, 5), max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_rows_of_a_packed_matrix_are_those_it_was_made_of(
+    out: int, size: int, dtype: torch.dtype, shape: list[int], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    embedding = nn.Embedding(out, size, dtype=dtype).requires_grad_(False)
+    reader = reader_of(embedding, packed(embedding.weight))
+    assert reader is not None
+    ids = torch.randint(out, shape)
+    assert torch.equal(reader(ids), embedding(ids))
+    for wrong in (-1, out):
+        with pytest.raises(IndexError, match="out of range"):
+            reader(torch.tensor([0, wrong]))
+
+
+class _Scaled(nn.Embedding):
+    """As Gemma's."""
+
+    embed_scale = torch.tensor(640**0.5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.embed_scale.to(self.weight.dtype)
+
+
+class _Shifted(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_embedding_that_scales_its_rows_is_read_and_others_are_not(dtype: torch.dtype) -> None:
+    ids = torch.tensor([[0, 8, 3]])
+    scaled = _Scaled(9, 5, dtype=dtype).requires_grad_(False)
+    reader = reader_of(scaled, packed(scaled.weight))
+    assert reader is not None and torch.equal(reader(ids), scaled(ids))
+    shifted, renormed = (kind.requires_grad_(False) for kind in (_Shifted(9, 5), nn.Embedding(9, 5, max_norm=1.0)))
+    for other in (shifted, renormed, nn.Linear(5, 9)):
+        assert reader_of(other, packed(other.weight.detach())) is None
+
+
+def test_a_tied_layer_stays_where_its_embedding_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "reader_of", lambda *_: None)
+    model: Any = tiny_model(tie_word_embeddings=True)
+    assert replace_layers(model, (pack_linears,), expected=plain_logits(model), tolerance=1e-3)
+    assert model.lm_head.weight is model.model.embed_tokens.weight and type(model.lm_head) is nn.Linear
+
+
+def test_tied_layers_come_back_tied(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = tiny_model(tie_word_embeddings=True)
+    expected = plain_logits(model)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert not replace_layers(model, (pack_linears,), expected=[x + 1 for x in expected], tolerance=1e-3)
+    assert "stay as they are" in caplog.text
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(found, want) for found, want in zip(plain_logits(model), expected, strict=True))
+
 
 KINDS = (pack_linears, fuse_norms, fuse_rotary)
 
@@ -41,17 +215,6 @@ def test_a_model_says_the_same_and_is_changed_once() -> None:
     for found, want in zip(plain_logits(model), expected, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
     assert not replace(model, expected)
-
-
-def test_the_bundled_model_decodes_as_its_library_does() -> None:
-    model = load_model(MODEL_PATH, dtype="float32", device="cpu")
-    library = deepcopy(model)
-    target = open_target(model, num_slots=1, max_length=64)
-    assert nn.Linear not in kinds(model) and kinds(library) == {nn.Linear}
-    ids = torch.arange(40, 56)[None]
-    with torch.inference_mode():
-        logits = target.forward([0], ids.numpy(), [16]).logits
-        torch.testing.assert_close(logits, library(input_ids=ids).logits, rtol=1e-3, atol=1e-3)
 
 
 class _Reaching(nn.Module):

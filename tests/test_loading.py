@@ -18,8 +18,8 @@ from ssd.errors import ModelError
 from ssd.model.loading import memory as kv_budget
 from ssd.model.loading import threads
 from ssd.model.loading.load_target import load_model, open_target
-from ssd.model.loading.memory import cgroup_room, fit_slots, free_bytes, total_bytes, usable_bytes
-from ssd.model.loading.threads import fastest, settle_threads
+from ssd.model.loading.memory import Group, fit_slots, free_bytes, tightest_group, total_bytes, usable_bytes
+from ssd.model.loading.threads import settle_threads
 from ssd.model.target import Target
 from tests.models import tiny_model
 
@@ -159,26 +159,20 @@ def test_the_tightest_control_group_counts_and_cached_files_are_free(tmp_path: P
     mount = tmp_path / "fs"
     group(mount / "outer", memory__max="1000\n", memory__current="700\n", memory__stat="anon 1\ninactive_file 50\n")
     group(mount / "outer" / "inner", memory__max="max\n", memory__current="600\n")
-    assert cgroup_room(mount, membership) == 350
+    assert tightest_group(mount, membership) == Group(1000, 350)
     group(mount / "outer" / "inner", memory__max="800\n", memory__current="600\n")
-    assert cgroup_room(mount, membership) == 200
-
-
-def test_version_1_and_a_path_that_is_not_mounted_here(tmp_path: Path) -> None:
-    membership = tmp_path / "cgroup"
-    membership.write_text("4:memory:/the/hosts/path\n3:cpuset:/\n0::/\n")
-    mount = tmp_path / "fs"
-    group(mount / "memory", memory__limit_in_bytes="500", memory__usage_in_bytes="100",
-          memory__stat="inactive_file 3\ntotal_inactive_file 20\n")  # fmt: skip
-    assert cgroup_room(mount, membership) == 420
+    assert tightest_group(mount, membership) == Group(800, 200)
+    membership.write_text("3:cpuset:/\n0::/the/hosts/path\n")  # which is not mounted here
+    group(mount, memory__max="500", memory__current="100")
+    assert tightest_group(mount, membership) == Group(500, 400)
 
 
 def test_no_limit_and_no_control_groups_at_all(tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
-    assert cgroup_room(tmp_path, membership) is None
+    assert tightest_group(tmp_path, membership) is None
     membership.write_text("0::/\n")
     group(tmp_path, memory__max="max\n", memory__current="600\n")
-    assert cgroup_room(tmp_path, membership) is None
+    assert tightest_group(tmp_path, membership) is None
 
 
 def test_more_slots_than_there_is_memory_for_run_as_fewer(caplog: pytest.LogCaptureFixture) -> None:
@@ -240,10 +234,3 @@ def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> N
     tried = pretend(monkeypatch, {})
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert settle_threads(tiny_target()) == 4 and tried == []
-
-
-@given(st.dictionaries(st.integers(1, 64), st.tuples(st.floats(1e-4, 1), st.floats(1e-4, 1)), min_size=1))
-def test_kinds_of_pass_count_alike(seconds: dict[int, tuple[float, float]]) -> None:
-    best = fastest({count: list(times) for count, times in seconds.items()})
-    products = {count: a * b for count, (a, b) in seconds.items()}
-    assert products[best] <= min(products.values()) * (1 + 1e-9)

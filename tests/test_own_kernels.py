@@ -12,7 +12,7 @@ import torch
 from tests.triton_here import DEVICE, caches_as_on_a_device, runs_loops
 
 # isort: split
-from ssd.model.exact import settle
+from ssd.model.ways import exactness as settle
 from ssd.model.ways.slot_target import SlotTarget
 from tests.models import VOCAB, tiny_model
 

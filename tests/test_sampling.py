@@ -14,9 +14,8 @@ from transformers import generation as hf
 
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
-from ssd.model.sampling.noise import gumbel_noise
 from ssd.model.sampling.row_choice import DeviceRules
-from ssd.model.sampling.sampler import PassOutput, argmax_with_noise, token_logprobs
+from ssd.model.sampling.sampler import PassOutput, argmax_with_noise, gumbel_noise, token_logprobs
 from ssd.model.sampling.target_tokens import apply_prefix_rules, target_tokens, truncated_scores
 from ssd.token_rules import BadWords, TokenRules
 from tests.reference import target as slow

@@ -21,8 +21,8 @@ from ssd.model.layers.tap import FINAL
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.steps.buffers import StepBuffers, StepShape
-from ssd.model.steps.probe import Candidate, attach_first, steps_error
 from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticMoves, StaticSteps, Step, eagerly
+from ssd.model.ways.recorded import Candidate, attach_first, steps_error
 from ssd.model.ways.slot_target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS, UNTAPPED
 from tests.heads import everything
@@ -140,27 +140,6 @@ def test_an_engine_over_static_steps_says_what_the_model_says(recorder: str) -> 
     assert static.steps is not None and static.steps.failure is None and static.steps.num_recorded >= 3
 
 
-def shape_of(
-    steps: StaticSteps, num_rows: int, width: int, longest: int, is_tree: bool = False
-) -> tuple[int, int, int, bool] | None:
-    shape = steps.shape_of(num_rows, width, longest, is_tree=is_tree)
-    return None if shape is None else (*shape,)
-
-
-def test_shapes_are_few_and_large_passes_have_none() -> None:
-    target = SlotTarget(tiny_model(), 24, 1000, 65)
-    steps = StaticSteps(target, eagerly, tolerance=1e-4)
-    assert shape_of(steps, 1, 1, 0) == (1, 1, 256, False)
-    assert shape_of(steps, 3, 5, 200) == (4, 8, 256, False)
-    assert shape_of(steps, 3, 5, 249) == (4, 8, 512, False)
-    assert shape_of(steps, 5, 33, 900, True) == (8, 64, 1024, True)
-    assert shape_of(steps, 1, 65, 1000) == (1, 65, 1065, False)
-    assert shape_of(steps, 17, 1, 999) == (24, 1, 1024, False)
-    assert shape_of(steps, 24, 24, 10) is None
-    assert shape_of(steps, 1, 66, 10) is None
-    assert shape_of(steps, 25, 1, 10) is None
-
-
 def test_warming_up_records_common_shapes_and_touches_no_text() -> None:
     plain, static = pair_of_targets(tiny_model(), num_slots=3, max_width=5)
     static.can_verify_trees = True
@@ -184,7 +163,7 @@ def broken(step: Step) -> Step:
         outputs = step.__closure__
         assert outputs is not None
         buffers = next(cell.cell_contents._buffers for cell in outputs if hasattr(cell.cell_contents, "_buffers"))
-        buffers.outputs(StepShape(1, 1, 64, False))[0].add_(1.0)
+        buffers.outputs(StepShape(1, 1, 64, False), 1, 1)[0].add_(1.0)
 
     return replay
 
@@ -354,7 +333,7 @@ def run_without_data(name: str, *, is_tree: bool) -> None:
     with NothingFromTheHost():
         inputs = buffers.inputs(shape, target.kv_cache, None)
         buffers.store(target.score(inputs.tokens, inputs.rows), inputs)
-    logits, best, top = buffers.outputs_of(shape, 2, 4)
+    logits, best, top = buffers.outputs(shape, 2, 4)
     assert logits.shape[:2] == best.shape == (2, 4) and best.device.type == "meta"
     assert top is not None and top.shape == (2, 4, 2, SUCCESSORS) and top.device.type == "meta"
 

@@ -17,9 +17,8 @@ from transformers import PreTrainedTokenizerFast
 import ssd
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ModelError, RequestError
-from ssd.text.codec import TextCodec, encode_bad_words
+from ssd.text.codec import TextCodec, TokenTexts, encode_bad_words
 from ssd.text.stream import TextStream
-from ssd.text.token_text import TokenTexts
 from tests.reference.text import decoded_text, stopped_text
 from tests.tokenizers_for_tests import (
     byte_level_tokenizer,

@@ -14,8 +14,7 @@ from tests.triton_here import DEVICE, HAS_GPU, runs_loops
 
 # isort: split
 from ssd.model.sampling import triton_sampling
-from ssd.model.sampling.noise import noisy_scores
-from ssd.model.sampling.sampler import argmax_with_noise, check_tokens, samples_rightly
+from ssd.model.sampling.sampler import argmax_with_noise, check_tokens, noisy_scores, samples_rightly
 from ssd.model.sampling.triton_sampling import triton_sampler
 from tests.models import tiny_model
 from tests.static_targets import pair_of_targets

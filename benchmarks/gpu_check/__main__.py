@@ -220,10 +220,7 @@ PARTS: dict[str, Part] = {
     "overhead-small": Part(50, ("benchmarks.overhead {model} {overhead} --dtype float32 --device {device}",)),
     "speed-variants": Part(
         60,
-        tuple(
-            _TIMED + " {large} --batch 1 --draft 0 3 15 --device {device} " + option
-            for option in ("--enforce-eager", "--fuse-linears")
-        ),
+        (_TIMED + " {large} --batch 1 --draft 0 3 15 --device {device} --enforce-eager",),
     ),
 }  # fmt: skip
 """By their names, in the order of their worth."""

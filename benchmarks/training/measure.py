@@ -23,7 +23,7 @@ from benchmarks.training.corpus import (
     held_out_documents,
     render,
 )
-from ssd.model.heads.head import Head
+from ssd.model.heads.networks import Head
 from ssd.model.layers.tap import Tap
 
 # A small model decoded greedily soon repeats itself, and repeated text is what a retrieval drafter predicts best. The

@@ -17,7 +17,7 @@ from server.base.settings import ServerSettings
 from server.running.generation import Choice, Generation, Usage
 from server.schema.generate import StreamOptions
 from ssd.errors import SSDError
-from ssd.text.token_text import TokenTexts
+from ssd.text.codec import TokenTexts
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput, RequestStats, TokenLogprobs

@@ -14,8 +14,7 @@ from typing import Any
 from server.command.arguments import Options
 from server.command.options import CacheOptions, ModelOptions
 from ssd.errors import ConfigError, ModelError, first_line
-from ssd.text.hub import go_offline_without_a_hub, is_offline
-from ssd.text.load_tokenizer import HubOptions
+from ssd.text.load_tokenizer import HubOptions, go_offline_without_a_hub, is_offline
 
 log = logging.getLogger(__name__)
 

@@ -204,11 +204,9 @@ class EngineOptions:
     enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
     """keep the keys and values of ended requests for those that begin alike"""
     exact: Exact = _ENGINE.exact
-    """outputs equal to the bit. auto: where that takes at most 5% more time; on: or the model is not served"""
+    """outputs equal to the bit. auto: where they can be; on: or the model is not served"""
     enforce_eager: bool = False
     """record no CUDA graphs: slower steps, less memory (default: graphs where there is a GPU)"""
-    fuse_linears: bool = False
-    """on a GPU compute query, key and value, and gate and up, as one product each (a CPU always does)"""
     seed: Annotated[int | None, Parameter(converter=_seed)] = None
     """where the seeds of requests without one begin, so that a run can be repeated (default: drawn at random)"""
     coupled_sampling: int = _ENGINE.coupled_streams

@@ -35,8 +35,8 @@ from server.schema.generate import COMPLETION_MAX_TOKENS, CompletionBody, Genera
 from server.schema.responses import ResponsesBody
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
+from ssd.text.codec import TokenTexts
 from ssd.text.grammar_compiler import expected_cost
-from ssd.text.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from ssd.engine import Engine

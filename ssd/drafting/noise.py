@@ -89,8 +89,8 @@ def key_at(request: UInt, place: UInt) -> UInt:
 
 @inlined
 def gumbel_at(key: UInt, token: int) -> float:
-    """For kernels: the noise of one token at a key; what `ssd.model.sampling.noise.gumbel_noise` says, but for rounding
-    of the logarithm.
+    """For kernels: the noise of one token at a key; what `gumbel_noise` of ssd.model.sampling.sampler says, but for
+    rounding of the logarithm.
     """
     bits = mixed(key + np.uint64(token + 1) * np.uint64(GAMMA)) >> np.uint64(11)
     return float(-math.log(-math.log((np.float64(bits) + 0.5) * _TO_UNIT)))

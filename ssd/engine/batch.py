@@ -30,7 +30,7 @@ from ssd.drafting.drafter import Group
 from ssd.drafting.noise import SequenceNoise
 from ssd.engine.request import Row
 from ssd.engine.sequence import Sequence
-from ssd.model.sampling.noise import Noise
+from ssd.model.sampling.sampler import Noise
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.suffix_cache import SuffixCache
 

@@ -25,15 +25,14 @@ from ssd.engine.schedule import Prefill, PrefixReuse, Scheduler
 from ssd.engine.sequence import Coupling, Sequence, open_sequence
 from ssd.engine.verify import Pass, Taken, warm_up_verification
 from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
-from ssd.model.draft.drafter import HeadDrafter, tapped_by
-from ssd.model.draft.model import load_draft_model
-from ssd.model.exact.settle import settle_exactness
+from ssd.model.draft.drafter import HeadDrafter, load_draft_model, tapped_by
 from ssd.model.heads.layouts import load_head
 from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.take_weights import take_weights
 from ssd.model.loading.threads import settle_threads
 from ssd.model.target import Target
+from ssd.model.ways.exactness import settle_exactness
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from ssd.text.grammar_compiler import GrammarCompiler
@@ -148,7 +147,6 @@ class Engine:
             loaded, num_slots=config.max_num_seqs, max_length=config.max_model_len,
             max_draft_tokens=draft.num_speculative_tokens, kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization, enforce_eager=config.enforce_eager,
-            fuse_linears=config.fuse_linears,
             exact="off",  # until the threads are known that will make the passes
             adapters=adapted, tapped=None if head is None else tapped_by(head, loaded.device, loaded.dtype),
             keeps_top=draft.recycling and draft.num_speculative_tokens > 0 and drafter == "ssd",
@@ -165,7 +163,7 @@ class Engine:
             drafters.append(
                 load_draft_model(
                     draft_model, target, codec, dtype=dtype, device=device, hub=draft_hub,
-                    enforce_eager=config.enforce_eager, fuse_linears=config.fuse_linears,
+                    enforce_eager=config.enforce_eager,
                 )
             )  # fmt: skip
         return cls(

@@ -171,7 +171,6 @@ class Rollouts:
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
-            fuse_linears=config.fuse_linears,
             exact=config.exact,
             keeps_top=draft.recycling and draft.num_speculative_tokens > 0,
         )

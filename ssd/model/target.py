@@ -14,12 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
-from ssd.config import Exact
 from ssd.model.kv.kv_cache import FeatureStore
 from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.packed_linear import prepare_linears
-from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.sampler import PassOutput
+from ssd.model.sampling.sampler import Noise, PassOutput
 
 TokenMatrix = npt.NDArray[np.int64]
 
@@ -28,14 +26,11 @@ TokenMatrix = npt.NDArray[np.int64]
 class Exactness:
     """Whether a position's logits are the same bits in every pass; `settle_exactness` finds out."""
 
-    wanted: Exact = "off"
     holds: bool = False
     reason: str = "not tried"
     """Why it does not hold."""
     num_compared: int = 0
     """Positions that were compared."""
-    cost: float = 0.0
-    """What the plan of products adds to a pass of a few positions, as a share."""
 
     def __str__(self) -> str:
         if not self.holds:

@@ -33,7 +33,6 @@ and is not late only since others were busy, is costly: many at once would take 
 
 _YIELDS = 4
 """A costly mask lets shorter ones go first that come within so many times of what it takes."""
-_IDLE_S = 1.0
 _MOST_REMEMBERED = 1024
 
 
@@ -298,26 +297,23 @@ class MaskThreads:
     shortest first.
     """
 
-    def __init__(self, when_idle: Callable[[], None]) -> None:
-        """``when_idle`` : called a second after the last that was costly."""
-        self._when_idle = when_idle
+    def __init__(self) -> None:
         self.submit = ThreadPoolExecutor(1024, "ssd-masks", lambda: _step_back(10)).submit
         self._costly = ThreadPoolExecutor(1, "ssd-costly-masks", lambda: _step_back(15))
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._waiting: list[_Costly] = []
         self._last_turn: OrderedDict[str | None, None] = OrderedDict()  # of each tenant, the latest last
 
     def submit_costly(self, tenant: str | None, costs_s: float, call: Callable[[], None]) -> Future[None]:
         """``costs_s`` : expected. One that waits goes before shorter ones that came far later."""
         costly = _Costly(tenant, time.monotonic() + _YIELDS * costs_s, call, Future())
-        with self._changed:
+        with self._lock:
             self._waiting.append(costly)
-            self._changed.notify()
         self._costly.submit(self._make_one)
         return costly.made
 
     def _make_one(self) -> None:
-        with self._changed:
+        with self._lock:
             turns = {tenant: turn for turn, tenant in enumerate(self._last_turn)}
             costly = min(self._waiting, key=lambda each: (turns.get(each.tenant, -1), each.due))
             self._waiting.remove(costly)
@@ -326,10 +322,6 @@ class MaskThreads:
             if len(self._last_turn) > _MOST_REMEMBERED:
                 self._last_turn.popitem(last=False)
         _settle(costly.made, costly.call)
-        with self._changed:
-            is_idle = not self._changed.wait_for(lambda: self._waiting, _IDLE_S)
-        if is_idle:
-            self._when_idle()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

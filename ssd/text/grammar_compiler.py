@@ -74,7 +74,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: Any = None
         self.memory = GrammarMemory(max_bytes)
-        self._threads = MaskThreads(self.memory.give_back)
+        self._threads = MaskThreads()
         self._tried: OrderedDict[bytes, Weight] = OrderedDict()
         """What compiled, by digest, the latest last."""
 

@@ -113,11 +113,6 @@ class GrammarMemory:
             self._opened.add(opened)
             return opened
 
-    def give_back(self) -> None:
-        """Have the C library return to the system what nobody uses; it keeps it else. Takes milliseconds."""
-        if (libc := _glibc()) is not None:
-            libc.malloc_trim(0)
-
     def _used(self) -> int:
         opened = list(self._opened)
         return sum(each.weight.num_bytes for each in list(self._compiled)) + sum(each.num_bytes for each in opened)
@@ -143,20 +138,17 @@ class _Mallinfo2(ctypes.Structure):
 
 
 @cache
-def _glibc() -> Any:
-    """None with another C library; those give pages back themselves, and do not say what is given out."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-    if getattr(libc, "mallinfo2", None) is None:
-        return None
-    libc.mallinfo2.restype = _Mallinfo2
-    return libc
+def _mallinfo() -> Any:
+    """glibc's; None with another C library, which does not say what is given out."""
+    found = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if found is not None:
+        found.restype = _Mallinfo2
+    return found
 
 
 def allocated_bytes() -> int:
     """What the allocator has given out to all threads; 0 where it does not say."""
-    if (libc := _glibc()) is None:
+    if (mallinfo := _mallinfo()) is None:
         return 0
-    info = libc.mallinfo2()
+    info = mallinfo()
     return int(info.uordblks + info.hblkhd)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
@@ -15,7 +19,51 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ssd.errors import ModelError, first_line
-from ssd.text.hub import go_offline_without_a_hub
+
+_PATIENCE_S = 3.0
+"""For a connection to the hub: its own clients try for most of a minute, and say so line by line."""
+
+
+def is_offline() -> bool:
+    """Whether the environment forbids to ask the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def go_offline_without_a_hub() -> str | None:
+    """Spare everything in this process its many attempts where nothing takes a connection; why, or None."""
+    if is_offline():
+        return None
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    parts = urlsplit(endpoint)
+    host = parts.hostname or ""
+    proxy = None if proxy_bypass(host) else getproxies().get(parts.scheme)
+    if proxy is not None:
+        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    failure = _failure_to_connect(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+    if failure is None:
+        return None
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
+        constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]  # read from the environment only once
+    return f"{endpoint} cannot be reached ({failure})"
+
+
+def _failure_to_connect(host: str, port: int) -> str | None:
+    """Why no connection could be made within ``_PATIENCE_S``; None where one could."""
+    failures: list[str | None] = ["no answer"]
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=_PATIENCE_S).close()
+            failures[0] = None
+        except OSError as error:
+            failures[0] = error.strerror or str(error)
+
+    # On a thread: asking for an address may take longer, and cannot be given up.
+    thread = threading.Thread(target=connect, name="hub", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    return failures[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +145,8 @@ def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) 
 
 def _generation_config(name_or_path: str, hub: HubOptions) -> dict[str, Any]:
     path = Path(name_or_path)
-    if path.is_dir():
-        found = path / "generation_config.json"
-    elif path.exists():
-        found = path.parent / "generation_config.json"
+    if path.exists():
+        found = (path if path.is_dir() else path.parent) / "generation_config.json"
     else:
         from transformers.utils import cached_file
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 Weights = dict[str, torch.Tensor]
 
 
-def causal(length: int, window: int | None = None) -> torch.Tensor:
-    """What is added to scores, [1, 1, T, T]: minus infinity for what comes later, or ``window`` or more before."""
+def causal(length: int) -> torch.Tensor:
+    """What is added to scores, [1, 1, T, T]: minus infinity for what comes later."""
     mask = torch.zeros(1, 1, length, length)
     for query in range(length):
         for key in range(length):
-            if key > query or (window is not None and key <= query - window):
+            if key > query:
                 mask[0, 0, query, key] = -torch.inf
     return mask
 
@@ -36,20 +36,15 @@ def mtp(
     features: torch.Tensor,
     *,
     hidden_first: bool,
-    one_more: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a module reads and says: next features and what is behind its layer, [1, T, H] each.
+) -> torch.Tensor:
+    """The next features that a module says, [1, T, H].
 
     owner : a model whose layer ``index`` is the module's, driven by transformers' own attention. parts : weights of the
-    norms "embedding", "hidden" and "norm", and of "project". one_more : norms keep their weights less one.
+    norms "embedding", "hidden" and "norm", and of "project".
     """
     config = owner.config.get_text_config()
     eps = getattr(config, "rms_norm_eps", 1e-6)
-    plus = 1.0 if one_more else 0.0
-    normed = [
-        rms(features, parts["hidden"] + plus, eps),
-        rms(embedded, parts["embedding"] + plus, eps),
-    ]
+    normed = [rms(features, parts["hidden"], eps), rms(embedded, parts["embedding"], eps)]
     both = torch.cat(normed if hidden_first else normed[::-1], dim=-1)
     length = embedded.shape[1]
     positions = torch.arange(length)[None]
@@ -62,11 +57,11 @@ def mtp(
         attention_mask=causal(length),
     )
     out = out[0] if isinstance(out, tuple) else out
-    return rms(out, parts["norm"] + plus, eps) if "norm" in parts else out, out
+    return rms(out, parts["norm"], eps) if "norm" in parts else out
 
 
 def medusa(
-    blocks: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor | None]]],
+    blocks: Sequence[Sequence[Sequence[torch.Tensor]]],
     outputs: Sequence[torch.Tensor],
     hidden: torch.Tensor,
 ) -> torch.Tensor:
@@ -75,7 +70,7 @@ def medusa(
     for block, output in zip(blocks, outputs, strict=True):
         x = hidden
         for weight, bias in block:
-            y = weight @ x if bias is None else weight @ x + bias
+            y = weight @ x + bias
             x = x + y * torch.sigmoid(y)
         logits.append(output @ x)
     return torch.stack(logits)
@@ -84,24 +79,16 @@ def medusa(
 def eagle(weights: Weights, shape: dict[str, Any], embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
     """The next hidden states, [T, H], of EAGLE's first head with names as its repository writes them.
 
-    shape : num_attention_heads, num_key_value_heads, rope_theta, rms_norm_eps, num_hidden_layers. embedded, features :
-    [T, H].
+    shape : num_attention_heads, num_key_value_heads, rope_theta, rms_norm_eps. embedded, features : [T, H].
     """
-    size = features.shape[1]
-    dim = size // shape["num_attention_heads"]
+    dim, at = features.shape[1] // shape["num_attention_heads"], "layers.0."
     x = torch.cat([embedded, features], -1) @ weights["fc.weight"].T
     if "fc.bias" in weights:
         x = x + weights["fc.bias"]
-    for index in range(shape["num_hidden_layers"]):
-        at = f"layers.{index}."
-        normed = x
-        if index:
-            normed = rms(x, weights[at + "input_layernorm.weight"], shape["rms_norm_eps"])
-        q, k, v = (_project(normed, weights, at + f"self_attn.{name}_proj") for name in "qkv")
-        x = x + _attended(q, k, v, dim, shape["rope_theta"]) @ weights[at + "self_attn.o_proj.weight"].T
-        normed = rms(x, weights[at + "post_attention_layernorm.weight"], shape["rms_norm_eps"])
-        x = x + _fed_forward(normed, weights, at)
-    return x
+    q, k, v = (_project(x, weights, at + f"self_attn.{name}_proj") for name in "qkv")
+    x = x + _attended(q, k, v, dim, shape["rope_theta"]) @ weights[at + "self_attn.o_proj.weight"].T
+    normed = rms(x, weights[at + "post_attention_layernorm.weight"], shape["rms_norm_eps"])
+    return x + _fed_forward(normed, weights, at)
 
 
 def eagle3(

@@ -2,151 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from ssd.compiled.addresses import kernel
 from ssd.config import SamplingParams
-from ssd.drafting.noise import SequenceNoise, UInt64, gumbel_at
+from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, MAX_OFFERED, MODEL, Draft, DraftRequest, Prices, SamplingRow
 from ssd.errors import ModelError
-from ssd.model.draft.slots import HeadSlots, ModelSlots, TextSlot, TextSlots, bytes_per_token
-from ssd.model.heads.head import Head
+from ssd.model.draft.candidates import Floats, Ints, candidates, comb
+from ssd.model.draft.slots import READ_WIDTH, HeadSlots, ModelSlots, TextSlot, TextSlots, bytes_per_token
+from ssd.model.heads.networks import Head
 from ssd.model.kv.tree import leading_chain
 from ssd.model.layers.tap import Tapped
-from ssd.model.sampling.noise import LOWEST_TEMPERATURE
-from ssd.model.sampling.target_tokens import is_ruled, with_prefix_rules
+from ssd.model.loading.load_target import load_model, model_limit, open_target
 from ssd.model.target import Target
 from ssd.pricing.calibration import PlattScaling
 from ssd.pricing.pass_costs import OUTLIER
 from ssd.pricing.price_list import PriceList
 from ssd.pricing.rate import price_of
-
-MOST_CANDIDATES = 32
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
-
-def candidates(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], draft_to_target: torch.Tensor | None, vocab_size: int
-) -> tuple[Ints, Floats]:
-    """The most promising tokens after the contexts of ``rows``, which have no draft: int64[R, M], that to draft first.
-
-    And the chance that each comes if the target has the network's law, float64[R, M]: its own probability where the
-    request is greedy, else what the known noise makes of that; 0 where the request's rules leave a token out.
-
-    logits : [R, Vd], the head's. draft_to_target : the target's id of each token it scores, int64[Vd]; None where it
-    scores the target's own. vocab_size : of the target; what a head scores beyond is left out.
-
-    Greedy rows go by probability. Sampled ones begin with what the target would draw if it had the head's law, with the
-    very noise it will draw with, as far as that is one of the most probable tokens; the others follow as this noise
-    favours them.
-    """
-    if draft_to_target is None:
-        logits = logits[:, :vocab_size]
-    if any(is_ruled(row) for row in rows):  # rules go by the target's ids
-        if draft_to_target is not None:
-            whole = logits.new_full((len(rows), vocab_size), float("-inf"))
-            whole[:, draft_to_target] = logits
-            logits, draft_to_target = whole, None
-        logits = with_prefix_rules(logits[:, None], rows)[:, 0]
-    scores = logits.float()
-    is_sampled = np.array([not row.params.greedy for row in rows])
-    if is_sampled.any():
-        temperatures = [row.params.temperature if row.params.temperature > 0 else 1.0 for row in rows]
-        scores = scores / torch.tensor(temperatures, device=scores.device).clamp_min(LOWEST_TEMPERATURE)[:, None]
-    best = scores.topk(min(MOST_CANDIDATES, scores.shape[-1]))
-    ids = best.indices if draft_to_target is None else draft_to_target[best.indices]
-    token_ids: Ints = ids.cpu().numpy()
-    logs: Floats = (best.values - scores.logsumexp(-1, keepdim=True)).double().cpu().numpy()
-    if is_sampled.any():
-        keys = np.array([row.keys()[0] if drawn else 0 for row, drawn in zip(rows, is_sampled, strict=True)], np.uint64)
-        top_k = np.array([row.params.top_k if row.params.top_k > 0 else MOST_CANDIDATES for row in rows])
-        top_p = np.array([row.params.top_p for row in rows])
-        min_p = np.array([row.params.min_p for row in rows])
-        _favour(token_ids, logs, is_sampled, keys, top_k, top_p, min_p)
-    return token_ids, np.exp(logs)
-
-
-@kernel
-def _favour(
-    token_ids: Ints,
-    logs: Floats,
-    is_sampled: npt.NDArray[np.bool_],
-    keys: UInt64,
-    top_k: Ints,
-    top_p: Floats,
-    min_p: Floats,
-) -> None:
-    """Bring the candidates of sampled rows, which come by probability, into the order of their noisy scores, in place.
-
-    What top-k, top-p and min-p rule out goes to the end, with no chance. The greatest score of all others is Gumbel
-    distributed (Maddison et al. 2014, section 3): so with probability p and noise g a token comes with the chance
-    exp(-exp(-(log(p / (1 - p)) + g))). O(R M^2): M is small.
-    """
-    num_rows, most = token_ids.shape
-    noisy = np.empty(most)
-    for row in range(num_rows):
-        if not is_sampled[row]:
-            continue
-        key, before = keys[row], 0.0
-        for i in range(most):
-            chance = math.exp(logs[row, i])
-            is_kept = i == 0 or (
-                i < top_k[row] and before < top_p[row] and chance >= min_p[row] * math.exp(logs[row, 0])
-            )
-            before += chance
-            if not is_kept:
-                logs[row, i] = -np.inf
-            noisy[i] = logs[row, i] + gumbel_at(key, token_ids[row, i])
-        for i in range(1, most):
-            score, token, log, place = noisy[i], token_ids[row, i], logs[row, i], i
-            while place > 0 and noisy[place - 1] < score:
-                noisy[place], token_ids[row, place] = noisy[place - 1], token_ids[row, place - 1]
-                logs[row, place] = logs[row, place - 1]
-                place -= 1
-            noisy[place], token_ids[row, place], logs[row, place] = score, token, log
-        for i in range(most):
-            logs[row, i] = math.expm1(logs[row, i]) * math.exp(-noisy[i]) if noisy[i] > -np.inf else -np.inf
-
-
-_SIBLINGS = 3
-"""Most tokens proposed beside that of the chain at any depth."""
-
-
-def comb(token_ids: Sequence[Ints], chances: Sequence[Floats], prices: Floats, limit: int) -> Draft:
-    """The chain of the first candidates, with the next ones of each depth as leaves where they may pay.
-
-    token_ids, chances : of each depth the candidates, int64[M] and float64[M], after the first of the depth before.
-    prices : as ``DraftRequest.prices``. limit : most tokens in all. The chain comes first, so that a draft that is cut
-    keeps it; then the leaves, the likeliest first.
-    """
-    depth = min(len(token_ids), limit)
-    leaves = []
-    path = 1.0
-    for i in range(depth):
-        for rank in range(1, min(_SIBLINGS + 1, len(token_ids[i]))):
-            chance = path * float(chances[i][rank])
-            if chance > price_of(prices, depth):
-                leaves.append((-chance, i, rank))
-        path *= float(chances[i][0])
-    nodes = [(int(token_ids[i][0]), i - 1, float(chances[i][0])) for i in range(depth)]
-    for _chance, i, rank in sorted(leaves)[: limit - depth]:
-        nodes.append((int(token_ids[i][rank]), i - 1, float(chances[i][rank])))
-    tokens, parents, chances = zip(*nodes, strict=True)
-    return Draft(
-        np.array(tokens, np.int32),
-        probabilities=np.array(chances),
-        parents=None if parents == tuple(range(-1, len(parents) - 1)) else np.array(parents, np.int32),
-    )
+from ssd.text.codec import TextCodec
+from ssd.text.load_tokenizer import HubOptions
 
 
 @dataclass(slots=True, eq=False)
@@ -175,6 +56,9 @@ class _Row:
 
 _UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), noise=SequenceNoise.seeded(0))
 _WARM_UP_ROWS, _WARM_UP_TOKENS = 8, 64
+_CHUNK_TOKENS = 512
+_PRICES = np.array([0.2])
+"""Of a drafted token, in expected accepted tokens, where a request names none."""
 
 
 class NetworkDrafter:
@@ -192,11 +76,9 @@ class NetworkDrafter:
     source: ClassVar[str]
     """``Draft.source`` of what it proposes."""
 
-    def __init__(self, slots: TextSlots, vocab_size: int, price: float) -> None:
-        """``vocab_size`` : tokens below it are drafted. ``price`` : of a drafted token, in expected accepted tokens,
-        where a request names none.
-        """
-        self._slots, self._vocab_size, self._price = slots, vocab_size, np.array([price])
+    def __init__(self, slots: TextSlots, vocab_size: int) -> None:
+        """``vocab_size`` : tokens below it are drafted."""
+        self._slots, self._vocab_size = slots, vocab_size
         self._greedy_chances = PlattScaling(shift=0.5, scale=1.0)
         self._sampled_chances = PlattScaling(shift=1.0, scale=0.5)
         self._price_list = PriceList()
@@ -274,7 +156,7 @@ class NetworkDrafter:
         state = self._slots.follow(request)
         if state is None:
             return None
-        prices = self._price if request.prices is None else request.prices
+        prices = _PRICES if request.prices is None else request.prices
         return _Row(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, prices, state)
 
     def _has_slot(self, request: DraftRequest) -> bool:
@@ -331,9 +213,14 @@ class HeadDrafter(NetworkDrafter):
     kind = HEAD
     source = "head"
 
-    def __init__(self, head: Head, target: Target, *, price: float = 0.2, chunk_tokens: int = 512) -> None:
+    def __init__(self, head: Head, target: Target, chunk_tokens: int = _CHUNK_TOKENS) -> None:
         """``target`` : keeps the features that ``head`` reads. chunk_tokens : most positions read in one call."""
-        super().__init__(HeadSlots(head, target, chunk_tokens), target.vocab_size, price)
+        super().__init__(HeadSlots(head, target, chunk_tokens), target.vocab_size)
+
+
+def tapped_by(head: Head, device: torch.device, dtype: torch.dtype) -> Tapped:
+    """What a target must keep of every position for ``head``, and what the head keeps besides."""
+    return Tapped(head.feature_layers, head.combine, head.feature_size, bytes_per_token(head, device, dtype))
 
 
 class DraftModelDrafter(NetworkDrafter):
@@ -342,22 +229,55 @@ class DraftModelDrafter(NetworkDrafter):
     kind = MODEL
     source = "model"
 
-    def __init__(
-        self, model: Target, *, vocab_size: int | None = None, price: float = 0.2, chunk_tokens: int = 512
-    ) -> None:
+    def __init__(self, model: Target, vocab_size: int | None = None, chunk_tokens: int = _CHUNK_TOKENS) -> None:
         """Drive ``model``, which belongs to this drafter alone and has a slot for each of the target's.
 
-        vocab_size : of the target; None is the model's own. chunk_tokens : most tokens read in one call.
-        Raises ModelError for a model that cannot take tokens back.
+        vocab_size : of the target; None is the model's own. Raises ModelError for a model that cannot take tokens back.
         """
         if not model.can_roll_back:
             raise ModelError(
                 f"{type(model.model).__name__} is recurrent and cannot take tokens back, which a draft model must: "
                 "choose one with attention"
             )
-        super().__init__(ModelSlots(model, chunk_tokens), min(vocab_size or model.vocab_size, model.vocab_size), price)
+        super().__init__(ModelSlots(model, chunk_tokens), min(vocab_size or model.vocab_size, model.vocab_size))
 
 
-def tapped_by(head: Head, device: torch.device, dtype: torch.dtype) -> Tapped:
-    """What a target must keep of every position for ``head``, and what the head keeps besides."""
-    return Tapped(head.feature_layers, head.combine, head.feature_size, bytes_per_token(head, device, dtype))
+def load_draft_model(
+    name_or_path: str | Path,
+    target: Target,
+    codec: TextCodec,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    hub: HubOptions | None = None,
+    enforce_eager: bool = False,
+) -> DraftModelDrafter:
+    """A drafter around a Hugging Face causal language model that shares the target's tokenizer.
+
+    codec : the target's. hub : where an id is fetched from. The others are as for the target. Contexts longer than the
+    draft model takes get no drafts. Raises ModelError when it cannot be loaded, has another tokenizer or does not fit.
+    """
+    own = TextCodec.load(str(name_or_path), hub)
+    if own.fingerprint != codec.fingerprint:
+        raise ModelError(
+            f"draft model {str(name_or_path)!r} has another tokenizer than the target: {own.vocab_size} tokens "
+            f"(fingerprint {own.fingerprint}), expected {codec.vocab_size} ({codec.fingerprint}). Choose a draft model "
+            "of the target's family, or leave the draft model out"
+        )
+    model = load_model(name_or_path, dtype=dtype, device=device, hub=hub)
+    vocab_size: int = model.config.get_text_config().vocab_size
+    if vocab_size < codec.vocab_size:
+        raise ModelError(
+            f"draft model {str(name_or_path)!r} scores {vocab_size} tokens, but its tokenizer has {codec.vocab_size}: "
+            "its files do not belong together. Download it again"
+        )
+    limit = model_limit(model)
+    draft_target = open_target(
+        model,
+        num_slots=target.num_slots,
+        max_length=target.max_length if limit is None else min(limit, target.max_length),
+        max_draft_tokens=READ_WIDTH - 1,
+        enforce_eager=enforce_eager,
+        exact="off",  # a draft may be any
+    )
+    return DraftModelDrafter(draft_target, vocab_size=target.vocab_size)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ssd.drafting.protocol import DraftRequest
-from ssd.model.heads.head import Head
+from ssd.model.heads.networks import Head
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.target import Target, pad_rows
 from ssd.pricing.rate import Rate

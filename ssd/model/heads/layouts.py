@@ -21,15 +21,13 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from ssd.errors import ModelError, first_line
-from ssd.model.heads.head import Head, TargetParts
-from ssd.model.heads.networks import Eagle3Head, FusedHead, MedusaHead, decoder_layers, llama_layers
+from ssd.model.heads.networks import Eagle3Head, FusedHead, Head, MedusaHead, TargetParts, decoder_layers, eagle_layer
 from ssd.model.heads.tensors import (
     Config,
     TensorFiles,
     Tensors,
     fill,
     find_directory,
-    has,
     number,
     read,
     read_config,
@@ -81,76 +79,44 @@ def _filled(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel,
     return head
 
 
-def _without_memory(make: Callable[[], Head]) -> Head:
-    """A head made on the meta device. Raises ModelError, whatever the numbers of a configuration lead to."""
-    try:
-        with torch.device("meta"):
-            return make()
-    except Exception as failure:
-        raise ModelError(f"its config.json describes no layer: {first_line(failure)}") from failure
-
-
 # -- EAGLE -----------------------------------------------------------------------------------------------------------
 
-_MOST_LAYERS, _MOST_LAYERS_READ = 8, 16
+_MOST_LAYERS_READ = 16
 _MOST_HEAD_DIM = 1 << 12
 """Of what a configuration asks for, so that nothing is built that no head has."""
 _FIELDS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
-    "vocab_size", "attention_bias", "mlp_bias",
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "vocab_size",
+    "attention_bias", "mlp_bias",
 )  # fmt: skip
-"""What is taken of a configuration: what shapes the layers."""
+"""What is taken of a configuration: what shapes the layer."""
 
 
 def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
-    """What a configuration says of a head's layers, which attend by the slots; raises ModelError."""
+    """What a configuration says of a head's one layer, which attends by the slots; raises ModelError."""
     if (number(config, "head_dim") or 1) > _MOST_HEAD_DIM:
         raise ModelError(f"its config.json says head_dim {config['head_dim']}: {_MOST_HEAD_DIM} is the most")
+    if number(config, "num_hidden_layers") not in (None, 1):
+        raise ModelError("it has several layers (num_hidden_layers), and one is read: take a head with one")
     fields: dict[str, Any] = {name: config[name] for name in _FIELDS if config.get(name) is not None}
     fields.setdefault("hidden_size", target.config.get_text_config().hidden_size)
-    fields.setdefault("num_hidden_layers", 1)
     try:
-        found = LlamaConfig(**json.loads(json.dumps(fields)))
+        found = LlamaConfig(**json.loads(json.dumps(fields)), num_hidden_layers=1)
     except Exception as failure:
         raise ModelError(f"its config.json cannot be read: {first_line(failure)}") from failure
-    if not 1 <= found.num_hidden_layers <= _MOST_LAYERS:
-        raise ModelError(f"it says num_hidden_layers {found.num_hidden_layers}: 1 to {_MOST_LAYERS} are read")
     found._attn_implementation = ATTENTION_NAME
     return found
 
 
-def _inner_config(config: Config) -> dict[str, Any]:
-    inner = config.get("transformer_layer_config")
-    if not isinstance(inner, dict):
-        raise ModelError("its config.json lacks transformer_layer_config: download the head again")
-    return inner
-
-
-def _eagle(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matches, names: Names) -> Head:
-    if "fc." in names:  # speculators
-        if config.get("layernorms") or "embedding_layernorm.weight" in tensors:
-            raise ModelError(
-                "it has layer norms around EAGLE's layer (layernorms: true in its config.json), which is not "
-                "read: take one without them, or an EAGLE-3 head"
-            )
-        kind = config.get("transformer_layer_architecture", "LlamaDecoderLayer")
-        if kind != "LlamaDecoderLayer":
-            raise ModelError(f"its layer is a {str(kind)[:60]}: only LlamaDecoderLayer is read")
-        config = {**_inner_config(config), "num_hidden_layers": 1}
+def _eagle(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matches) -> Head:
     require_same(config, target, ("hidden_size", "vocab_size"))
     shape = _llama_config(config, target)
-    layer = names.get("layers.0.", "layers.{}.")
-    require(tensors, [f"{layer.format(index)}self_attn.q_proj.weight" for index in range(shape.num_hidden_layers)])
-    qkv_bias = not shape.attention_bias and f"{layer.format(0)}self_attn.q_proj.bias" in tensors
+    qkv_bias = not shape.attention_bias and "layers.0.self_attn.q_proj.bias" in tensors
 
-    def made() -> Head:
-        bias = names.get("fc.", "fc.") + "bias" in tensors
-        head = FusedHead(target, llama_layers(shape, qkv_bias=qkv_bias), shape, bias=bias)
-        head.turn_by(shape, target.device)
-        return head
-
-    return _filled(_without_memory(made), tensors, names, target)
+    with torch.device("meta"):
+        head = FusedHead(target, eagle_layer(shape, qkv_bias=qkv_bias), shape, bias="fc.bias" in tensors)
+    head.turn_by(shape, target.device)
+    return _filled(head, tensors, {"layer.": "layers.0."}, target)
 
 
 _EMBED = "embed_tokens.weight"
@@ -163,7 +129,10 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
     layer, eagle = config, config.get("eagle_config")
     listed = eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None
     if names:  # speculators
-        layer, listed = _inner_config(config), config.get("eagle_aux_hidden_state_layer_ids") or None
+        inner, listed = config.get("transformer_layer_config"), config.get("eagle_aux_hidden_state_layer_ids") or None
+        if not isinstance(inner, dict):
+            raise ModelError("its config.json lacks transformer_layer_config: download the head again")
+        layer = inner
         if config.get("norm_before_fc"):
             raise ModelError("norm_before_fc, a norm of the hidden states before they are fused, is not read")
         config = {"vocab_size": layer.get("vocab_size"), "norm_before_residual": True, **config}
@@ -173,9 +142,7 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
             f"it was made for another model: its config.json says target_hidden_size {wide}, the model has "
             f"{own.hidden_size}. Take the head that was trained for this model"
         )
-    if number(layer, "num_hidden_layers") not in (None, 1):
-        raise ModelError("it has several layers (num_hidden_layers), and one is read: take a head with one")
-    shape = _llama_config({**layer, "vocab_size": own.vocab_size, "num_hidden_layers": 1}, target)
+    shape = _llama_config({**layer, "vocab_size": own.vocab_size}, target)
     mapping, made = _mapping(tensors, own.vocab_size), {}
     if mapping is not None:
         if (wanted := number(config, "draft_vocab_size")) not in (None, len(mapping)):
@@ -184,16 +151,12 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
         made["t2d"] = torch.zeros(own.vocab_size, dtype=torch.bool).index_fill_(0, mapping, True)
     embed = _embeddings(tensors, target, shape)
     layers = _layers_read(target, listed, 0 if names else 1)
-    head = _without_memory(
-        lambda: Eagle3Head(
-            shape,
-            embed,
-            layers,
-            target_hidden_size=own.hidden_size,
+    with torch.device("meta"):
+        head = Eagle3Head(
+            shape, embed, layers, target_hidden_size=own.hidden_size,
             draft_vocab_size=None if mapping is None else len(mapping),
             norm_before_residual=bool(config.get("norm_before_residual")),
-        )
-    )
+        )  # fmt: skip
     theirs = {name.replace("midlayer.", names.get("midlayer.", "midlayer.")) for name in shapes_of(head)}
     unknown = {name for name in set(tensors) - theirs - _UNREAD if "rotary" not in name}
     if unknown:
@@ -208,14 +171,11 @@ def _mapping(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
     offsets = tensors["d2t"]
     if offsets.ndim != 1 or offsets.dtype.is_floating_point or not len(offsets):
         raise ModelError("d2t is no list of numbers: download it again")
-    return _within(offsets.to(torch.int64) + torch.arange(len(offsets)), "d2t", vocab_size)
-
-
-def _within(token_ids: torch.Tensor, name: str, vocab_size: int) -> torch.Tensor:
+    token_ids = offsets.to(torch.int64) + torch.arange(len(offsets))
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
         raise ModelError(
-            f"{name} names tokens outside 0..{vocab_size - 1}: it was made for a model with another vocabulary. Take "
-            "the head that was trained for this model"
+            f"d2t names tokens outside 0..{vocab_size - 1}: it was made for a model with another vocabulary. Take the "
+            "head that was trained for this model"
         )
     return token_ids
 
@@ -262,42 +222,17 @@ def _layers_read(target: PreTrainedModel, listed: Any = None, before: int = 0) -
 # -- Medusa ----------------------------------------------------------------------------------------------------------
 
 
-def _medusa(
-    config: Config, tensors: Tensors, target: PreTrainedModel, blocks: Matches, block: str, output: str
-) -> Head:
-    """``blocks`` : prefix, head and number of each. block, output : what their names are, but for "weight" and "bias":
-    as format strings of head, block and number of blocks.
-    """
+def _medusa(config: Config, tensors: Tensors, target: PreTrainedModel, blocks: Matches) -> Head:
+    """``blocks`` : prefix, head and number of each."""
     require_same(config, target, ("hidden_size", "vocab_size"))
     own, prefix = target.config.get_text_config(), blocks[0][1]
     num_heads, num_layers = (1 + max(int(each[part]) for each in blocks if each[1] == prefix) for part in (2, 3))
-
-    def theirs(pattern: str, head: int, at: int = 0) -> str:
-        return prefix + pattern.format(head=head, block=at, num_layers=num_layers)
-
-    outputs = [head for head in range(num_heads) if theirs(output, head) + "weight" in tensors]
-    mapping, num_drafted = None, own.vocab_size
-    if outputs and (name := f"{prefix}token_map") in tensors:
-        found, rows = tensors[name], len(tensors[theirs(output, outputs[0]) + "weight"])
-        if found.dim() != 1 or found.dtype.is_floating_point or not 1 <= len(found) <= own.vocab_size:
-            raise ModelError(f"its {name} is no list of token ids: download it again")
-        if rows != own.vocab_size:  # else they score every token
-            mapping, num_drafted = _within(found.long(), name, own.vocab_size), len(found)
-    head = _without_memory(
-        lambda: MedusaHead(
-            own.hidden_size,
-            num_drafted,
-            num_heads,
-            num_layers,
-            bias=theirs(block, 0) + "bias" in tensors,
-            target=None if outputs else TargetParts(target),
-            shares_output=outputs == [0] and bool(config.get("original_lm_head")),
-        )
-    )
-    names = {f"outputs.{i}.": theirs(output, i) for i in range(num_heads)}
-    names |= {f"blocks.{i}.{j}.linear.": theirs(block, i, j) for i in range(num_heads) for j in range(num_layers)}
-    head.draft_to_target = None if mapping is None else mapping.to(target.device)
-    return _filled(head, tensors, names, target)
+    has_outputs = any(f"{prefix}{head}.{num_layers}.weight" in tensors for head in range(num_heads))
+    shared = None if has_outputs else TargetParts(target)
+    with torch.device("meta"):
+        head = MedusaHead(own.hidden_size, own.vocab_size, num_heads, num_layers, shared)
+    names = {f"outputs.{i}.": f"{prefix}{i}.{num_layers}." for i in range(num_heads)}
+    return _filled(head, tensors, {"blocks.": prefix, **names}, target)
 
 
 # -- multi-token prediction ------------------------------------------------------------------------------------------
@@ -316,34 +251,29 @@ def _mtp(
     """
     project = min(projects, key=lambda match: [int(group) for group in match.groups()])
     at, embedding, hidden, *last = (part.format(*project.groups()) for part in parts)
-    inner = config.get("transformer_layer_config", config)
-    fields = ("hidden_size", "vocab_size", *(() if at == _ALONE else ("num_hidden_layers",)))
-    require_same(inner if isinstance(inner, dict) else {}, target, fields)
+    require_same(config, target, ("hidden_size", "vocab_size", *(() if at == _ALONE else ("num_hidden_layers",))))
     number(config, "num_nextn_predict_layers")
     names = {
-        "layers.0.": at,
+        "layer.": at,
         "norm_embedding.": embedding,
         "norm_hidden.": hidden,
         "fc.": project[0].removesuffix("weight"),
     }
     names |= dict(zip(["norm."], last, strict=False))
-    require(tensors, [f"{name}weight" for ours, name in names.items() if ours != "layers.0."])
+    require(tensors, [f"{name}weight" for ours, name in names.items() if ours != "layer."])
     layers = decoder_layers(target)
     # A mixture of experts, or a dense layer: where none has the module's tensors, what is missing is named.
-    fitting = (each for each in layers if all(has(tensors, name) for name in shapes_of(each.layer, at)))
+    fitting = (each for each in layers if all(name in tensors for name in shapes_of(each.layer, at)))
     like = next(fitting, layers[0])
     head = FusedHead(
-        target, [like.layer], like.config, layer_type=like.layer_type, norm=like.norm, has_last_norm=bool(last),
+        target, like.layer, like.config, layer_type=like.layer_type, norm=like.norm, has_last_norm=bool(last),
         hidden_first=hidden_first,
     )  # fmt: skip
     return _filled(head, tensors, names, target)
 
 
-def _norms(at: str) -> tuple[str, ...]:
-    return at, f"{at}token_layernorm.", f"{at}hidden_layernorm.", f"{at}final_layernorm."
-
-
 _N = "model.layers.{}."
+_MIMO = "model.mtp_layers.0."
 
 LAYOUTS: tuple[Layout, ...] = (
     Layout("EAGLE-3 (fc, midlayer)", (r"fc\.weight", r"midlayer\..*"), partial(_eagle3, names={})),
@@ -354,48 +284,31 @@ LAYOUTS: tuple[Layout, ...] = (
     # EAGLE-3 has a midlayer, or speaks of a reduced vocabulary, or has norms before the attention of its first layer.
     Layout(
         "EAGLE and EAGLE-2 (fc, layers.0 without a norm before its attention)",
-        (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight"), partial(_eagle, names={}),
+        (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight"), _eagle,
         without=("d2t", r"layers\.0\.(input_layernorm|hidden_norm)\.weight"),
-    ),
-    Layout(
-        "speculators, eagle (fusion_fc, transformer)", (r"fusion_fc\.weight",),
-        partial(_eagle, names={"fc.": "fusion_fc.", "layers.0.": "transformer."}),
     ),
     # medusa_model_legacy.py; text-generation-inference reads the same names (layers/medusa.py). The last of each is its
     # output layer; later versions train none and read with the target's.
     Layout(
-        "Medusa, FasterDecoding's (0.0.linear.weight)",
-        (r"(|medusa_head\.|medusa_heads\.|medusa\.)(\d{1,2})\.(\d{1,2})\.linear\.weight",),
-        partial(_medusa, block="{head}.{block}.linear.", output="{head}.{num_layers}."),
+        "Medusa (0.0.linear.weight)",
+        (r"(|medusa_head\.|medusa_heads\.|medusa\.)(\d{1,2})\.(\d{1,2})\.linear\.weight",), _medusa,
     ),
-    # models/medusa.py: blocks may have no bias, the output layers may be one, and of frequent tokens only.
-    Layout(
-        "Medusa, vLLM's (blocks.0.layers.0.weight)",
-        (r"(|medusa_heads\.)blocks\.(\d{1,2})\.layers\.(\d{1,2})\.weight",),
-        partial(_medusa, block="blocks.{head}.layers.{block}.", output="lm_heads.{head}."),
-    ),
-    # vLLM's deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py, mimo_mtp.py and ernie_mtp.py. What is stored of the
-    # embeddings and the output layer is a copy of the target's, as DeepSeek's paper says, and not read.
+    # vLLM's deepseek_mtp.py, glm4_moe_mtp.py, mimo_mtp.py and ernie_mtp.py. What is stored of the embeddings and the
+    # output layer is a copy of the target's, as DeepSeek's paper says, and not read.
     Layout(
         "MTP module of DeepSeek-V3 and GLM-4.5 (model.layers.N.eh_proj)", (r"model\.layers\.(\d+)\.eh_proj\.weight",),
         partial(_mtp, parts=(_N, f"{_N}enorm.", f"{_N}hnorm.", f"{_N}shared_head.norm.")),
     ),
     Layout(
-        "MTP module of Qwen3-Next and Qwen3.5 (mtp.fc)", (r"mtp\.fc\.weight",),
-        partial(_mtp, parts=("mtp.layers.0.", "mtp.pre_fc_norm_embedding.", "mtp.pre_fc_norm_hidden.", "mtp.norm.")),
-    ),
-    Layout(
         "MTP module of MiMo (model.mtp_layers.0.input_proj)", (r"model\.mtp_layers\.0\.input_proj\.weight",),
-        partial(_mtp, parts=_norms("model.mtp_layers.0."), hidden_first=True),
+        partial(
+            _mtp, hidden_first=True,
+            parts=(_MIMO, *(f"{_MIMO}{name}_layernorm." for name in ("token", "hidden", "final"))),
+        ),
     ),
     Layout(
         "MTP module of ERNIE 4.5 (model.mtp_linear_proj.0)", (r"model\.mtp_linear_proj\.0\.weight",),
         partial(_mtp, parts=("model.mtp_block.0.", "model.mtp_emb_norm.0.", "model.mtp_hidden_norm.0.")),
-    ),
-    # models/mtp/model_definitions.py
-    Layout(
-        "speculators, mtp (mtp_layers.0.input_proj)", (r"mtp_layers\.0\.input_proj\.weight",),
-        partial(_mtp, parts=_norms("mtp_layers.0.")),
     ),
 )  # fmt: skip
 """Tried in order; the first that matches is taken."""
@@ -421,16 +334,6 @@ def say(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
     return [each for each in (features, logits, following) if each.numel()]
 
 
-def require_drivable(head: Head, target: PreTrainedModel) -> None:
-    """Raise ModelError where the head cannot be driven beside its target."""
-    try:
-        say(head, target)
-    except Exception as failure:  # whatever an architecture, or an odd configuration, makes of it
-        raise ModelError(
-            f"a {type(head).__name__} cannot be driven beside {type(target).__name__}: {first_line(failure)}"
-        ) from failure
-
-
 @torch.inference_mode()
 def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions | None = None) -> Head:
     """The draft head of a directory or hub id, in the dtype and on the device of ``model``, ready to draft for it.
@@ -442,7 +345,7 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
     directory = find_directory(name_or_path, hub)
     config, tensors = read_config(directory), TensorFiles(directory)
     names = set(tensors)
-    layout = next((each for each in LAYOUTS if each.matches(names)), None)
+    layout, matches = next(((each, found) for each in LAYOUTS if (found := each.matches(names))), (None, []))
     if layout is None:
         some = ", ".join(sorted(names)[:_SHOWN])
         known = "; ".join(each.name for each in LAYOUTS)
@@ -451,16 +354,12 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
             f"{len(names)} tensors: {some}{' ...' if len(names) > _SHOWN else ''}. Convert it, or leave it out"
         )
     try:
-        head = layout.build(config, tensors, model, layout.matches(names)).eval().requires_grad_(False)
-        require_drivable(head, model)
-    except ModelError as error:
-        raise ModelError(f"draft head {str(name_or_path)!r}, {layout.name}: {error}") from error
-    # A size of 0, numbers that contradict each other: whatever torch says to what a configuration describes.
-    except (ValueError, TypeError, RuntimeError, KeyError, AttributeError, ArithmeticError) as error:
-        raise ModelError(
-            f"draft head {str(name_or_path)!r}, {layout.name}: its config.json and its tensors do not make a head: "
-            f"{first_line(error)[:200]}. Download it again"
-        ) from error
+        head = layout.build(config, tensors, model, matches).eval().requires_grad_(False)
+        say(head, model)
+    except Exception as error:  # whatever an architecture, or an odd configuration, makes of it
+        why = f"it cannot be driven beside {type(model).__name__}: {first_line(error)[:200]}. Download it again"
+        why = str(error) if isinstance(error, ModelError) else why
+        raise ModelError(f"draft head {str(name_or_path)!r}, {layout.name}: {why}") from error
     if model.device.type == "cpu":
         tolerance = MOST_CHANGE if model.dtype == torch.float32 else MOST_CHANGE_LOW_PRECISION
 

@@ -1,39 +1,139 @@
-"""The networks of draft heads: EAGLE's (1, 2 and 3), Medusa's, and modules for multi-token prediction."""
+"""Draft heads: networks that read the target's hidden states and draft, EAGLE's, Medusa's, multi-token prediction's."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from ssd.errors import ModelError, first_line
-from ssd.model.heads.head import Head, TargetParts
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.layers.tap import FINAL
 
 
-class FusedHead(Head):
-    """Decoder layers over ``fc(concat(embedding of the next token, hidden state))`` that say the next hidden state.
+class Head(nn.Module, ABC):
+    """A network beside the target that drafts from its hidden states, token by token, going on from its own output.
 
-    EAGLE's first head (cnets1.py, vLLM's llama_eagle.py) has Llama layers and no norms: what comes out stands for a
+    ``feature_layers`` : whose hidden states it reads: k for what comes out of the first k decoder layers, 0 for the
+    embeddings, `tap.FINAL`. ``feature_size`` : numbers kept of each position. ``num_tokens`` : most that it drafts;
+    None is any number. ``attends`` : whether it reads the whole text, and not its end alone. ``config`` : of layers
+    whose attention is found by the name that stands there.
+    """
+
+    feature_layers: tuple[int, ...]
+    feature_size: int
+    num_tokens: int | None = None
+    attends: bool = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: Any = None
+        self._rotary: tuple[LlamaRotaryEmbedding, ...] = ()  # a module would be rounded with this one
+
+    def combine(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The features of positions, [..., feature_size], from one tensor [..., hidden size] for each feature layer.
+
+        Part of the target's own pass, so it must not wait for the device.
+        """
+        (only,) = hidden
+        return only
+
+    @abstractmethod
+    def forward(
+        self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the token after ``token_ids``, [B, T, Vd], and the features to go on with, [B, T, ...].
+
+        token_ids : int64[B, T], at each position the token that follows the one whose features stand there. features :
+        [B, T, feature_size], the target's, or for drafted positions those that this returned. position_ids :
+        int64[B, T], where the tokens of the features stand. attention : what the attention function is told besides:
+        ``slot_rows`` where it is the slots', ``attention_mask`` elsewhere; and ``logits_to_keep``, of how many of the
+        last positions logits are wanted.
+        """
+
+    def turn_by(self, config: LlamaConfig, device: torch.device | str) -> None:
+        """Give positions of Llama's kind to a head of its own layers.
+
+        They are no part of its state: rounded to two bytes they would turn late positions by wrong angles.
+        """
+        self.config = config
+        with torch.device(device):
+            self._rotary = (LlamaRotaryEmbedding(config),)
+
+    @property
+    def rotary(self) -> LlamaRotaryEmbedding | None:
+        """Of `turn_by`."""
+        return self._rotary[0] if self._rotary else None
+
+    @property
+    def draft_to_target(self) -> torch.Tensor | None:
+        """int64[Vd], the target's id of each token it can draft; None where the vocabularies are one."""
+        return None
+
+
+class TargetParts:
+    """Embeddings, positions and output layer of the target.
+
+    They are looked up when they are used, because faster layers may have taken the place of the model's own, and are
+    no part of the head's state.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model: Any = model
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings, [..., hidden size]."""
+        embedded: torch.Tensor = self.model.get_input_embeddings()(token_ids)
+        return embedded
+
+    def rotation(self, like: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Any:
+        """What attention layers are told of positions, int64[B, T], in the dtype of ``like``.
+
+        layer_type : of which layers, where there are several kinds.
+        """
+        rotary = self.model.get_decoder().rotary_emb
+        return rotary(like, position_ids) if layer_type is None else rotary(like, position_ids, layer_type)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the model's output layer makes of hidden states, [..., V], scaled and capped as the model does."""
+        logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
+        config = self.model.config.get_text_config()
+        if (scale := getattr(config, "logit_scale", None)) is not None:
+            logits = logits * scale
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+
+class FusedHead(Head):
+    """A decoder layer over ``fc(concat(embedding of the next token, hidden state))`` that say the next hidden state.
+
+    EAGLE's first head (cnets1.py, vLLM's llama_eagle.py) has a Llama layer and no norms: what comes out stands for a
     hidden state behind the target's final norm. A module for multi-token prediction is one more layer of the target's
     own kind, with a norm before either half of the concatenation and one at the end, whose output is the next features
-    too: what it is fed first, the target's hidden state behind the final norm, has passed a norm as well. So do SGLang
-    (deepseek_nextn.py) and vLLM (qwen3_next_mtp.py, and for GLM deepseek_mtp.py; that of 2025 leaves the norm out
-    there). The target's embeddings and output layer are used.
+    too, as in SGLang (deepseek_nextn.py) and vLLM (deepseek_mtp.py). The target's embeddings and output layer are used.
     """
 
     def __init__(
-        self, target: PreTrainedModel, layers: Sequence[nn.Module], config: Any, *, layer_type: str | None = None,
+        self, target: PreTrainedModel, layer: nn.Module, config: Any, *, layer_type: str | None = None,
         norm: nn.Module | None = None, has_last_norm: bool = False, bias: bool = False, hidden_first: bool = False,
     ) -> None:  # fmt: skip
-        """``layer_type`` : which of the target's several kinds of positions the layers use, None where there is one.
+        """``layer_type`` : which of the target's several kinds of positions the layer uses, None where there is one.
 
         norm : copied for each norm of a module; None for EAGLE's. bias : of ``fc``. hidden_first : whether features
         come first in the concatenation. Made without memory, on the meta device.
@@ -44,7 +144,7 @@ class FusedHead(Head):
         self.hidden_first, self._layer_type, self._target = hidden_first, layer_type, TargetParts(target)
         with torch.device("meta"):
             self.fc = nn.Linear(2 * size, size, bias=bias)
-        self.layers = nn.ModuleList(layers)
+        self.layer = layer
         self.norm_embedding, self.norm_hidden = (copy.deepcopy(norm or nn.Identity()) for _ in range(2))
         self.norm = copy.deepcopy(norm) if norm is not None and has_last_norm else nn.Identity()
 
@@ -60,35 +160,30 @@ class FusedHead(Head):
             rotation = self.rotary(hidden, position_ids)
         else:
             rotation = self._target.rotation(hidden, position_ids, self._layer_type)
-        for layer in self.layers:
-            out = layer(hidden, position_embeddings=rotation, position_ids=position_ids, **attention)
-            hidden = out[0] if isinstance(out, tuple) else out
-        hidden = self.norm(hidden)
+        out = self.layer(hidden, position_embeddings=rotation, position_ids=position_ids, **attention)
+        hidden = self.norm(out[0] if isinstance(out, tuple) else out)
         return self._target.logits(hidden[:, -keep:]), hidden
 
 
-def llama_layers(config: LlamaConfig, *, qkv_bias: bool) -> list[nn.Module]:
-    """EAGLE's, of which the first has no norm before its attention. qkv_bias : of layers made after Qwen2's."""
-    layers: list[Any] = [LlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers)]
-    layers[0].input_layernorm = nn.Identity()
-    for layer in layers if qkv_bias else ():
-        for name in ("q_proj", "k_proj", "v_proj"):
-            plain = getattr(layer.self_attn, name)
-            setattr(layer.self_attn, name, nn.Linear(plain.in_features, plain.out_features))
-    return layers
+def eagle_layer(config: LlamaConfig, *, qkv_bias: bool) -> nn.Module:
+    """EAGLE's, which has no norm before its attention. qkv_bias : of one made after Qwen2's."""
+    layer: Any = LlamaDecoderLayer(config, 0)
+    layer.input_layernorm = nn.Identity()
+    for name in ("q_proj", "k_proj", "v_proj") if qkv_bias else ():
+        plain = getattr(layer.self_attn, name)
+        setattr(layer.self_attn, name, nn.Linear(plain.in_features, plain.out_features))
+    made: nn.Module = layer
+    return made
 
 
 class Eagle3Head(Head):
     """One Llama layer that reads what the target made of a token, and the embedding of the token after it.
 
-    config : shape and rotary positions of the layer, and by which name transformers finds its attention function:
-    "sdpa" with ``attention_mask`` (and ``past_key_values`` where it goes on from earlier passes), or the slots'.
-    embed : embeddings of token ids, as a rule the target's own, ``lambda ids: target.get_input_embeddings()(ids)``:
-    asked for at each pass, as the target's layers may be replaced by faster ones. A module is held, but its weights
-    are no part of this module's state. feature_layers, target_hidden_size : which hidden states are fused, and their
-    size. draft_vocab_size : None where the head drafts every token of the target; otherwise `map_vocabulary` or the
-    loaded state says which. norm_before_residual : whether the layer adds to its normed features instead of the
-    features themselves, a choice of some published heads.
+    config : shape and rotary positions of the layer, and the name of its attention: "sdpa" with ``attention_mask``, or
+    the slots'. embed : embeddings of token ids, as a rule the target's, which may be replaced by faster ones; no part
+    of this module's state. feature_layers, target_hidden_size : which hidden states are fused, and their size.
+    draft_vocab_size : None where the head drafts every token of the target; otherwise `map_vocabulary` or the loaded
+    state says which. norm_before_residual : whether the layer adds to its normed features, as some published heads do.
     """
 
     d2t: torch.Tensor
@@ -120,16 +215,18 @@ class Eagle3Head(Head):
         if draft_vocab_size is not None:
             self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-            self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                lambda *_: self._read_vocabulary()
-            )
 
     def map_vocabulary(self, draft_to_target: torch.Tensor) -> None:
         """Draft these tokens of the target, int64[Vd], ascending."""
         self.d2t.copy_(draft_to_target - torch.arange(len(draft_to_target)))
         self.t2d.zero_()
         self.t2d[draft_to_target] = True
-        self._read_vocabulary()
+
+    @property
+    def draft_to_target(self) -> torch.Tensor | None:
+        """See `Head`."""
+        offsets = getattr(self, "d2t", None)
+        return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
 
     def combine(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         """Fuse the hidden states into features, [..., feature_size]."""
@@ -146,15 +243,6 @@ class Eagle3Head(Head):
         rotation = self.rotary(features, position_ids)
         features = self.midlayer(embedded, features, rotation, self.norm_before_residual, attention)
         return self.lm_head(self.norm(features[:, -keep:])), features
-
-    def _read_vocabulary(self) -> None:
-        self.draft_to_target = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        if self.draft_to_target is not None:
-            self._read_vocabulary()
-        return self
 
 
 class _MiddleLayer(nn.Module):
@@ -202,26 +290,19 @@ class MedusaHead(Head):
     def __init__(
         self,
         hidden_size: int,
-        num_drafted: int,
+        vocab_size: int,
         num_heads: int,
         num_layers: int = 1,
-        *,
-        bias: bool = True,
         target: TargetParts | None = None,
-        shares_output: bool = False,
     ) -> None:
-        """``num_drafted`` : tokens that can be drafted. ``num_layers`` : blocks of each. ``bias`` : of the blocks.
-
-        target : whose output layer all heads share; None where they have their own, one each, or one for all if
-        ``shares_output``.
-        """
+        """``num_layers`` : blocks of each. ``target`` : whose output layer all share; None where each has its own."""
         super().__init__()
         self.feature_layers, self.feature_size, self.num_tokens = (FINAL,), hidden_size, num_heads
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(_Block(hidden_size, bias) for _ in range(num_layers))) for _ in range(num_heads)
+            nn.Sequential(*(_Block(hidden_size) for _ in range(num_layers))) for _ in range(num_heads)
         )
-        outputs = 0 if target is not None else 1 if shares_output else num_heads
-        self.outputs = nn.ModuleList(nn.Linear(hidden_size, num_drafted, bias=False) for _ in range(outputs))
+        outputs = num_heads if target is None else 0
+        self.outputs = nn.ModuleList(nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(outputs))
         self._target = target
 
     def forward(
@@ -232,13 +313,13 @@ class MedusaHead(Head):
         hidden = left[:, :, 0]
         if self._target is not None:
             return self._target.logits(hidden), left[:, :, 1:]
-        return self.outputs[-left.shape[2] if len(self.outputs) > 1 else 0](hidden), left[:, :, 1:]
+        return self.outputs[-left.shape[2]](hidden), left[:, :, 1:]
 
 
 class _Block(nn.Module):
-    def __init__(self, size: int, bias: bool) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(size, size, bias=bias)
+        self.linear = nn.Linear(size, size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + nn.functional.silu(self.linear(x))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError, first_line
-from ssd.model.heads.head import Head
+from ssd.model.heads.networks import Head
 from ssd.text.load_tokenizer import HubOptions
 
 Config = Mapping[str, Any]
@@ -25,6 +26,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 _PATTERNS = ("config.json", "*.safetensors", "*.bin", "*.pt")
 _PICKLES = ("*.bin", "*.pt")
+_EXPERT = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)$")
+_NAMED = 4
 _ADVICE = "Give a directory with config.json and the weights of a draft head, or the id of one on the hub"
 
 
@@ -64,7 +67,8 @@ def read_config(directory: Path) -> Config:
 class TensorFiles(Mapping[str, torch.Tensor]):
     """All tensors of a directory by name: of its safetensors files, or where there are none of its pickled ones.
 
-    Raises ModelError where there are none, and where a file cannot be read. Nothing that is pickled is run.
+    Experts that are stored one by one are there stacked too, but not listed. Raises ModelError where there are none,
+    and where a file cannot be read. Nothing that is pickled is run.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -85,6 +89,11 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._loaded:
             return self._loaded[name]
+        if name not in self._paths and (parts := self._experts(name)):
+            try:
+                return torch.stack([torch.cat([self[part] for part in each]) for each in parts])
+            except RuntimeError as error:
+                raise ModelError(f"its experts of {name} differ in shape: its files are not whole") from error
         path = self._paths[name]
         try:
             with safe_open(path, "pt") as file:
@@ -95,13 +104,21 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return tensor
 
     def __contains__(self, name: object) -> bool:  # without reading it
-        return name in self._paths or name in self._loaded
+        return name in self._paths or name in self._loaded or (isinstance(name, str) and bool(self._experts(name)))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths or self._loaded)
 
     def __len__(self) -> int:
         return len(self._paths or self._loaded)
+
+    def _experts(self, name: str) -> list[list[str]]:
+        """Of each expert the names of what is one matrix in the stack; none where there is no such stack."""
+        if (stack := _EXPERT.match(name)) is None:
+            return []
+        parts = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else (stack[2],)
+        names = ([f"{stack[1]}{index}.{part}.weight" for part in parts] for index in count())
+        return list(takewhile((self._paths.keys() | self._loaded.keys()).issuperset, names))
 
 
 def _unpickled(path: Path) -> dict[str, torch.Tensor]:
@@ -116,10 +133,6 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
 
 def _torn(path: Path, error: Exception) -> str:
     return f"{path} cannot be read: {first_line(error)[:200]}. Copy or download it again"
-
-
-_NAMED = 4
-_EXPERT = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)$")
 
 
 def number(config: Config, name: str) -> int | None:
@@ -143,17 +156,15 @@ def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str])
 
 
 def read(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """The tensors of these names and shapes.
-
-    Experts that are stored one by one are stacked. Raises ModelError that names what is missing, or has another shape.
-    """
+    """The tensors of these names and shapes. Raises ModelError that names what is missing, or has another shape."""
     require(tensors, shapes)
-    found = {}
-    for name, shape in shapes.items():
-        found[name] = tensor = _read(tensors, name, shape[0] if shape else 0)
-        if tensor.shape != shape:
+    found = {name: tensors[name] for name in shapes}
+    for name, tensor in found.items():
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise ModelError(f"its tensor {name} is quantised to {tensor.dtype}, which is not read")
+        if tensor.shape != shapes[name]:
             raise ModelError(
-                f"its tensor {name} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}: it was "
+                f"its tensor {name} has the shape {tuple(tensor.shape)}, expected {tuple(shapes[name])}: it was "
                 "made for another model, or its files do not belong together"
             )
     return found
@@ -161,21 +172,13 @@ def read(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, t
 
 def require(names: Collection[str], wanted: Iterable[str]) -> None:
     """Raise ModelError unless there is a tensor for every name that is wanted."""
-    absent = [name for name in wanted if not has(names, name)]
+    absent = [name for name in wanted if name not in names]
     if absent:
         listed = ", ".join(absent[:_NAMED]) + (" ..." if len(absent) > _NAMED else "")
         raise ModelError(
             f"it lacks {len(absent)} of its tensors, {listed}: some of its files are not there, or it was "
             "made for another kind of model. Download it again"
         )
-
-
-def has(names: Collection[str], name: str) -> bool:
-    """Whether a tensor is there, or the parts it is made of."""
-    if name in names:
-        return True
-    expert = _EXPERT.match(name)
-    return expert is not None and all(f"{expert[1]}0.{part}.weight" in names for part in _parts(expert[2]))
 
 
 def shapes_of(module: nn.Module, prefix: str = "") -> dict[str, tuple[int, ...]]:
@@ -193,22 +196,3 @@ def fill(head: Head, tensors: Mapping[str, torch.Tensor], target: PreTrainedMode
     head.load_state_dict(state, assign=True)
     if head.rotary is not None:
         head.turn_by(head.config, target.device)  # they were made without data
-
-
-def _parts(name: str) -> tuple[str, ...]:
-    return ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-
-
-def _read(tensors: Tensors, name: str, num_experts: int) -> torch.Tensor:
-    if name in tensors:
-        if not (tensor := tensors[name]).dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            raise ModelError(f"its tensor {name} is quantised to {tensor.dtype}, which is not read")
-        return tensor
-    expert = _EXPERT.match(name)
-    assert expert is not None
-    names = [[f"{expert[1]}{index}.{part}.weight" for part in _parts(expert[2])] for index in range(num_experts)]
-    require(tensors, [name for each in names for name in each])
-    try:
-        return torch.stack([torch.cat([_read(tensors, name, 0) for name in each]) for each in names])
-    except RuntimeError as error:
-        raise ModelError(f"its experts {expert[1]}* differ in shape: its files are not whole") from error

@@ -269,10 +269,10 @@ def slot_attention(
         query = query * ratio.to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     kernel = slot_rows.kv_cache.kernel or slot_rows.kernel or KERNELS.get(query.device.type)
+    stored = slot_rows.kv_cache.store(layer, slot_rows, key, value)
     if kernel is not None:
-        stored = slot_rows.kv_cache.store(layer, slot_rows, key, value)
         return kernel(query, *stored, slot_rows, AttentionRules(scale, sliding_window, chunk, softcap, s_aux)), None
-    keys, values = slot_rows.kv_cache.write(layer, slot_rows, key, value)
+    keys, values = map(slot_rows.seen_of, stored)
     batch, heads, width, _dim = query.shape
     kv_heads = keys.shape[1]
     groups = heads // kv_heads

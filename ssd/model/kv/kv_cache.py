@@ -41,22 +41,13 @@ class SlotKVCache:
         """Keep ``size`` numbers of each position besides; before anything is written."""
         self.features = FeatureStore(self.num_slots, self.max_length, size, dtype, self.device)
 
-    def write(
-        self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values and return all that ``rows`` may see.
-
-        keys, values : [B, num_kv_heads, T, head_dim] at ``rows.places``.
-        Returns two tensors [B, num_kv_heads, rows.num_keys, head_dim]: views when the rows are neighbouring slots in
-        order, else copies.
-        """
-        stored_keys, stored_values = self.store(layer, rows, keys, values)
-        return self._read(stored_keys, rows), self._read(stored_values, rows)
-
     def store(
         self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``write``, but returns all the layer holds, two tensors [num_slots, num_kv_heads, max_length, dim]."""
+        """Store new keys and values, [B, num_kv_heads, T, head_dim], at ``rows.places``.
+
+        Returns all the layer holds, two tensors [num_slots, num_kv_heads, max_length, dim].
+        """
         if layer not in self._layers:
             layout = LAYOUTS.get(self.device.type, _plain)
             self._layers[layer] = layout(keys, values, self.num_slots, self.max_length)
@@ -70,8 +61,7 @@ class SlotKVCache:
     ) -> None:
         """Copy single positions inside their slots, in every layer: entry i from ``sources[i]`` to ``targets[i]``.
 
-        All int64[n]; the pairs (slot, target) are distinct. Everything is read before anything is written. One gather
-        and one scatter per tensor, of n positions.
+        All int64[n]; the pairs (slot, target) are distinct. Everything is read before anything is written.
         """
         self.move_at(*(torch.from_numpy(each).to(self.device) for each in (slots, sources, targets)))
 
@@ -98,12 +88,6 @@ class SlotKVCache:
             yield from pair
         if self.features is not None:
             yield self.features.stored
-
-    @staticmethod
-    def _read(stored: torch.Tensor, rows: SlotRows) -> torch.Tensor:
-        if rows.first_slot is not None:
-            return stored[rows.first_slot : rows.first_slot + rows.batch_size, :, : rows.num_keys]
-        return stored[:, :, : rows.num_keys].index_select(0, rows.slots)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -208,10 +192,11 @@ class SlotRows:
         else:
             stored[self.slots[:, None], :, self.places] = new.transpose(1, 2)
 
-    @property
-    def batch_size(self) -> int:
-        """Rows of this pass."""
-        return len(self.slots)
+    def seen_of(self, stored: torch.Tensor) -> torch.Tensor:
+        """What rows may see of ``stored``, [B, heads, num_keys, dim]: a view where they are neighbours, else a copy."""
+        if self.first_slot is not None:
+            return stored[self.first_slot : self.first_slot + len(self.slots), :, : self.num_keys]
+        return stored[:, :, : self.num_keys].index_select(0, self.slots)
 
     def mask(self, window: int | None, chunk: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         """What each query may see, to be added to the scores: 0 or -inf, [B, 1, groups * T, num_keys]; None: all.
@@ -246,11 +231,7 @@ class SlotRows:
 
 
 class FeatureStore:
-    """Features of every position, laid out like keys of one head: ``stored`` is [num_slots, 1, length, size].
-
-    Part of a `SlotKVCache`, which moves and copies them with the keys; `SlotRows.put` writes them. What lies beyond a
-    slot's length is never read.
-    """
+    """Features of every position, laid out, moved and copied like keys of one head: [num_slots, 1, length, size]."""
 
     def __init__(self, num_slots: int, length: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.stored = torch.zeros(num_slots, 1, length, size, dtype=dtype, device=device)

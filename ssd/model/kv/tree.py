@@ -80,8 +80,7 @@ def agree(fed: Ints, chosen: Ints, counts: Ints, parents: Ints, is_tree: bool) -
     the path. O(positions).
 
     Each token was chosen with the very prefix that precedes it in the output, so it is the token plain decoding chooses
-    there: for greedy trivially, for sampling because the noise is a function of seed and position alone. The law is
-    therefore the target's (Leviathan et al. 2023, appendix A.1, is the special case of a one-point draft distribution).
+    there: for sampling because the noise is a function of seed and position alone. The law is therefore the target's.
     """
     paths, said, sizes = np.zeros_like(fed), np.zeros_like(fed), np.ones(len(counts), np.int64)
     for b in range(len(counts)):

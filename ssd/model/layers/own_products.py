@@ -15,8 +15,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ssd.model.layers.packed_linear import RowPlan, find_rows
 from ssd.model.layers.replace import MOST_ERROR, Replaced, has_hooks, swap_forward
+from ssd.model.layers.row_plan import RowPlan, find_rows
 from ssd.model.layers.vector_layers import Activation
 
 _plans: dict[tuple[str, int, int, torch.dtype, int], RowPlan] = {}

@@ -1,7 +1,7 @@
 """Embeddings on a CPU that read the rows of an output layer's packed weights, where a model ties the two.
 
-oneDNN does not say how it lays weights out. So a small matrix of known numbers is packed and looked at, and what is
-read by the order found there is compared with every weight before the original goes.
+oneDNN does not say how it lays weights out: a small matrix of known numbers is packed and looked at, and what is read
+by the order found there is compared with every weight.
 """
 
 from __future__ import annotations
@@ -46,12 +46,8 @@ class PackedEmbedding(nn.Module):
 
     __call__ = forward  # without torch's search for hooks
 
-    def can_hold(self, packed: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether ``packed``, made of ``weight``, lies in the order of what is read now. O(size)."""
-        return is_in_order(packed, weight, self._order)
-
     def hold(self, packed: torch.Tensor) -> None:
-        """Read another weight from now on, which it `can_hold`."""
+        """Read another weight from now on, of the same shape and type: so it lies in the same order."""
         self.packed, self._numbers = packed, packed_numbers(packed, self._numbers.dtype)
 
 
@@ -77,18 +73,11 @@ def find_order(packed: torch.Tensor, weight: torch.Tensor) -> Order | None:
     rows = places[index % _PERIOD, 0]
     if num_rows > _PERIOD:
         rows += index // _PERIOD * (places[_PERIOD, 0] - places[0, 0])
-    order = Order(rows, places[0] - places[0, 0])
-    return order if is_in_order(packed, weight, order) else None
-
-
-def is_in_order(packed: torch.Tensor, weight: torch.Tensor, order: Order) -> bool:
-    """Whether the numbers of ``packed``, made of ``weight``, [out, in], lie where ``order`` says. O(size)."""
-    numbers = packed_numbers(packed, weight.dtype)
+    order, numbers = Order(rows, places[0] - places[0, 0]), packed_numbers(packed, weight.dtype)
     if int(order.rows.max() + order.columns.max()) >= len(numbers):
-        return False
-    index = torch.arange(len(weight))
+        return None
     parts = zip(torch.split(index, _ROWS_COMPARED), torch.split(weight, _ROWS_COMPARED), strict=True)
-    return all(torch.equal(read_rows(numbers, order, ids), part) for ids, part in parts)
+    return order if all(torch.equal(read_rows(numbers, order, ids), part) for ids, part in parts) else None
 
 
 def reader_of(embedding: nn.Module, packed: torch.Tensor) -> PackedEmbedding | None:

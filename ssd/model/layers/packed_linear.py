@@ -1,25 +1,25 @@
 """Linear layers on a CPU, with their weights laid out as oneDNN's kernels read them.
 
 torch computes a linear layer from weights as they lie in the checkpoint. For one to some dozens of rows, which is what
-a decode or verify pass has, the same product from weights in blocks takes half the time. torch's
-own compiler uses the same two operators.
+a decode or verify pass has, the same product from weights in blocks takes half the time. torch's own compiler uses the
+same two operators. Layers that read the same input are one product: a wider matrix reads and launches less.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
-from ssd.model.layers.fused_linear import FusedMember, fuse_linears, is_plain, linear_again
 from ssd.model.layers.packed_embedding import reader_of
-from ssd.model.layers.replace import Replaced, parents
+from ssd.model.layers.replace import Replaced, is_plain, parents
+from ssd.model.layers.row_plan import EXACT_ROWS, RowPlan, row_counts
 
+SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Layers of one module that read the same input in nearly every model; where they do not it only costs time."""
 _PREPARED_ROWS = 64
 _LONG = 1 << 22
 
@@ -70,11 +70,7 @@ class PackedLinear(nn.Module):
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Compute with others from now on, of the same shapes and type; ``weight`` is nobody else's: it may be kept."""
-        self.hold(packed_weight(weight), bias)
-
-    def hold(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """The same with what `packed_weight` made."""
-        self.packed = packed
+        self.packed = packed_weight(weight)
         if self._bias is not None and bias is not None:
             self._bias.copy_(bias)
 
@@ -83,6 +79,72 @@ def packed_weight(weight: torch.Tensor) -> torch.Tensor:
     """A weight, [out, in], as oneDNN's kernels read it; the order follows from its shape and type. O(size)."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return packed
+
+
+class FusedLinears:
+    """Layers that read the same input, computed as one when the first of them is asked."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        """``linears`` : as many inputs each; with a bias all or none."""
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self.sizes = [linear.out_features for linear in linears]
+        self.product = PackedLinear(
+            torch.cat([linear.weight.detach() for linear in linears]),
+            torch.cat([bias.detach() for bias in biases]) if biases else None,
+        )
+        self.in_features, self.dtype, self.has_bias = linears[0].in_features, linears[0].weight.dtype, bool(biases)
+        self._input: torch.Tensor | None = None
+        self._outputs: list[torch.Tensor | None] = []
+
+    def output(self, x: torch.Tensor, member: int) -> torch.Tensor:
+        """What layer ``member`` makes of ``x``; each layer is asked once for an input."""
+        found = self._outputs[member] if x is self._input else None
+        if found is None:
+            self._outputs = list(torch.split_with_sizes(self.product(x), self.sizes, -1))
+            self._input = x
+            found = self._outputs[member]
+            assert found is not None
+        self._outputs[member] = None
+        if not any(output is not None for output in self._outputs):
+            self._input = None  # nothing of a pass stays behind
+        return found
+
+    def take(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> None:
+        """Compute with others from now on, one a layer, no biases where there are none. O(size)."""
+        self.product.take(torch.cat(list(weights)), torch.cat(list(biases)) if biases else None)
+
+
+class FusedMember(nn.Module):
+    """One of the layers."""
+
+    def __init__(self, group: FusedLinears, member: int) -> None:
+        super().__init__()
+        self.group, self.member = group, member
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x : [..., in]. Returns [..., out]."""
+        return self.group.output(x, self.member)
+
+    __call__ = forward  # without torch's search for hooks
+
+    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias as they came. O(size of all)."""
+        weight, bias = self.group.product.unpacked()
+        own = slice(sum(self.group.sizes[: self.member]), sum(self.group.sizes[: self.member + 1]))
+        return weight[own], None if bias is None else bias[own]
+
+
+def _fuse(model: nn.Module, dtypes: Sequence[torch.dtype]) -> Iterator[Replaced]:
+    for parent in parents(model):
+        for names in SIBLINGS:
+            linears = [linear for name in names if is_plain(linear := getattr(parent, name, None), dtypes)]
+            if len(linears) < len(names) or not _fit_together(linears):
+                continue
+            group = FusedLinears(linears)
+            for member, name in enumerate(names):
+                part = FusedMember(group, member)
+                setattr(parent, name, part)
+                yield Replaced(parent, name, partial(_linear_again, part))
 
 
 def pack_linears(model: nn.Module) -> Iterator[Replaced]:
@@ -94,7 +156,7 @@ def pack_linears(model: nn.Module) -> Iterator[Replaced]:
     if not has_operators():
         return
     dtypes = packed_types()
-    yield from fuse_linears(model, PackedLinear, dtypes)
+    yield from _fuse(model, dtypes)
     tied = _tied(model)
     for parent in parents(model):
         for name in dict(parent.named_children()):
@@ -109,7 +171,7 @@ def pack_linears(model: nn.Module) -> Iterator[Replaced]:
 def _pack(linear: nn.Linear, places: list[Place]) -> Iterator[Replaced]:
     """Replace all that stands in ``places``, which are those of the layer's weight, or nothing."""
     packed = PackedLinear(linear.weight, linear.bias)
-    again = cache(partial(linear_again, packed))
+    again = cache(partial(_linear_again, packed))
     replaced: list[tuple[nn.Module, str, nn.Module, Callable[[], nn.Module]]] = []
     for parent, name in places:
         module = getattr(parent, name)
@@ -125,6 +187,21 @@ def _pack(linear: nn.Linear, places: list[Place]) -> Iterator[Replaced]:
         if module is not linear:
             module.weight = None
         yield Replaced(parent, name, undo)
+
+
+def _linear_again(layer: Any) -> nn.Linear:
+    """An ``nn.Linear`` of what a layer was made of."""
+    weight, bias = layer.unpacked()
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def _fit_together(linears: Sequence[nn.Linear]) -> bool:
+    kinds = {(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in linears}
+    return len(kinds) == 1 and len({id(linear) for linear in linears}) == len(linears)
 
 
 def _tied(model: nn.Module) -> dict[int, list[Place]]:
@@ -182,112 +259,3 @@ def _can_pack(dtype: torch.dtype) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-Product = Callable[[torch.Tensor], torch.Tensor]
-"""Of rows [n, in], n >= 1, a tensor [n, out]."""
-
-EXACT_ROWS: Final = 16
-_FEW: Final = (1, 2, 3, 4, 8, 12, EXACT_ROWS)
-"""Least rows of one product: MKL gives two threads of an EPYC parts of 5 rows that are computed in another order."""
-_MOST: Final = (512, 256, 64, 32, 16)
-"""Most rows, tried in this order."""
-_MOST_WORK = 1 << 35
-"""Weights of a layer times rows that are tried and then computed at once; 64 are always tried."""
-_LARGE = 1 << 21
-"""Weights of a layer whose products take long enough to be timed."""
-_ROUNDS = 5
-_WORTH = 0.9
-"""Of the time that the fewest rows take, what more rows may take: two rows of some layers take less than one."""
-_SOME = 16
-"""Different rows that are tried, at least."""
-_NUMBERS = 256
-_ROUNDED_NUMBERS = 1 << 16
-"""Results that are compared for each number of rows, at least: two of two may be equal by chance. Sums in another order
-differ in every other float32, and in one of some thousands once they are rounded to a shorter type.
-"""
-
-
-class RowPlan(NamedTuple):
-    """``least``, ``most`` : rows of one product. ``is_exact`` : whether all these numbers gave the same bits.
-    ``is_free`` : one row did, too, so that the plan takes no time.
-    """
-
-    least: int = 1
-    most: int = _MOST[0]
-    is_exact: bool = True
-    is_free: bool = True
-
-    def product(self, compute: Product, x: torch.Tensor) -> torch.Tensor:
-        """``compute`` of rows [n, in], in parts of allowed numbers of rows: [n, out]."""
-        count = len(x)
-        if count <= self.most:
-            wanted = max(self.least, rounded_rows(count))
-            return compute(x) if wanted == count else compute(pad(x, (0, 0, 0, wanted - count)))[:count]
-        return torch.cat([self.product(compute, part) for part in torch.split(x, self.most)])
-
-
-PLAIN: Final = RowPlan(1, 1 << 30, is_exact=False)
-"""What is computed at once is what is asked for."""
-
-
-def rounded_rows(num_rows: int) -> int:
-    """How many rows are computed: up to 16 as many, above one of eight numbers between a power of two and the next.
-
-    oneDNN makes machine code for each number of rows, which takes longer than a pass of a small model, and keeps that
-    of the last thousand products. So there are few numbers; the rows added are an eighth at most.
-    """
-    if num_rows <= EXACT_ROWS:
-        return num_rows
-    step = 1 << ((num_rows - 1).bit_length() - 4)
-    return -(-num_rows // step) * step
-
-
-def row_counts(most: int) -> list[int]:
-    """All numbers of rows that products of up to ``most`` have."""
-    return sorted({rounded_rows(count) for count in range(1, most + 1)})
-
-
-@torch.inference_mode()
-def find_rows(compute: Product, size: int, num_outputs: int, dtype: torch.dtype) -> RowPlan:
-    """The plan of a layer [num_outputs, size]: the most rows that can be, and the least that take the least time.
-
-    O(products of 6,000 rows in all), fewer for layers of more than 64 million weights.
-    """
-    numbers = _NUMBERS if dtype == torch.float32 else _ROUNDED_NUMBERS
-    num_rows = -(-numbers // (num_outputs * _SOME)) * _SOME
-    some = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(0)).to(dtype)
-    wanted = torch.cat([compute(part) for part in torch.split(some, _SOME)])
-    allowed = [most for most in _MOST if most <= 64 or most * size * num_outputs <= _MOST_WORK]
-    good = {count for count in row_counts(allowed[0]) if _is_same(compute, some, count, wanted, numbers)}
-    for most in allowed:
-        if good.issuperset(count for count in row_counts(most) if count >= _FEW[-1]):
-            few = [count for count in _FEW if good.issuperset(range(count, _FEW[-1]))]
-            least = few[0]
-            if size * num_outputs >= _LARGE:
-                seconds = {count: seconds_of(compute, some[:count]) for count in few[:4]}
-                best = min(seconds, key=seconds.__getitem__)
-                least = best if seconds[best] < _WORTH * seconds[least] else least
-            return RowPlan(least, most, is_free=few[0] == 1)
-    return RowPlan(1, allowed[0], is_exact=False)
-
-
-def _is_same(compute: Product, some: torch.Tensor, count: int, wanted: torch.Tensor, numbers: int) -> bool:
-    """Whether ``count`` rows, of ``some`` or these again and again, give each time and place what was ``wanted``."""
-    again = -(-count // len(some))
-    rows, results = some.repeat(again, 1), wanted.repeat(again, 1)
-    tried = min(-(-numbers // wanted.shape[1]), len(rows) - count + 1)
-    return all(
-        torch.equal(compute(rows[first : first + count]), results[first : first + count])
-        for first in range(0, tried, count)
-    )
-
-
-def seconds_of(compute: Product, x: torch.Tensor) -> float:
-    """The least time of some products of ``x``."""
-    found = []
-    for _ in range(_ROUNDS):
-        began = time.perf_counter()
-        compute(x)
-        found.append(time.perf_counter() - began)
-    return min(found)

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -129,6 +129,16 @@ def agrees(found: torch.Tensor, wanted: torch.Tensor, most_error: float) -> bool
         return False
     found, wanted = found.float(), wanted.float()
     return float((found - wanted).norm()) <= most_error * float(wanted.norm())
+
+
+def is_plain(module: Any, dtypes: Sequence[torch.dtype]) -> TypeGuard[nn.Linear]:
+    """An ``nn.Linear`` of one of ``dtypes``, and no subclass, with no quantised weight and no hooks."""
+    return (
+        type(module) is nn.Linear
+        and type(module.weight) is nn.Parameter
+        and module.weight.dtype in dtypes
+        and not has_hooks(module)
+    )
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from ssd.model.layers.fused_linear import FLOATS, FusedMember, PlainProduct, is_plain
-from ssd.model.layers.replace import Replaced, swap_forward
+from ssd.model.layers.replace import MOST_ERROR, Replaced, is_plain, swap_forward
 
 BLOCK_ROWS = 64
 """A whole tile of Hopper's tensor cores: fewer rows would be summed by other instructions."""
@@ -53,19 +52,10 @@ def blocks_of(num_outputs: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def exact_linears(model: nn.Module) -> Iterator[Replaced]:
-    """Have plain linear layers, fused ones too, compute by `linear`; what was replaced, as it goes.
-
-    Weights stay where they are.
-    """
+    """Have plain linear layers compute by `linear`; what was replaced, as it goes. Weights stay where they are."""
     for module in model.modules():
-        is_own = is_plain(module, FLOATS) and getattr(module.forward, "__func__", None) is nn.Linear.forward
-        if is_own:
+        if is_plain(module, list(MOST_ERROR)) and getattr(module.forward, "__func__", None) is nn.Linear.forward:
             yield swap_forward(module, _forward)
-        elif isinstance(module, FusedMember) and isinstance(module.group.product, PlainProduct):
-            product = module.group.product
-            if product.compute is not linear:
-                own, product.compute = product.compute, linear
-                yield Replaced(product, "compute", lambda own=own: own)  # type: ignore[misc]
 
 
 def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ _UNUSED = (
 """Settings of an adapter that make it more than additions to linear layers."""
 
 
-_MERGE = "Merge it into the weights (peft's merge_and_unload) and serve these"
+MERGE = "merge it into the weights (peft's merge_and_unload) and serve these"
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Adapters:
             if not error < tolerance:
                 raise ModelError(
                     f"{type(model).__name__} with adapter {one or other!r} does not compute what peft computes: "
-                    f"{reason}. {_MERGE}"
+                    f"{reason}: {MERGE}"
                 )
 
 
@@ -129,7 +129,7 @@ def _require_lora(name: str, config: Any) -> None:
         raise ModelError(f"adapter {name!r} is of kind {kind}: only LoRA adapters are served")
     used = [setting for setting in _UNUSED if getattr(config, setting, None)]
     if used or getattr(config, "bias", "none") != "none":
-        raise ModelError(f"adapter {name!r} changes more than linear layers ({', '.join(used) or 'bias'}). {_MERGE}")
+        raise ModelError(f"adapter {name!r} changes more than linear layers ({', '.join(used) or 'bias'}): {MERGE}")
 
 
 def _additions(path: str, layer: Any) -> dict[str, Addition]:

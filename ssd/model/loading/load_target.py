@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ssd.config import Exact
 from ssd.errors import ModelError, first_line
-from ssd.model.exact.settle import settle_exactness
-from ssd.model.layers.fused_linear import is_plain
-from ssd.model.layers.packed_linear import PackedLinear, find_rows, has_operators, packed_types, seconds_of
+from ssd.model.layers.packed_linear import PackedLinear, has_operators, packed_types
+from ssd.model.layers.replace import is_plain
+from ssd.model.layers.row_plan import find_rows, seconds_of
 from ssd.model.layers.tap import Tapped, require_tap
-from ssd.model.loading.adapters import Adapters
+from ssd.model.loading.adapters import MERGE, Adapters
 from ssd.model.loading.memory import (
     ADVICE,
     check_weights_fit,
@@ -28,9 +28,10 @@ from ssd.model.loading.memory import (
     weight_bytes,
 )
 from ssd.model.loading.threads import one_thread_if_small
-from ssd.model.steps.probe import attach_steps
 from ssd.model.target import Target
+from ssd.model.ways.exactness import settle_exactness
 from ssd.model.ways.find_way import find_way, verifies_trees
+from ssd.model.ways.recorded import attach_steps
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.load_tokenizer import HubOptions
 
@@ -48,8 +49,7 @@ _TYPES: Final = (torch.float32, torch.bfloat16)
 def faster_type(model: PreTrainedModel) -> torch.dtype:
     """bfloat16 where ``model``'s linear layers keep the bits of a row in it and take less time so, else float32.
 
-    Tried are products of 1 and 8 rows with the layers' own weights, packed as they will be. A processor that does not
-    multiply bfloat16 itself takes longer than with float32. O(weights of one layer of each shape).
+    Tried are products of 1 and 8 rows with the layers' own weights, packed as they will be.
     """
     kinds: dict[tuple[int, int], list[torch.nn.Linear]] = {}
     for module in model.modules():
@@ -194,7 +194,6 @@ def open_target(
     kv_cache_memory_bytes: int | None = None,
     gpu_memory_utilization: float | None = None,
     enforce_eager: bool = False,
-    fuse_linears: bool = False,
     adapters: Adapters | None = None,
     tapped: Tapped | None = None,
     keeps_top: bool = False,
@@ -204,8 +203,7 @@ def open_target(
 
     num_slots : most slots; fewer where memory lacks, see `fit_slots`. max_length : tokens a slot holds; None takes the
     model's limit, or less where memory lacks. kv_cache_memory_bytes : memory to use. gpu_memory_utilization : or share
-    of all memory that may then be in use; without both half of what is free.
-    enforce_eager : record no CUDA graphs. fuse_linears : on CUDA too, compute layers that read the same input as one.
+    of all memory that may then be in use; without both half of what is free. enforce_eager : record no CUDA graphs.
     adapters : what slots may be given beside the model itself. tapped : what is kept of every position for a draft
     head. keeps_top : have recorded passes find the most probable tokens, which others do once they are asked. exact :
     see `settle_exactness`. Raises ModelError when adapters, an explicit ``max_length`` or exactness cannot be had.
@@ -217,7 +215,7 @@ def open_target(
     if tapped is not None:
         require_tap(model, tapped.layers)
     with one_thread_if_small(model):
-        found = find_way(model, fuse=fuse_linears)
+        found = find_way(model)
         bytes_per_token = found.bytes_per_token
     if tapped is not None:
         bytes_per_token += tapped.size * model.dtype.itemsize + tapped.bytes_per_token
@@ -233,22 +231,16 @@ def open_target(
         log.warning("%s", slots.shortage)
     held, kv_bytes = weight_bytes(model), slots.num_slots * (slots.max_length + max_draft_tokens + 1) * bytes_per_token
     log.info(
-        "%s takes %.2f GB: weights %.2f, of them packed %.2f; KV cache of %d sequences of %d tokens %.2f",
-        type(model).__name__, (held.total + kv_bytes) / 1e9, held.total / 1e9, held.packed / 1e9,
-        slots.num_slots, slots.max_length, kv_bytes / 1e9,
+        "%s takes %.2f GB: weights %.2f, KV cache of %d sequences of %d tokens %.2f",
+        type(model).__name__, (held + kv_bytes) / 1e9, held / 1e9, slots.num_slots, slots.max_length, kv_bytes / 1e9,
     )  # fmt: skip
     if found.kind is not SlotTarget:
+        how = f"{type(model).__name__} is driven {found.kind.way} ({found.reason})"
         if adapters:
-            raise ModelError(
-                f"{type(model).__name__} is driven {found.kind.way} ({found.reason}), where adapters cannot be mixed: "
-                "merge one into the weights (peft's merge_and_unload) and serve these"
-            )
+            raise ModelError(f"{how}, where adapters cannot be mixed: {MERGE}")
         if tapped is not None:
-            raise ModelError(
-                f"{type(model).__name__} is driven {found.kind.way} ({found.reason}), where a draft head cannot read "
-                "hidden states: leave the draft head out"
-            )
-        log.warning("%s is driven %s: %s", type(model).__name__, found.kind.way, found.reason)
+            raise ModelError(f"{how}, where a draft head cannot read hidden states: leave the draft head out")
+        log.warning("%s", how)
         other: Target = found.kind(model, slots.num_slots, slots.max_length)
         settle_exactness(other, exact)
         return other

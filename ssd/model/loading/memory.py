@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +22,9 @@ _USEFUL_LENGTH = 2048
 """A context that nobody asked for is not shortened below this for the sake of more slots."""
 
 _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_CGROUP_FILES = {"v2": ("memory.max", "memory.current"), "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """A control group's limit, and what it leaves of it, in bytes."""
 
     limit: int
@@ -48,8 +46,7 @@ def fit_slots(
 
     num_slots : most that are wanted. max_length : tokens a slot must hold; None takes ``limit``, or less where memory
     lacks: first slots get shorter, down to 2,048 tokens, then they get fewer. extra : tokens of a slot beyond its
-    length. Fewer slots only mean that more requests wait; memory for all of them is taken once, so that nothing runs
-    out of it later. Raises ModelError when not even one slot fits.
+    length. Raises ModelError when not even one slot fits.
     """
     room = usable_bytes // max(1, bytes_per_token)  # tokens
     wanted = max_length or limit
@@ -99,8 +96,8 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     free = _memory_bytes(Path("/proc/meminfo"), "MemAvailable")
-    room = cgroup_room(_MOUNT, _MEMBERSHIP)
-    return free if room is None else min(free, room)
+    group = tightest_group(_MOUNT, _MEMBERSHIP)
+    return free if group is None else min(free, group.room)
 
 
 def total_bytes(device: torch.device) -> int:
@@ -108,47 +105,30 @@ def total_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     total, free = (_memory_bytes(Path("/proc/meminfo"), name) for name in ("MemTotal", "MemAvailable"))
-    group = _tightest_group(_MOUNT, _MEMBERSHIP)
+    group = tightest_group(_MOUNT, _MEMBERSHIP)
     return total if group is None or group.room >= free else group.limit
 
 
-def cgroup_room(mount: Path, membership: Path) -> int | None:
-    """Bytes that the control groups of this process leave it, the tightest of them; None where none sets a limit.
+def tightest_group(mount: Path, membership: Path) -> Group | None:
+    """Of the control groups of this process that which leaves it least; None where none sets a limit.
 
-    mount : where control groups are mounted. membership : /proc/self/cgroup, lines "id:controllers:path"; version 2
-    has one with no controllers. Memory that only caches files counts as free, as the kernel gives it back.
+    mount : where control groups of version 2 are mounted. membership : /proc/self/cgroup. Memory that only caches files
+    counts as free, as the kernel gives it back.
     """
-    group = _tightest_group(mount, membership)
-    return None if group is None else group.room
-
-
-def _tightest_group(mount: Path, membership: Path) -> _Group | None:
-    groups = []
-    for line in _lines(membership):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, files = mount, _CGROUP_FILES["v2"]
-        elif "memory" in controllers.split(","):
-            base, files = mount / "memory", _CGROUP_FILES["v1"]
-        else:
-            continue
-        group = base / path.lstrip("/")
-        # Inside a container the path may be the host's, which is not mounted here; then the mount is our own group.
-        for directory in (group, *group.parents):
-            if (found := _group(directory, *files)) is not None:
-                groups.append(found)
-            if directory == base:
-                break
-    return min(groups, key=lambda group: group.room, default=None)
-
-
-def _group(directory: Path, limit_name: str, usage_name: str) -> _Group | None:
-    limit, usage = _lines(directory / limit_name), _lines(directory / usage_name)
-    if not limit or not usage or not limit[0].isdecimal():  # no such group, or "max"
+    path = next((line.removeprefix("0::/") for line in _lines(membership) if line.startswith("0::/")), None)
+    if path is None:
         return None
-    statistics = dict(line.split() for line in _lines(directory / "memory.stat"))
-    caching = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
-    return _Group(int(limit[0]), max(0, int(limit[0]) - int(usage[0]) + caching))
+    groups = []
+    # Inside a container the path may be the host's, which is not mounted here; then the mount is our own group.
+    for directory in (mount / path, *(mount / path).parents):
+        limit, usage = _lines(directory / "memory.max"), _lines(directory / "memory.current")
+        if limit and usage and limit[0].isdecimal():  # there is such a group, and it does not say "max"
+            statistics = dict(line.split() for line in _lines(directory / "memory.stat"))
+            used = int(usage[0]) - int(statistics.get("inactive_file", 0))
+            groups.append(Group(int(limit[0]), max(0, int(limit[0]) - used)))
+        if directory == mount:
+            break
+    return min(groups, key=lambda group: group.room, default=None)
 
 
 def _memory_bytes(meminfo: Path, name: str) -> int:
@@ -182,8 +162,7 @@ def check_weights_fit(
 ) -> None:
     """Raise ModelError if the weights alone need more memory than ``device`` has free, before any is read.
 
-    dtype : "auto" is the configuration's. trust_remote_code : as for loading it.
-    Builds the model without memory for its weights; seconds for large ones.
+    dtype : "auto" is the configuration's. Builds the model without memory for its weights; seconds for large ones.
     """
     held = config.dtype if dtype == "auto" else dtype
     size = (held if isinstance(held, torch.dtype) else torch.float32).itemsize
@@ -198,25 +177,11 @@ def check_weights_fit(
         )
 
 
-class WeightBytes(NamedTuple):
-    """What a model's weights take; memory that several of them share counts once."""
-
-    plain: int
-    """Of parameters and buffers."""
-    packed: int
-    """Of weights that layers hold in blocks instead."""
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.plain + self.packed
-
-
-def weight_bytes(model: PreTrainedModel) -> WeightBytes:
-    """What ``model`` holds now. O(its layers)."""
+def weight_bytes(model: PreTrainedModel) -> int:
+    """What a model's weights take now; memory that several of them share counts once. O(its layers)."""
     storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
     plain = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return WeightBytes(sum(plain.values()), sum(layer.num_bytes for layer in packed_linears(model)))
+    return int(sum(plain.values())) + sum(layer.num_bytes for layer in packed_linears(model))
 
 
 log = logging.getLogger(__name__)
@@ -225,10 +190,9 @@ _NAMED = 3
 
 
 def require_complete(name: str, info: Mapping[str, Any]) -> None:
-    """Raise ModelError where weights were made up: absent from the checkpoint, or there in another shape.
+    """Raise ModelError where the checkpoint lacks weights, or has others' shapes; warn of weights without a place.
 
-    ``info`` : the loading info of ``from_pretrained``, in which tied weights are not missing. Weights of the checkpoint
-    that the model has no place for are warned of.
+    ``info`` : the loading info of ``from_pretrained``, in which tied weights are not missing.
     """
     missing, mismatched, unexpected = (
         info.get(f"{kind}_keys") or () for kind in ("missing", "mismatched", "unexpected")
@@ -265,10 +229,5 @@ def no_load_report() -> Iterator[None]:
 
 
 def _some(keys: Iterable[str]) -> str:
-    names = sorted(keys, key=_by_number)
+    names = sorted(keys)
     return ", ".join(names[:_NAMED]) + (" ..." if len(names) > _NAMED else "")
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Layer 2 before layer 10."""
-    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
 from ssd.model.layers.adapted_linear import AdaptedLinear
-from ssd.model.layers.fused_linear import FusedLinears, FusedMember
 from ssd.model.layers.packed_embedding import PackedEmbedding
-from ssd.model.layers.packed_linear import PackedLinear, packed_weight
+from ssd.model.layers.packed_linear import FusedLinears, FusedMember, PackedLinear
 from ssd.model.layers.vector_layers import FusedNorm
 from ssd.model.loading.threads import one_thread_if_small
 
@@ -27,11 +26,8 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
 
-Tensors = Sequence[torch.Tensor]
-Put = Callable[[], object]
-"""Puts weights that were found to fit in the place of the old ones; fails only where memory lacks."""
-Held = tuple[Sequence[Place], Callable[[Tensors], Put]]
-"""Weights that lie together, and what makes of new ones, a tensor a place, what puts them there; raises ModelError."""
+Held = tuple[Sequence[Place], Callable[..., object]]
+"""Weights that lie together, and what puts new ones in their place, a tensor for each."""
 
 
 @torch.inference_mode()
@@ -41,12 +37,12 @@ def take_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) ->
     weights : named as in the ``state_dict`` of such a model in transformers, every one of it, of a shared weight one
     name at least; of the shapes and types that the model has, on any device. They are copied, and what is recorded of
     passes stays valid. Raises ModelError, which names the weight, before anything is changed. O(weights), and memory
-    for the largest layer more, twice where it is the embedding too.
+    for the largest layer more.
     """
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise ModelError("this model has adapters, which were made for the weights it has: open it without them")
     held = list(_held(model))
-    given = [[_given(place, weights) for place in places] for places, _ in held]
+    given = [[_given(place, weights) for place in places] for places, _put in held]
     known = {name for places, _ in held for place in places for name in place.names}
     if unknown := sorted(weights.keys() - known):
         raise ModelError(
@@ -54,9 +50,8 @@ def take_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) ->
             "without a wrapper's prefix"
         )
     with one_thread_if_small(model):  # as when it was opened: so layers are laid out in the same order
-        puts = [ready(found) for (_, ready), found in zip(held, given, strict=True)]
-        for put in puts:
-            put()
+        for (_places, put), found in zip(held, given, strict=True):
+            put(*found)
 
 
 def _given(place: Place, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -102,7 +97,7 @@ def _held(model: nn.Module) -> Iterator[Held]:
             readers.setdefault(id(module.packed), []).append(module)
         elif isinstance(module, FusedNorm):
             place = _place(paths[key], "weight", module.weight.shape, module.weight.dtype)
-            yield [place], partial(_ready_plain, module.take)
+            yield [place], module.take
         elif not isinstance(module, PackedLinear):
             for name, tensor in _own(module):
                 shared.setdefault(id(tensor), (tensor, []))[1].extend(path + name for path in paths[key])
@@ -114,24 +109,28 @@ def _held(model: nn.Module) -> Iterator[Held]:
             places = [_place(everywhere, "weight", (num_outputs, size), dtype)]
             if has_bias:
                 places.append(_place(paths[id(module)], "bias", (num_outputs,), dtype))
-            yield places, partial(_ready_packed, module, read_by)
+            yield places, partial(_put_packed, module, read_by)
     for group, members in groups.values():
         places = [
             _place(members[member], name, (size, *rest), group.dtype)
             for name, rest in (("weight", (group.in_features,)), *([("bias", ())] if group.has_bias else []))
             for member, size in enumerate(group.sizes)
         ]
-        yield places, partial(_ready_group, group)
+        yield places, partial(_put_group, group)
     for tensor, names in shared.values():
-        yield [Place(tuple(names), tuple(tensor.shape), tensor.dtype)], partial(_ready_plain, tensor.copy_)
+        yield [Place(tuple(names), tuple(tensor.shape), tensor.dtype)], tensor.copy_
 
 
-def _ready_plain(put: Callable[[torch.Tensor], object], new: Tensors) -> Put:
-    return partial(put, new[0])
+def _put_group(group: FusedLinears, *new: torch.Tensor) -> None:
+    group.take(new[: len(group.sizes)], new[len(group.sizes) :])
 
 
-def _ready_group(group: FusedLinears, new: Tensors) -> Put:
-    return partial(group.take, new[: len(group.sizes)], new[len(group.sizes) :])
+def _put_packed(
+    linear: PackedLinear, readers: Sequence[PackedEmbedding], weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    linear.take(weight.clone(), bias)  # what is in order as it is would not be copied
+    for reader in readers:
+        reader.hold(linear.packed)
 
 
 def _place(paths: Sequence[str], name: str, shape: Sequence[int], dtype: torch.dtype) -> Place:
@@ -144,19 +143,3 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in module._buffers.items():
         if tensor is not None and name not in module._non_persistent_buffers_set:
             yield name, tensor
-
-
-def _ready_packed(linear: PackedLinear, readers: Sequence[PackedEmbedding], new: Tensors) -> Put:
-    weight, bias = new[0], new[1] if len(new) > 1 else None
-    if not readers:
-        return lambda: linear.take(weight.clone(), bias)  # what is in order as it is would not be copied
-    packed = packed_weight(weight.clone())
-    if not all(reader.can_hold(packed, weight) for reader in readers):
-        raise ModelError("oneDNN lays the new weights out in another order: open the model anew")
-
-    def put() -> None:
-        linear.hold(packed, bias)
-        for reader in readers:
-            reader.hold(packed)
-
-    return put

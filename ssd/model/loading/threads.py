@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
@@ -30,7 +30,7 @@ _MOST_BYTES = 2_000_000_000
 
 def is_small(model: PreTrainedModel) -> bool:
     """Whether one thread makes passes over a dozen positions in about half a second or less."""
-    return model.device.type == "cpu" and weight_bytes(model).total <= _MOST_BYTES
+    return model.device.type == "cpu" and weight_bytes(model) <= _MOST_BYTES
 
 
 @contextmanager
@@ -54,23 +54,13 @@ def settle_threads(target: Target) -> int:
     torch takes one for each core. A small model's layers are too short to be shared, and a thread that another process
     keeps from its core holds up all others at the end of every layer. Tried are all cores and halves of them, for a
     small model and unless the environment says how many (OMP_NUM_THREADS). For the calling thread, which must be the
-    one that makes the passes; ``target`` is left empty. `settle_exactness` follows: more
-    threads may share a product in another way.
+    one that makes the passes; ``target`` is left empty. `settle_exactness` follows: more threads may share a product in
+    another way.
     """
     default = torch.get_num_threads()
     if not is_small(target.model) or default == 1 or any(name in os.environ for name in _SAID_BY):
         return default
-    _read_context(target)
-    try:
-        best = _fastest_of(target, sorted(_halves(default)))
-    finally:
-        target.rollback(0, 0)
-    torch.set_num_threads(best)
-    log.info("passes use %d of %d threads", best, default)
-    return best
-
-
-def _fastest_of(target: Target, counts: Sequence[int]) -> int:
+    counts = [default >> halvings for halvings in range(default.bit_length())]
     seconds: dict[int, list[list[float]]] = {count: [[] for _ in _WIDTHS] for count in counts}
     began = time.perf_counter()
     for _ in range(_ROUNDS):  # by turns, as the machine's load changes
@@ -81,36 +71,22 @@ def _fastest_of(target: Target, counts: Sequence[int]) -> int:
                 found.append(_seconds(target, width))
         if time.perf_counter() - began > _MOST_S:
             break
-    return fastest({count: [median(times) for times in found] for count, found in seconds.items()})
-
-
-def fastest(seconds: dict[int, list[float]]) -> int:
-    """The key of the shortest times, of several kinds of pass that count alike: by their geometric mean."""
-    return min(seconds, key=lambda count: float(np.log(seconds[count]).sum()))
-
-
-def _halves(count: int) -> Iterator[int]:
-    while count > 1:
-        yield count
-        count //= 2
-    yield 1
-
-
-def _read_context(target: Target) -> None:
-    length = max(1, min(_CONTEXT, target.max_length - max(_WIDTHS)))
-    target.prefill([0], np.ones((1, length), np.int64), [length])
+    target.rollback(0, 0)
+    # Kinds of pass count alike.
+    best = min(counts, key=lambda count: float(np.log([median(times) for times in seconds[count]]).sum()))
+    torch.set_num_threads(best)
+    log.info("passes use %d of %d threads", best, default)
+    return best
 
 
 def _seconds(target: Target, width: int) -> float:
-    """Of one pass of a row of ``width`` positions behind the short text that the slot holds, before and after."""
-    length = target.length(0)
+    """Of one pass of a row of ``width`` positions behind a short text."""
+    length = max(1, min(_CONTEXT, target.max_length - max(_WIDTHS)))
     width = min(width, target.max_length - length)
+    if not target.length(0):
+        target.prefill([0], np.ones((1, length), np.int64), [length])
     began = time.perf_counter()
     target.forward([0], np.ones((1, width), np.int64), [width])
     took = time.perf_counter() - began
-    if target.can_roll_back:
-        target.rollback(0, length)
-    else:
-        target.rollback(0, 0)
-        _read_context(target)
+    target.rollback(0, length if target.can_roll_back else 0)
     return took

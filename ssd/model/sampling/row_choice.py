@@ -28,6 +28,8 @@ Float32s = npt.NDArray[np.float32]
 Float = Any
 """Numba's float32, which Python has no type for."""
 
+LOWEST_TEMPERATURE = 1e-4
+"""One of 1e-6 would overflow float32; below 1e-4 the law is greedy to any measurement."""
 MASS_OF_ONE = 2.0**40
 """The mass of the most probable token; others have a share of it, cut to a whole number. 2^22 of them fit an int64."""
 
@@ -144,7 +146,7 @@ def _first_of(scores: Float32s, value: Float) -> int:
 
 @inlined
 def _noisy(score: Float, bits: UInt) -> float:
-    """A score and the noise of 53 random bits; what `ssd.model.sampling.noise.gumbel_noise` adds."""
+    """A score and the noise of 53 random bits; what `ssd.model.sampling.sampler.gumbel_noise` adds."""
     return np.float64(score) - np.log(-np.log((np.float64(bits) + 0.5) * 1.1102230246251565e-16))  # type: ignore[no-any-return]
 
 

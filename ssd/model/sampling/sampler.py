@@ -1,4 +1,4 @@
-"""The kernels that sample tokens and find the most probable ones, and the check that they say what the formula says."""
+"""Noise at keys, the kernels that sample tokens and find the most probable ones, and what a pass gives out."""
 
 from __future__ import annotations
 
@@ -14,13 +14,62 @@ import torch
 
 from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
 from ssd.config import SamplingParams
-from ssd.drafting.noise import UInt64
+from ssd.drafting.noise import GAMMA, MIX_1, MIX_2, UInt64
 from ssd.drafting.successors import SUCCESSORS
 from ssd.errors import first_line
-from ssd.model.sampling.noise import LOWEST_TEMPERATURE, Noise, gumbel_noise, noisy_scores
-from ssd.model.sampling.row_choice import choose_rows
+from ssd.model.sampling.row_choice import LOWEST_TEMPERATURE, choose_rows
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Noise:
+    """What a pass needs to choose tokens itself.
+
+    ``keys`` : uint64[B, T], of `SequenceNoise.keys`. ``temperatures`` : float32[B, T], 0 where the most probable token
+    is to be chosen.
+    """
+
+    keys: UInt64
+    temperatures: npt.NDArray[np.float32]
+
+
+def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel noise for every token of the vocabulary at each key, on the keys' device.
+
+    keys : int64[...], the bits of `SequenceNoise.keys`. Returns float64[..., vocab_size].
+
+    ``-log(-log(u))`` with u = (k + 1/2) / 2**53, k the upper 53 bits: never 0 or 1.
+    """
+    counter = torch.arange(1, vocab_size + 1, device=keys.device)
+    z = keys[..., None] + counter * _signed(GAMMA)  # int64 wraps as uint64 does
+    z = (z ^ _shift_right(z, 30)) * _signed(MIX_1)
+    z = (z ^ _shift_right(z, 27)) * _signed(MIX_2)
+    z = z ^ _shift_right(z, 31)
+    uniform = (_shift_right(z, 11).double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform))
+
+
+def noisy_scores(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """What a token is chosen by where nothing but a temperature is asked for: its argmax is the token.
+
+    logits : [N, V], any float type. keys : int64[N], the bits of `SequenceNoise.keys`. temperatures : float32[N], 0
+    where the logits themselves decide. Returns float64[N, V].
+    """
+    scores = logits.float() / temperatures.clamp_min(LOWEST_TEMPERATURE)[:, None]
+    noisy = scores.double() + gumbel_noise(keys, logits.shape[-1])
+    return torch.where(temperatures[:, None] > 0, noisy, logits.double())
+
+
+def _signed(constant: int) -> int:
+    """A 64-bit pattern as the signed integer that torch wants."""
+    return constant - (1 << 64) if constant >= 1 << 63 else constant
+
+
+def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift; torch's own keeps the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
 
 Sampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Logits [N, V], keys int64[N] and temperatures float32[N] to tokens int64[N]: the argmax of `noisy_scores`."""
@@ -45,12 +94,14 @@ def sampler_of(device: torch.device) -> Sampler | None:
 
 def samples_rightly(sampler: Sampler, device: torch.device) -> bool:
     """Whether ``sampler`` runs on the device and chooses among random logits as the formula does; a warning if not."""
-    logits = torch.from_numpy(np.random.default_rng(0).normal(0, 3, (_PROBE_ROWS, _PROBE_TOKENS)).astype(np.float32))
-    keys, temperatures = (each.to(device) for each in random_noise(_PROBE_ROWS))
+    random = np.random.default_rng(0)
+    logits = torch.from_numpy(random.normal(0, 3, (_PROBE_ROWS, _PROBE_TOKENS)).astype(np.float32))
+    keys = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, _PROBE_ROWS)).to(device)
+    heat = torch.from_numpy(random.choice(np.array([0, 1e-6, 0.7, 1, 9], np.float32), _PROBE_ROWS)).to(device)
     try:
         for dtype in (torch.float32, torch.float16):
             cast = logits.to(device, dtype)
-            check_tokens(sampler(cast, keys, temperatures), cast, keys, temperatures)
+            check_tokens(sampler(cast, keys, heat), cast, keys, heat)
     # A driver or a compiler that does not play along: torch's operations are right in any case.
     except Exception as failure:
         log.warning("tokens are sampled by torch: %s", first_line(failure))
@@ -59,18 +110,8 @@ def samples_rightly(sampler: Sampler, device: torch.device) -> bool:
     return True
 
 
-def random_noise(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, int64[count], and temperatures, float32[count], to check a sampler with: 0, low and high ones."""
-    random = np.random.default_rng(1)
-    keys = random.integers(-(2**63), 2**63 - 1, count)
-    return torch.from_numpy(keys), torch.from_numpy(random.choice(np.array([0, 1e-6, 0.7, 1, 9], np.float32), count))
-
-
 def check_tokens(tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> None:
-    """Raise ValueError unless each token is the formula's, or scores as much but for rounding. As `Sampler` has them.
-
-    The formula takes some dozen times the memory of the logits.
-    """
+    """Raise ValueError unless each token is the formula's, or scores as much but for rounding."""
     scores = noisy_scores(logits, keys, temperatures)
     best, found = scores.amax(-1), scores.gather(-1, tokens[:, None])[:, 0]
     is_right = best - found <= _MOST_ERROR * (1 + best.abs())

@@ -17,15 +17,12 @@ from ssd.compiled.addresses import kernel
 from ssd.drafting.successors import SUCCESSORS
 from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
-from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.sampler import Sampler, packed_top
+from ssd.model.sampling.sampler import Noise, Sampler, packed_top
 
 Ints = npt.NDArray[np.int64]
 
 _AHEAD = np.arange(1 << 12)[None]
 """How far behind its row's start each token of a chain stands."""
-_MOST_VIEWS = 1024
-"""Of outputs, kept to be given again: making one takes microseconds."""
 
 
 @kernel
@@ -108,7 +105,6 @@ class StepBuffers:
         self._sent: tuple[npt.NDArray[Any], ...] = ()
         """What was copied last: a driver that reads a host's memory in place may not have read it yet."""
         self._max_positions = max_positions
-        self._left: dict[tuple[StepShape, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
 
     def inputs(self, shape: StepShape, kv_cache: SlotKVCache, kernel: AttentionKernel | None) -> StepInputs:
         """Views of what `fill` fills."""
@@ -185,26 +181,14 @@ class StepBuffers:
         if self._top is not None:
             self._top[: len(flat)].copy_(packed_top(kept))
 
-    def outputs(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [rows, width, V] and the tokens chosen, int64[rows, width], of the last pass: views."""
-        assert self._logits is not None
-        n, grid = shape.num_positions, (shape.rows, shape.width)
-        return self._logits[:n].view(*grid, -1), self._chosen[:n].view(grid)
-
-    def outputs_of(
+    def outputs(
         self, shape: StepShape, num_rows: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`outputs` and `packed_top` of the first ``num_rows`` rows and ``width`` positions: views, made once."""
-        key = shape, num_rows, width
-        if key not in self._left:
-            if len(self._left) == _MOST_VIEWS:
-                self._left.clear()
-            logits, chosen = (each[:num_rows, :width] for each in self.outputs(shape))
-            top = self._top
-            if top is not None:
-                top = top[: shape.num_positions].view(shape.rows, shape.width, 2, SUCCESSORS)[:num_rows, :width]
-            self._left[key] = logits, chosen, top
-        return self._left[key]
+        """Logits, tokens and `packed_top` of the first rows and positions of the last pass: views."""
+        assert self._logits is not None
+        n, grid, part = shape.num_positions, (shape.rows, shape.width), (slice(num_rows), slice(width))
+        top = None if self._top is None else self._top[:n].view(*grid, 2, SUCCESSORS)[part]
+        return self._logits[:n].view(*grid, -1)[part], self._chosen[:n].view(grid)[part], top
 
 
 def powers_of_two(first: int, last: int) -> list[int]:

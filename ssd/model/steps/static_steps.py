@@ -14,18 +14,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ssd.errors import first_line
-from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache
+from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
-from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.sampler import PassOutput, Sampler, check_tokens, random_noise
-from ssd.model.steps.buffers import Ints, StepBuffers, StepInputs, StepShape, powers_of_two
-from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.sampling.sampler import Noise, PassOutput, Sampler
+from ssd.model.steps.buffers import Ints, StepBuffers, StepShape, powers_of_two
 
 Step = Callable[[], None]
 Recorder = Callable[[Step], Step]
@@ -46,9 +44,9 @@ def eagerly(step: Step) -> Step:
 class CudaGraphs:
     """Records steps as CUDA graphs of one memory pool: they never run at the same time, so they share intermediates.
 
-    All of a process are tried and recorded on one stream: libraries keep a workspace for every stream they ever ran on,
-    tens of megabytes each. Raises whatever a step does that cannot be recorded: RuntimeError where it waits for the
-    device (a mixture of experts that asks which ones were chosen), torch.AcceleratorError, torch.OutOfMemoryError.
+    All of a process are recorded on one stream: libraries keep tens of megabytes for every stream they ever ran on.
+    Raises whatever a step does that cannot be recorded: RuntimeError where it waits for the device (a mixture of
+    experts that asks which ones were chosen), torch.AcceleratorError, torch.OutOfMemoryError.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,10 +77,9 @@ class CudaGraphs:
         return graph.replay
 
     def _leave(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a recording that the driver gave up, which torch takes to be still under way.
+        """End a recording that the driver gave up: while torch takes it to be under way, nothing can be recorded.
 
-        While it is, memory is never given back to the device, and nothing can be recorded. The graph lives on, as torch
-        may still ask it which memory is its own.
+        The graph lives on, as torch may still ask it which memory is its own.
         """
         _GIVEN_UP.append(graph)
         index = torch.cuda.current_device()
@@ -126,7 +123,16 @@ _MOST_SHAPES = 96
 
 _FEWEST_KEYS = 256
 
-_CHECKED_POSITIONS = 8
+
+class Scoring(Protocol):
+    """What passes are recorded of: a target with slots."""
+
+    kv_cache: SlotKVCache
+    max_length: int
+    max_width: int
+
+    def score(self, tokens: torch.Tensor, rows: SlotRows) -> torch.Tensor:
+        """Logits [B, T, V] of new tokens, int64[B, T]; lengths stay as they are."""
 
 
 class StaticSteps:
@@ -140,7 +146,7 @@ class StaticSteps:
 
     def __init__(
         self,
-        target: SlotTarget,
+        target: Scoring,
         record: Recorder,
         *,
         tolerance: float,
@@ -214,7 +220,7 @@ class StaticSteps:
             self._steps[shape]()
         elif not self._open(shape, num_rows):
             return None
-        logits, chosen, top = self._buffers.outputs_of(shape, num_rows, width)
+        logits, chosen, top = self._buffers.outputs(shape, num_rows, width)
         return PassOutput(logits, chosen, noise, top)
 
     @torch.inference_mode()
@@ -223,36 +229,31 @@ class StaticSteps:
         shapes = {(rows, width, False) for rows in self._rows for width in self._widths}
         if with_trees:
             shapes |= {(1, width, True) for width in self._widths}
-            self.moves.warm_up()
+            self.moves.open()
         for rows, width, is_tree in sorted(shapes, reverse=True):
             tokens = torch.zeros(rows, width, dtype=torch.int64).numpy()
             chain = torch.arange(-1, width - 1).repeat(rows, 1).numpy()
             # What this writes lies beyond the slots' lengths.
             self.run(range(rows), tokens, TreeShape.build(chain) if is_tree else None)
 
-    def _inputs(self, shape: StepShape) -> StepInputs:
-        return self._buffers.inputs(shape, self._kv_cache, self._kernel)
-
     def _open(self, shape: StepShape, num_rows: int) -> bool:
         """Record a shape and leave the outputs of the pass that is in the buffers."""
 
         def step() -> None:
-            inputs = self._inputs(shape)
+            inputs = self._buffers.inputs(shape, self._kv_cache, self._kernel)
             self._buffers.store(self._score(inputs.tokens, inputs.rows), inputs)
 
         try:
             step()
-            expected = self._buffers.outputs(shape)[0][:num_rows].clone()
+            expected = self._buffers.outputs(shape, num_rows, shape.width)[0].clone()
             recorded = self._record(step)
             recorded()
-            found = self._buffers.outputs(shape)[0][:num_rows]
+            found = self._buffers.outputs(shape, num_rows, shape.width)[0]
             error, size = (
                 float(torch.linalg.vector_norm(x, dtype=torch.float32)) for x in (found - expected, expected)
             )
             if not error <= self._tolerance * size:
                 raise ValueError(f"its logits differ by {error:.2g}, their norm is {size:.2g}")
-            if self._takes_noise:
-                self._check_tokens(shape, num_rows, recorded)
         # Whatever it is, a plain pass is right; one shape that fails is not worth a second try at the next.
         except Exception as failure:
             self._steps.clear()
@@ -264,83 +265,50 @@ class StaticSteps:
             self._steps.popitem(last=False)
         return True
 
-    def _check_tokens(self, shape: StepShape, num_rows: int, recorded: Step) -> None:
-        """Make the pass with other noise and compare what it chooses with the formula; then as it was once more."""
-        inputs = self._inputs(shape)
-        assert inputs.keys is not None and inputs.temperatures is not None
-        kept = inputs.keys.clone(), inputs.temperatures.clone()
-        keys, temperatures = random_noise(shape.num_positions)
-        inputs.keys.copy_(keys)
-        inputs.temperatures.copy_(temperatures)
-        recorded()
-        logits, tokens = (each.flatten(0, 1) for each in self._buffers.outputs(shape))
-        num_positions = num_rows * shape.width  # of the rows that are there, a few: the formula takes much memory
-        some = torch.linspace(0, num_positions - 1, min(num_positions, _CHECKED_POSITIONS), device=logits.device).long()
-        check_tokens(tokens[some], logits[some], inputs.keys[some], inputs.temperatures[some])
-        inputs.keys.copy_(kept[0])
-        inputs.temperatures.copy_(kept[1])
-        recorded()
-
 
 def _rounded(number: int, sizes: list[int]) -> int:
     return sizes[bisect_left(sizes, number)]
 
 
 _MOST_MOVES = 256
-_COMMON_MOVES = 16
 
 
 class StaticMoves:
-    """`SlotKVCache.move` for numbers of positions that are rounded up, recorded once each.
+    """`SlotKVCache.move` of up to 256 positions, recorded once.
 
     A move that is repeated is another move, so it is recorded, and checked, on positions that hold no text.
     """
 
     def __init__(self, kv_cache: SlotKVCache, *, scratch: int, record: Recorder) -> None:
         """``scratch`` : the first of at least two positions of every slot that never hold text."""
-        self._kv_cache = kv_cache
-        self._scratch = scratch
-        self._record = record
-        self._sizes = powers_of_two(1, _MOST_MOVES)
-        self._ints = torch.zeros(3 * _MOST_MOVES, dtype=torch.int64, device=kv_cache.device)
+        self._kv_cache, self._scratch, self._record = kv_cache, scratch, record
+        self._ints = torch.zeros(3, _MOST_MOVES, dtype=torch.int64, device=kv_cache.device)
         self._sent: Ints = np.zeros(0, np.int64)
         """What was copied last: a driver that reads a host's memory in place may not have read it yet."""
-        self._steps: dict[int, Step] = {}
+        self._step: Step | None = None
         self._has_failed = scratch + 2 > kv_cache.max_length
 
     def run(self, slots: Ints, sources: Ints, targets: Ints) -> bool:
         """Move as `SlotKVCache.move` does; False where that must be called instead. Nothing is done then."""
-        if len(slots) > _MOST_MOVES or not self._open(size := self._sizes[bisect_left(self._sizes, len(slots))]):
+        if len(slots) > _MOST_MOVES or not self.open():
             return False
-        # What is too much stays where it is, where there is no text.
-        ints = np.full((3, size), self._scratch, np.int64)
-        ints[0] = slots[0]
-        ints[:, : len(slots)] = slots, sources, targets
-        self._fill(ints)
-        self._steps[size]()
+        assert self._step is not None
+        self._fill(slots, sources, targets)
+        self._step()
         return True
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Record the sizes that are used most."""
-        for size in self._sizes:
-            if size <= _COMMON_MOVES:
-                self._open(size)
-
-    def _open(self, size: int) -> bool:
-        """Whether moves of ``size`` positions are recorded, which they are if they can be."""
-        if self._has_failed or size in self._steps:
+    def open(self) -> bool:
+        """Whether moves are recorded, which they are if they can be."""
+        if self._has_failed or self._step is not None:
             return not self._has_failed
-
         assert self._kv_cache.bytes_per_token  # layers are there: what comes later would not be moved
 
         def step() -> None:
-            self._kv_cache.move_at(*self._ints[: 3 * size].view(3, size))
+            self._kv_cache.move_at(*self._ints)
 
         try:
-            self._fill(
-                np.stack([np.zeros(size, np.int64), np.full(size, self._scratch + 1), np.full(size, self._scratch)])
-            )
+            self._fill(np.zeros(1, np.int64), np.array([self._scratch + 1]), np.array([self._scratch]))
             step()
             recorded = self._record(step)
             for stored in self._kv_cache.tensors():
@@ -351,13 +319,15 @@ class StaticMoves:
                 raise ValueError("it did not move what it should")
         except Exception as failure:  # whatever it is, moving layer by layer is right
             self._has_failed = True
-            self._steps.clear()
             log.warning("accepted paths are moved layer by layer: %s", first_line(failure))
             return False
-        self._steps[size] = recorded
+        self._step = recorded
         return True
 
-    def _fill(self, ints: Ints) -> None:
+    def _fill(self, slots: Ints, sources: Ints, targets: Ints) -> None:
+        """What is too much is the last move once more."""
+        ints = np.stack([slots, sources, targets])
+        ints = np.concatenate([ints, np.repeat(ints[:, -1:], _MOST_MOVES - len(slots), 1)], 1)
         # Pageable memory: the driver copies it aside before the call returns, and the host does not wait for the copy.
-        self._ints[: ints.size].copy_(torch.from_numpy(ints.reshape(-1)), non_blocking=True)
+        self._ints.copy_(torch.from_numpy(ints), non_blocking=True)
         self._sent = ints

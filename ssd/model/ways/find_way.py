@@ -9,14 +9,12 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ssd.errors import first_line
 from ssd.model.kv.attention import ATTENTION_NAME
-from ssd.model.layers.fused_linear import fuse_linears
 from ssd.model.layers.own_products import exact_products
 from ssd.model.layers.packed_linear import pack_linears
 from ssd.model.layers.replace import (
@@ -30,8 +28,8 @@ from ssd.model.layers.replace import (
     replace_layers,
 )
 from ssd.model.layers.vector_layers import fuse_activations, fuse_norms, fuse_rotary
-from ssd.model.target import Target, pad_rows
-from ssd.model.ways.probe import alone, as_trees, relative_error
+from ssd.model.target import Target
+from ssd.model.ways.probe import alone, as_trees, relative_error, together
 from ssd.model.ways.row_target import RecurrentTarget, ReplayTarget, RowTarget, WholeTarget
 from ssd.model.ways.slot_target import SlotTarget
 
@@ -50,30 +48,14 @@ def error_of(target: Target, expected: Sequence[torch.Tensor]) -> float:
     """How far ``target``'s logits are from ``expected``, as a share of their norm; the worse of two rows.
 
     Two texts in slots of reverse order and with different lengths, prefilled in parts, scored in passes of at most
-    ``PROBE_WIDTH`` positions. Where the target promises to take tokens back, each pass comes after one over a wrong
-    draft, which is taken back. ``target`` is left empty.
+    ``PROBE_WIDTH`` positions, after wrong drafts where the target takes tokens back. ``target`` is left empty.
     """
-    texts, slots, found = probe_texts(target.model), (PROBE_SLOTS - 1, 0), [torch.empty(0)] * 2
+    texts, slots = probe_texts(target.model), (PROBE_SLOTS - 1, 0)
     for slot, text, start in zip(slots, texts, _STARTS, strict=True):
         for part in (text[: start // 2], text[start // 2 : start]):
             target.prefill([slot], part[None], [len(part)])
-
-    def score(rows: Sequence[int], parts: Sequence[npt.NDArray[np.int64]]) -> torch.Tensor:
-        return target.forward([slots[b] for b in rows], pad_rows(parts), [len(part) for part in parts]).logits
-
-    while rows := [b for b in range(2) if target.length(slots[b]) < len(texts[b])]:
-        parts = [texts[b][target.length(slots[b]) :][:PROBE_WIDTH] for b in rows]
-        if target.can_roll_back:
-            held = [target.length(slots[b]) for b in rows]
-            score(rows, [(part[::-1] + 1) % target.vocab_size for part in parts])
-            for b, length in zip(rows, held, strict=True):
-                target.rollback(slots[b], length)
-        logits = score(rows, parts).float()
-        for index, (b, part) in enumerate(zip(rows, parts, strict=True)):
-            found[b] = torch.cat([found[b].to(logits.device), logits[index, : len(part)]])
-    for slot in slots:
-        target.rollback(slot, 0)
-    return relative_error([(scored, whole[-len(scored) :]) for scored, whole in zip(found, expected, strict=True)])
+    pairs = together(target, slots, list(texts), expected, (PROBE_WIDTH,), after_wrong=target.can_roll_back)
+    return relative_error([(found.float(), wanted) for found, wanted in pairs])
 
 
 def check_windows(target: SlotTarget) -> None:
@@ -144,11 +126,10 @@ class Way:
     """Greatest relative error of logits that is put down to rounding."""
 
 
-def find_way(model: PreTrainedModel, *, fuse: bool = False) -> Way:
+def find_way(model: PreTrainedModel) -> Way:
     """The fastest way that gives the model's own logits on a small probe: a few passes over 13 tokens.
 
-    Faster layers take the place of the model's own first, see `replace_layers`. fuse : on a device too, one for the
-    linear layers that read the same input.
+    Faster layers take the place of the model's own first, see `replace_layers`.
 
     1. `SlotTarget`: one batched pass. 2. `RowTarget`: rows one by one on transformers' caches. 3. `ReplayTarget`: the
     same for running states, with a copy to return to. 4. `RecurrentTarget`: for states that take one token at a time;
@@ -162,7 +143,8 @@ def find_way(model: PreTrainedModel, *, fuse: bool = False) -> Way:
     # Quantised activations turn the last bit of a float32 into a step of their scale.
     exact = model.dtype == torch.float32 and getattr(model.config, "quantization_config", None) is None
     limit = MOST_CHANGE if exact else MOST_CHANGE_LOW_PRECISION
-    replace_layers(model, _faster_layers(model, fuse=fuse), expected=expected, tolerance=limit)
+    layers = CPU_LAYERS if model.device.type == "cpu" else device_layers(model.device, model.dtype)
+    replace_layers(model, layers, expected=expected, tolerance=limit)
     if keeps_state(model):
         reason = "it keeps a running state"
     else:
@@ -183,12 +165,6 @@ def find_way(model: PreTrainedModel, *, fuse: bool = False) -> Way:
     if single < limit:
         return Way(RecurrentTarget, reason)
     return Way(WholeTarget, f"{reason}, and its cache does not give its own logits again")
-
-
-def _faster_layers(model: PreTrainedModel, *, fuse: bool) -> tuple[Replace, ...]:
-    if model.device.type == "cpu":
-        return CPU_LAYERS
-    return (*device_layers(model.device, model.dtype), *((fuse_linears,) if fuse else ()))
 
 
 def keeps_state(model: PreTrainedModel) -> bool:

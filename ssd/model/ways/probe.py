@@ -30,29 +30,56 @@ def alone(target: Target, slot: int, text: Ints) -> torch.Tensor:
     return found
 
 
-def together(target: Target, slots: Sequence[int], texts: Sequence[Ints], expected: Sequence[torch.Tensor]) -> Pairs:
-    """Of texts that are fed beside each other, some more tokens than others; all of each text is ``expected``."""
-    found: Pairs = []
-    places, turn = [0] * len(texts), 0
-    while rows := [b for b, text in enumerate(texts) if places[b] < len(text)]:
-        parts = [texts[b][places[b] :][: PASS_WIDTHS[(turn + b) % len(PASS_WIDTHS)]] for b in rows]
-        logits = target.forward([slots[b] for b in rows], pad_rows(parts), [len(part) for part in parts]).logits
-        for row, (b, part) in enumerate(zip(rows, parts, strict=True)):
-            found.append((logits[row, : len(part)].clone(), expected[b][places[b] : places[b] + len(part)]))
-            places[b] += len(part)
+def together(
+    target: Target,
+    slots: Sequence[int],
+    texts: Sequence[Ints],
+    expected: Sequence[torch.Tensor],
+    widths: Sequence[int] = PASS_WIDTHS,
+    *,
+    after_wrong: bool = False,
+) -> Pairs:
+    """Of each text what is behind its beginning, which its slot holds; rows of some more tokens than others.
+
+    ``expected`` : of each text's last positions. ``after_wrong`` : each pass comes after one over a wrong draft, which
+    is taken back. Slots are left empty.
+    """
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    turn = 0
+    while rows := [b for b, text in enumerate(texts) if target.length(slots[b]) < len(text)]:
+        of, starts = [slots[b] for b in rows], [target.length(slots[b]) for b in rows]
+        parts = [
+            texts[b][start:][: widths[(turn + b) % len(widths)]] for b, start in zip(rows, starts, strict=True)
+        ]  # fmt: skip
+        counts = [len(part) for part in parts]
+        if after_wrong:
+            target.forward(of, pad_rows([(part[::-1] + 1) % target.vocab_size for part in parts]), counts)
+            for slot, start in zip(of, starts, strict=True):
+                target.rollback(slot, start)
+        logits = target.forward(of, pad_rows(parts), counts).logits
+        for row, (b, count) in enumerate(zip(rows, counts, strict=True)):
+            found[b].append(logits[row, :count].clone())
         turn += 1
     for slot in slots:
         target.rollback(slot, 0)
-    return found
+    whole = [torch.cat(each) for each in found]
+    return [(each, wanted[-len(each) :]) for each, wanted in zip(whole, expected, strict=True)]
 
 
-def as_trees(target: Target, slot: int, text: Ints, expected: torch.Tensor, random: np.random.Generator) -> Pairs:
-    """Of a text that is the path of trees that have other nodes between."""
-    found, place = Pairs(), 0
-    while place < len(text):
-        part = text[place : place + _TREE_WIDTH]
+def as_trees(
+    target: Target,
+    slot: int,
+    text: Ints,
+    expected: torch.Tensor,
+    random: np.random.Generator,
+    most_nodes: int = 2 * _TREE_WIDTH,
+) -> Pairs:
+    """Of a text, behind what the slot holds of it, as the path of trees with other nodes between; it is left empty."""
+    found, first, width = Pairs(), target.length(slot), min(_TREE_WIDTH, most_nodes)
+    for place in range(first, len(text), width):
+        part = text[place : place + width]
         nodes, parents, path = [int(part[0])], [-1], [0]
-        room = target.max_length - place - len(part)
+        room = min(target.max_length - place, most_nodes) - len(part)
         for token in part[1:]:
             if len(nodes) - len(path) < room and random.integers(_TREE_EVERY):
                 nodes.append(int(random.integers(0, target.vocab_size)))
@@ -61,9 +88,8 @@ def as_trees(target: Target, slot: int, text: Ints, expected: torch.Tensor, rand
             path.append(len(nodes))
             nodes.append(int(token))
         logits = target.forward([slot], np.array([nodes]), [len(nodes)], parents=np.array([parents])).logits[0]
-        found.append((logits[path].clone(), expected[place : place + len(part)]))
+        found.append((logits[path].clone(), expected[place - first : place - first + len(part)]))
         target.keep_paths([slot], [len(nodes)], [np.array(path)])
-        place += len(part)
     target.rollback(slot, 0)
     return found
 

@@ -185,9 +185,8 @@ class ReplayTarget(RecurrentTarget):
     """Takes tokens back by returning to a state kept from before the draft.
 
     A pass that may hold a draft begins with a copy of the slot's state. After a rollback the copy takes its place, and
-    the accepted tokens that it has not read are fed again with the next pass: not one pass more, but wider ones.
-    A state has a fixed size; keys and values of attention layers are shared with the copy. A rollback to before the
-    copy reads the slot's text anew.
+    the accepted tokens that it has not read are fed again with the next pass: not one pass more, but wider ones. A
+    rollback to before the copy reads the slot's text anew.
     """
 
     way = "row by row, with replay"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,9 @@ from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.adapted_linear import Rows
 from ssd.model.layers.replace import Replaced
 from ssd.model.layers.tap import Tap, Tapped
-from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.sampler import PassOutput
+from ssd.model.sampling.sampler import Noise, PassOutput
+from ssd.model.steps.static_steps import StaticSteps
 from ssd.model.target import Target, TokenMatrix
-
-if TYPE_CHECKING:  # which run passes of targets
-    from ssd.model.steps.static_steps import StaticSteps
 
 
 class SlotTarget(Target):

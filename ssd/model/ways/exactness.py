@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import platform
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import cycle
@@ -27,7 +26,8 @@ from ssd.compiled.machine_code import machine_code_directory, source_stamp
 from ssd.config import Exact
 from ssd.errors import ModelError, first_line
 from ssd.model.layers.adapted_linear import AdaptedLinear
-from ssd.model.layers.packed_linear import PLAIN, PackedLinear, RowPlan, find_rows, packed_linears
+from ssd.model.layers.packed_linear import PackedLinear, packed_linears
+from ssd.model.layers.row_plan import PLAIN, RowPlan, find_rows
 from ssd.model.target import Exactness, Target
 from ssd.model.ways.probe import Pairs, alone, as_trees, scored, together
 from ssd.model.ways.slot_target import SlotTarget
@@ -40,11 +40,10 @@ _PREFILLS = ((7, 40), (1, 9), (16, 55))
 
 @torch.inference_mode()
 def different_positions(target: Target) -> Iterator[tuple[str, int, int]]:
-    """For each kind of pass: what it is, positions compared, and those of which a logit is other bits.
+    """For each kind of pass: what it is, positions compared with one pass over the text, and those with other bits.
 
-    Texts of random tokens are scored in one pass each; then in passes of several widths, beside each other in rows of
-    different length, behind prefills in parts, and as paths of trees where those are verified; each with an adapter of
-    its own, where there are any. ``target`` must be empty, and is left so. Some 50 passes.
+    Texts of random tokens, each with an adapter of its own where there are any. ``target`` must be empty, and is left
+    so. Some 50 passes.
     """
     random = np.random.default_rng(0)
     lengths = [min(length, target.max_length - 1) for length in _LENGTHS[: target.num_slots]]
@@ -54,7 +53,7 @@ def different_positions(target: Target) -> Iterator[tuple[str, int, int]]:
         target.adapters[slot] = adapter
     expected = [alone(target, slot, text) for slot, text in zip(slots, texts, strict=True)]
 
-    yield _compared("several widths", together(target, slots[:1], texts[:1], expected))
+    yield _compared("several widths", together(target, slots[:1], texts[:1], expected[:1]))
     yield _compared("rows beside each other", together(target, slots, texts, expected))
     text, slot = texts[0], slots[0]
     for chunk, read in _PREFILLS:
@@ -78,9 +77,7 @@ def _compared(what: str, pairs: Pairs) -> tuple[str, int, int]:
 
 log = logging.getLogger(__name__)
 
-_MOST_COST = 0.05
-_ROUNDS, _TRIES, _WIDTHS = 5, 3, (1, 8)
-_KEPT = {"plans", "kernels", "differ", "compared", "cost"}
+_KEPT = {"plans", "kernels", "differ", "compared"}
 
 _found: dict[str, dict[str, Any]] = {}
 """What this process found, by `_key`."""
@@ -89,45 +86,41 @@ _found: dict[str, dict[str, Any]] = {}
 def settle_exactness(target: Target, wanted: Exact) -> None:
     """Plan ``target``'s products, see that its passes agree to the bit, and note what holds in ``target.exactness``.
 
-    For the number of threads that the calling thread's passes have. wanted : "auto" has it where it costs at most 5 %
-    of a decode pass, and trees where it drafts them; "on" whatever it costs; "off" takes the products that are fastest
-    alone. ``target`` must be empty, and is left so. Raises ModelError where it is "on" and cannot be. At most a second
-    for a small model.
+    For the number of threads that the calling thread's passes have. wanted : "auto" has it where passes agree; "on",
+    too, where only kernels of ours make them agree, or raises ModelError; "off" takes the products that are fastest
+    alone. ``target`` must be empty, and is left so. At most a second for a small model.
     """
-    layers, kernels, has_trees = packed_linears(target.model), _with_own_kernels(target), target.can_verify_trees
+    layers, kernels = packed_linears(target.model), _with_own_kernels(target)
     _use(layers, {})
     if kernels is not None:
         kernels.use_own_kernels(False)
-        has_trees = target.can_verify_trees
     if wanted == "off":
-        target.exactness = Exactness(wanted, False, "switched off")
+        target.exactness = Exactness(False, "switched off")
         return
-    key = _key(target)
+    own = kernels if wanted == "on" else None
+    key = _key(target, own is not None)
     found = _found.get(key) or _read(key)
     if found is None:
-        found = _look(target, layers, kernels)
+        found = _look(target, layers, own)
         _keep(key, found)
     _found[key] = found
-    differ, compared, cost = str(found["differ"]), int(found["compared"]), float(found["cost"])
-    takes_kernels = bool(found["kernels"])
-    if not differ and takes_kernels and wanted == "auto" and has_trees:
-        differ = "it would take trees of drafts from it; --exact on has it with chains"
+    differ = str(found["differ"])
     if differ and wanted == "on":
         raise ModelError(
             f"--exact on: {type(target.model).__name__}, driven {target.way}, is not exact to the bit here: {differ}. "
             "Leave the option out to serve it with outputs that are equal up to rounding"
         )
-    if wanted == "auto" and not differ and cost > _MOST_COST:
-        differ = f"it would take {cost:.0%} more time; --exact on has it"
+    if differ and kernels is not None:
+        differ += "; --exact on has it by kernels of ours, which draft chains"
     _use(layers, {} if differ else {name: RowPlan(*plan) for name, plan in found["plans"].items()})
     if kernels is not None:
-        kernels.use_own_kernels(takes_kernels and not differ)
-    target.exactness = Exactness(wanted, not differ, differ, compared, cost)
+        kernels.use_own_kernels(bool(found["kernels"]))
+    target.exactness = Exactness(not differ, differ, int(found["compared"]))
 
 
 def _with_own_kernels(target: Target) -> SlotTarget | None:
     """One that can compute by kernels of ours: on CUDA, where triton is installed; None otherwise."""
-    can = target.device.type == "cuda" and isinstance(target, SlotTarget) and find_spec("triton") is not None
+    can = target.device.type == "cuda" and find_spec("triton") is not None
     return target if can and isinstance(target, SlotTarget) else None
 
 
@@ -140,17 +133,12 @@ def _look(target: Target, layers: list[PackedLinear], kernels: SlotTarget | None
     _use(layers, plans)
     inexact = next((name for name, plan in plans.items() if not plan.is_exact), None)
     compared, differ = (0, f"no numbers of rows of a linear layer ({inexact}) agree") if inexact else _asked(target)
-    cost, takes_kernels = 0.0, kernels is not None and bool(differ)
+    takes_kernels = kernels is not None and bool(differ)
     if kernels is not None and takes_kernels:
-        before = _least(target)
         kernels.use_own_kernels(True)
         compared, differ = _asked(target)
-        if not differ:
-            cost = _share(_least(target), before)
-    elif not differ and not all(plan.is_free for plan in plans.values()):
-        cost = min(_cost(target, layers, plans) for _ in range(_TRIES))
-    return {"plans": {name: list(plan) for name, plan in plans.items()}, "kernels": takes_kernels, "differ": differ,
-            "compared": compared, "cost": cost}  # fmt: skip
+    plans_kept = {name: list(plan) for name, plan in plans.items()}
+    return {"plans": plans_kept, "kernels": takes_kernels, "differ": differ, "compared": compared}
 
 
 def _asked(target: Target) -> tuple[int, str]:
@@ -179,41 +167,20 @@ def _name(layer: PackedLinear) -> str:
     return f"{size}x{num_outputs}{'+' if has_bias else ''} {str(dtype).removeprefix('torch.')}"
 
 
-def _cost(target: Target, layers: list[PackedLinear], plans: dict[str, RowPlan]) -> float:
-    """What the plans add to a pass, by turns."""
-    least: dict[bool, dict[int, float]] = {}
-    for planned in (False, True) * _ROUNDS:
-        _use(layers, plans if planned else {})
-        found = _least(target, rounds=1)
-        least[planned] = {width: min(found[width], least.get(planned, found)[width]) for width in _WIDTHS}
-    return _share(least[True], least[False])
-
-
-def _share(seconds: dict[int, float], before: dict[int, float]) -> float:
-    return float(np.mean([seconds[width] / before[width] for width in _WIDTHS])) - 1.0
-
-
-def _least(target: Target, rounds: int = _ROUNDS) -> dict[int, float]:
-    """Seconds of passes over 1 and 8 positions of a row, the least."""
-    return {width: min(_seconds(target, width) for _ in range(rounds)) for width in _WIDTHS}
-
-
-def _seconds(target: Target, width: int) -> float:
-    began = time.perf_counter()
-    float(target.forward([0], np.ones((1, width), np.int64), [width]).logits[0, 0, 0])  # a device is waited for
-    took = time.perf_counter() - began
-    target.rollback(0, 0)
-    return took
-
-
-def _key(target: Target) -> str:
+def _key(target: Target, takes_kernels: bool) -> str:
     """All that the bits may depend on but the weights' values."""
     model = target.model
     parts = {
         "model": type(model).__name__,
         "config": model.config.to_dict() if hasattr(model, "config") else {},
         "dtype": str(target.dtype),
-        "way": [target.way, target.can_verify_trees, min(target.num_slots, 3), min(target.max_length, 128)],
+        "way": [
+            takes_kernels,
+            target.way,
+            target.can_verify_trees,
+            min(target.num_slots, 3),
+            min(target.max_length, 128),
+        ],
         "adapters": sorted(
             {
                 (name, len(addition.down))

@@ -1,1 +1,0 @@
-"""The promise that a position's logits are the same bits in every pass."""
