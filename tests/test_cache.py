@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 import threading
 from dataclasses import replace
@@ -227,24 +226,6 @@ def test_pieces_shared_together_are_stored_as_one_by_one(ids: list[list[int]], t
             cache.append(each, prompt_length=len(each))  # what is stored of it says what is known
     assert snapshot_text(one.snapshot()) == snapshot_text(other.snapshot())
     assert replace(one.stats(), generation=0) == replace(other.stats(), generation=0)
-
-
-def test_the_rebuild_process_may_be_killed_at_any_time() -> None:
-    with CacheSet(
-        _config(capacity_tokens=1 << 19, seal_tokens=4096, dedup_block_tokens=0, merge_fanout=2), FINGERPRINT
-    ) as caches:
-        cache = caches.get()
-        worker = caches._worker
-        assert worker is not None
-        for i in range(60):
-            cache.append([i] * 2000)
-            if i % 6 == 5:
-                caches.flush()
-            if i % 20 == 19 and worker.process_id is not None:
-                os.kill(worker.process_id, signal.SIGKILL)
-        assert worker.num_restarts > 0 and caches.num_worker_restarts == worker.num_restarts
-        assert cache.stats().num_merged > 0 and cache.stats().num_failures == 0
-        assert len(_said(caches)) == 60 and cache.stats().num_segments <= 6
 
 
 # Files

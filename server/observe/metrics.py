@@ -186,7 +186,6 @@ _CACHE_TEXTS = {
     "num_sealed": "Times the tail became a segment.",
     "num_merged": "Segments merged into larger ones.",
     "num_failed_merges": "Merges that failed; each is tried again.",
-    "num_damaged_segments": "Segments given up because their bytes changed.",
     "num_evicted_segments": "Segments that left for newer text.",
     "num_evicted_tokens": "Tokens that left for newer text.",
     "num_dropped_tokens": "Tokens lost because sealing could not keep up.",
@@ -313,8 +312,6 @@ class ServerMetrics(Collector):
             yield families.by(COUNTER, name, text, label, values)
         if engine.caches is not None:
             yield from self._caches.collect(self._by_label(engine.caches.stats()))
-            text = "How often the process that merges had to be started again."
-            yield families.of(COUNTER, "ssd:cache_worker_restarts", text, engine.caches.num_worker_restarts)
 
     def _of_tenants(self) -> Iterator[Metric]:
         """What each used, by name, never by key; none where there are no tenants."""
