@@ -252,9 +252,9 @@ def test_a_cache_that_dies_anywhere_has_what_it_had_maintained(capacity: int, op
 def die(caches: CacheSet) -> None:
     """Let go of an inline set as the end of its process would: nothing is sealed or written, the locks are free."""
     for name in caches.names():
-        directory = caches.get(name)._directory
-        assert directory is not None
-        directory.close()
+        files = caches.get(name)._files
+        assert files is not None
+        files.close()
 
 
 # The disk refuses

@@ -218,7 +218,7 @@ def test_a_merge_that_fails_is_counted_logged_once_and_tried_again_later_while_o
         clock[0] += suffix_cache.FIRST_PAUSE_S
         cache.maintain()
         assert cache.stats().num_segments < stats.num_segments / 2 and cache.stats().num_failed_merges == again
-    with opened(tmp_path) as caches:
+    with opened(tmp_path, capacity_tokens=1 << 22) as caches:
         assert said(caches) == list(range(60))
 
 
@@ -236,7 +236,7 @@ def test_the_number_of_segments_is_bounded_though_every_merge_fails(
         assert stats.num_segments <= 33 and stats.num_failed_merges > 0
         assert said(caches) == list(range(200)) and stats.num_dropped_tokens == 0
         monkeypatch.setattr(suffix_cache, "build_segment", build_segment)
-    with opened(tmp_path) as caches:  # closing seals what is left
+    with opened(tmp_path, capacity_tokens=1 << 22) as caches:  # closing seals what is left
         assert said(caches) == list(range(200))
 
 

@@ -21,7 +21,7 @@ from ssd.retrieval.segment import (
     Segment,
     num_posts,
     open_segment,
-    own_pages,
+    own_tokens,
     pack,
     packed_size,
     segment_file_size,
@@ -201,8 +201,8 @@ def test_no_forged_file_leads_a_lookup_outside_it(
 
 def test_pages_that_cannot_be_had_are_a_lack_of_memory() -> None:
     with pytest.raises(MemoryError):
-        own_pages(1 << 60)
-    assert len(own_pages(0)) == 0
-    pages = own_pages(3)
+        own_tokens(1 << 60)
+    assert len(own_tokens(0)) == 0
+    pages = own_tokens(3)
     pages[:] = 7
     assert pages.tolist() == [7, 7, 7]

@@ -336,7 +336,9 @@ class CacheSet:
             if self._inline:
                 self._close_one(cache)
             else:
-                threading.Thread(target=self._close_one, args=[cache], name=f"ssd-close-{cache.name}", daemon=True).start()
+                threading.Thread(
+                    target=self._close_one, args=[cache], name=f"ssd-close-{cache.name}", daemon=True
+                ).start()
         return namespace, held
 
     def _take_least_used(self, terms: NamespaceTerms) -> list[SuffixCache]:
