@@ -247,29 +247,6 @@ def test_the_builder_says_in_one_line_what_is_wrong_with_a_directory(
 # It is not what it was
 
 
-def test_a_directory_replaced_while_in_use_belongs_to_its_new_writer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with opened(tmp_path) as first:
-        first.get().append([1] * 20)
-        first.flush()
-        shutil.rmtree(tmp_path / "default")
-        with opened(tmp_path) as second:
-            second.get().append([2] * 20)
-            second.flush()
-            for i in range(5):
-                first.get().append([3 + i] * 20)
-                first.flush()
-            assert len(said(first)) == 6 and first.get().stats().num_failures > 0
-            second.get().append([9] * 20)
-            second.flush()
-            assert second.get().stats().num_failures == 0
-    with opened(tmp_path) as caches:
-        assert said(caches) == [2, 9]
-        assert caches.get().stats().num_failures == 0
-    assert any("goes on from memory" in record.getMessage() for record in caplog.records)
-
-
 def _raise_manifest_format(path: Path) -> None:
     manifest = path / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))

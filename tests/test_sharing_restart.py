@@ -214,26 +214,6 @@ def test_another_redis_or_an_emptied_one_is_read_whole(
         assert_once(one, [*texts, catch_up(redis_server.url, one)])
 
 
-@pytest.mark.parametrize("num_lost", [1, 40, 100])
-def test_a_redis_that_lost_its_newest_entries_costs_few_repetitions(
-    redis_server: RedisServer, client: Any, tmp_path: Path, num_lost: int
-) -> None:
-    texts = say(client, range(200))
-    with replica(redis_server.url, tmp_path / "one") as one:
-        eventually(lambda: len(one.stored()) == 200)
-    kept = client.xrange(KEY)[:-num_lost]
-    client.flushall()
-    for entry_id, fields in kept:
-        client.xadd(KEY, fields, id=entry_id)
-    new = say(client, range(200, 210))
-    with replica(redis_server.url, tmp_path / "one") as one:
-        end = catch_up(redis_server.url, one)
-        counts = Counter(map(tuple, one.stored()))
-        assert set(counts) == {*map(tuple, [*texts, *new, end])}
-        assert all(counts[tuple(text)] == 1 for text in new)
-        assert sum(counts.values()) - len(counts) <= 3 * num_lost
-
-
 def test_a_redis_that_lost_entries_while_we_run_costs_nothing(
     redis_server: RedisServer, client: Any, tmp_path: Path
 ) -> None:

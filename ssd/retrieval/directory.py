@@ -115,7 +115,6 @@ class SegmentDirectory:
 
         Raises CacheError, OSError; then there is no file.
         """
-        self._lock.check()
         # Its bytes are synced here, its name by ``commit``, once for all new names: until a manifest names the file it
         # may be lost or torn.
         write_segment(self.path_of(segment.segment_id), segment, **self._whose)
@@ -147,7 +146,6 @@ class SegmentDirectory:
         The order is what a power failure cannot break: the files' bytes, their names, the manifest's bytes, its name,
         each on disk before the next; then the other files go.
         """
-        self._lock.check()
         kept = [segment for segment in segments if segment.segment_id in self._files]
         self.manifest = replace(
             self.manifest,
@@ -166,7 +164,6 @@ class SegmentDirectory:
 
     def write_learned(self, learned: bytes) -> None:
         """Replace it. Raises OSError; then the old one stays."""
-        self._lock.check()
         write_file(self.path / LEARNED_NAME, [learned], durable=True)
 
     def _begin(self) -> None:

@@ -174,7 +174,6 @@ class DirectoryLock:
 
     def __init__(self, path: Path) -> None:
         """Raises CacheLocked at once when another holds it, and OSError."""
-        self._path = path
         self._file: BinaryIO | None = open_lock(path / LOCK_NAME)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -187,19 +186,6 @@ class DirectoryLock:
         except OSError:
             self.close()
             raise
-
-    def check(self) -> None:
-        """Raises OSError when the directory was removed or replaced: whoever made it anew may be its writer now."""
-        with contextlib.suppress(FileNotFoundError):
-            there = (self._path / LOCK_NAME).stat()
-            if self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), there):
-                return
-        raise OSError(
-            errno.ESTALE,
-            "the directory was removed or replaced while in use and belongs to whoever made it anew. "
-            "Start again to write it; a server goes on from memory until then",
-            str(self._path),
-        )
 
     def close(self) -> None:
         """Give it back; may be called twice."""

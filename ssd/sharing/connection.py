@@ -120,7 +120,8 @@ def connect(url: str) -> redis.Redis:
 
     ``url`` : of one server, of sentinels or of a cluster, with user, password, database and options as redis-py reads
     them, but for the time-outs and the protocol. The client of a cluster takes commands and pipelines whose keys have
-    one hash tag; ``masters_of`` and ``server_of`` lead to its nodes. Raises ConfigError, without the URL's password. What is asked of the client may raise OversizedReplyError.
+    one hash tag; ``masters_of`` and ``server_of`` lead to its nodes. Raises ConfigError, without the URL's password.
+    What is asked of the client may raise OversizedReplyError.
     """
     try:
         import redis
