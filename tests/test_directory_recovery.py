@@ -84,15 +84,6 @@ def test_uncommitted_and_temporary_files_are_removed_at_the_next_opening(tmp_pat
     assert {path.name for path in tmp_path.glob("*.seg")} == names and not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_commit_leaves_files_alone_that_are_being_written(tmp_path: Path) -> None:
-    committed(tmp_path)
-    directory = as_writer(tmp_path)
-    (tmp_path / "merged.seg").write_bytes(b"another process is at it")
-    directory.commit(directory.load()[0], next_position=4)
-    assert (tmp_path / "merged.seg").exists()
-    directory.close()
-
-
 def test_a_missing_or_exchanged_segment_is_left_out(tmp_path: Path) -> None:
     one, other = (tmp_path / f"{each.segment_id}.seg" for each in committed(tmp_path))
     other.replace(one)

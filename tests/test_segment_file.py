@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, DraftRequest, make_drafter
-from ssd.errors import CacheError, SegmentCorrupt, TokenizerMismatch
+from ssd.errors import CacheError, SegmentCorrupt
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import (
     GUARD_BYTES,
@@ -66,20 +66,6 @@ def test_what_is_written_is_read(tmp_path: Path, num_tokens: int, start: int | N
     for array in (read.text, read.order, read.fence):
         assert not array.flags.writeable and array.ctypes.data % 64 == 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.seg"]
-
-
-def test_the_map_outlives_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.seg"
-    _write(path, _segment())
-    read = open_segment(path, fingerprint=FINGERPRINT)
-    path.unlink()
-    assert read.tokens.tolist() == _segment().tokens.tolist()
-
-
-def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    _write(tmp_path / "a.seg", _segment())
-    with pytest.raises(TokenizerMismatch, match=r"rebuild it"):
-        open_segment(tmp_path / "a.seg", fingerprint=OTHER)
 
 
 def _signed(content: bytearray) -> bytes:

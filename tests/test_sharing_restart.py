@@ -51,21 +51,6 @@ def assert_once(replica: Replica, texts: list[list[int]]) -> None:
 # Restarts
 
 
-def test_text_that_was_sealed_before_it_was_published_is_not_stored_again(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
-    redis_server.kill()
-    with replica(redis_server.url, tmp_path / "one") as one:
-        one.append([1, 1])
-        one.caches.flush()
-        one.append([1, 2])
-        directory = crash(tmp_path / "one")
-        redis_server.start()
-        eventually(lambda: one.log.stats().num_published == 2)
-    with replica(redis_server.url, directory) as again:
-        assert_once(again, [[1, 1], [1, 2], catch_up(redis_server.url, again)])
-
-
 def test_a_copied_directory_and_its_original_learn_from_each_other(redis_server: RedisServer, tmp_path: Path) -> None:
     with replica(redis_server.url, tmp_path / "one") as one:
         one.append([1, 1])

@@ -184,7 +184,7 @@ def fence_offset(num_tokens: int, width: int) -> int:
     return order_offset(num_tokens, width) + -(-4 * num_tokens // _ALIGNMENT) * _ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SegmentHeader:
     """One segment's; ``start`` is None when it is static, checksums are xxh3-64 of the three sections."""
 
@@ -200,23 +200,11 @@ class SegmentHeader:
 
     def to_bytes(self) -> bytes:
         """HEADER_LENGTH of them."""
-        packed = _HEADER.pack(
-            _MAGIC,
-            FORMAT_VERSION,
-            HEADER_LENGTH,
-            _BYTE_ORDER,
-            self.width,
-            self.num_tokens,
-            self.start or 0,
-            _STATIC if self.start is None else 0,
-            FENCE_STEP,
-            self.text_checksum,
-            self.order_checksum,
-            self.fence_checksum,
-            self.fingerprint.encode("ascii"),
-            self.namespace.encode("ascii"),
-            self.segment_id.encode("ascii"),
-        )
+        flags = _STATIC if self.start is None else 0
+        numbers = _BYTE_ORDER, self.width, self.num_tokens, self.start or 0, flags, FENCE_STEP
+        checksums = self.text_checksum, self.order_checksum, self.fence_checksum
+        names = (name.encode("ascii") for name in (self.fingerprint, self.namespace, self.segment_id))
+        packed = _HEADER.pack(_MAGIC, FORMAT_VERSION, HEADER_LENGTH, *numbers, *checksums, *names)
         return packed + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(packed))
 
     @classmethod
@@ -224,23 +212,8 @@ class SegmentHeader:
         """What ``to_bytes`` made. ``path`` : for messages. Raises SegmentCorrupt, FormatVersion."""
         if len(header) < HEADER_LENGTH:
             raise corrupt(path, f"{len(header)} bytes are fewer than its header's {HEADER_LENGTH}")
-        (
-            magic,
-            version,
-            header_length,
-            byte_order,
-            width,
-            num_tokens,
-            start,
-            flags,
-            fence_step,
-            text_checksum,
-            order_checksum,
-            fence_checksum,
-            fingerprint,
-            namespace,
-            name,
-        ) = _HEADER.unpack(header[: _HEADER.size])
+        unpacked = _HEADER.unpack(header[: _HEADER.size])
+        magic, version, header_length, byte_order, width, num_tokens, start, flags, fence_step = unpacked[:9]
         if magic != _MAGIC:
             raise corrupt(path, f"it begins with {magic!r}, not {_MAGIC!r}")
         if version != FORMAT_VERSION:
@@ -255,20 +228,13 @@ class SegmentHeader:
             raise corrupt(path, "its header has numbers that no writer writes")
         if width not in WIDTHS or not 0 < num_tokens <= _MAX_TOKENS:
             raise corrupt(path, f"no segment has {num_tokens} tokens of {width} bytes")
-        names = [fingerprint, namespace.rstrip(b"\0"), name.rstrip(b"\0")]
+        names = [unpacked[12], *(name.rstrip(b"\0") for name in unpacked[13:])]
         if not all(each.isascii() for each in names) or not is_segment_id(names[2].decode()):
             raise corrupt(path, "its header has names that no writer writes")
-        return cls(
-            width=width,
-            num_tokens=num_tokens,
-            start=None if flags & _STATIC else start,
-            text_checksum=text_checksum,
-            order_checksum=order_checksum,
-            fence_checksum=fence_checksum,
-            fingerprint=names[0].decode(),
-            namespace=names[1].decode(),
-            segment_id=names[2].decode(),
-        )
+        text, order, fence = unpacked[9:12]
+        fingerprint, namespace, segment_id = (name.decode() for name in names)
+        where = None if flags & _STATIC else start
+        return cls(width, num_tokens, where, text, order, fence, fingerprint, namespace, segment_id)
 
 
 def corrupt(path: Path, what: str) -> SegmentCorrupt:
