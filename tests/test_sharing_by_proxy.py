@@ -104,7 +104,8 @@ def _page(entry_id: bytes) -> bytes:
         *("no id", "empty id", "id of 30 digits", "id of three parts", "id of other bytes", "id below 0"),
     ],
 )
-def test_sharing_comes_back_after(pair: Pair, weather: Weather) -> None:
+def test_sharing_comes_back_after(pair: Pair, weather: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_parser, "_PATIENCE_S", 1.0)
     pair.proxy.weather = weather
     pair.write_meanwhile(0.7 if weather.answer or weather.extra else 2.5)
     pair.proxy.weather = CLEAR

@@ -8,6 +8,7 @@ The server itself, its sentinels and its cluster are the operator's, and are bel
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from redis.exceptions import (
     SlotNotCoveredError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.utils import SENTINEL
@@ -37,11 +39,25 @@ _ELEMENT_BYTES = 64  # what an element takes in Python beside its own bytes, so 
 _LONGEST_LINE = 1 << 16
 """Of an answer: what is longer is no number, no size and no error that a server writes."""
 
+_PATIENCE_S = 5.0
+_LEAST_BYTES_PER_S = 8192
+"""Replies whose rest was waited for longer than _PATIENCE_S have to have come at this rate: a byte now and then would
+never time out, and a new connection may be better."""
+
 
 class BoundedBuffer(SocketBuffer):
-    """redis-py's buffer with a bound of a line."""
+    """redis-py's buffer with bounds: of a line, and of how slowly a reply may come."""
 
     _buffer: Any
+    _num_reads = 0
+    _num_bytes = 0
+    _waited_s = 0.0
+
+    def begin(self) -> None:
+        """A reply is awaited."""
+        if self._num_reads <= 1:  # the last one came at once
+            self._num_bytes, self._waited_s = 0, 0.0
+        self._num_reads = 0
 
     def readline(self, timeout: float | object = SENTINEL) -> bytes:
         """Up to the next end of a line, which is left out."""
@@ -52,6 +68,21 @@ class BoundedBuffer(SocketBuffer):
             self._read_from_socket(timeout=timeout)
             line += self._buffer.readline(_LONGEST_LINE - len(line))
         return line[:-2]
+
+    def _read_from_socket(self, length: int | None = None, **settings: Any) -> bool:  # type: ignore[override]
+        num_wanted = 1 if length is None else length
+        while num_wanted > 0:
+            num_before, began = self._buffer.getbuffer().nbytes, time.monotonic()
+            if not super()._read_from_socket(**settings):
+                return False
+            num_read = self._buffer.getbuffer().nbytes - num_before
+            num_wanted -= num_read
+            self._num_bytes += num_read
+            self._waited_s += time.monotonic() - began if self._num_reads else 0.0
+            self._num_reads += 1
+            if self._waited_s > _PATIENCE_S and self._num_bytes < self._waited_s * _LEAST_BYTES_PER_S:
+                raise RedisTimeoutError(f"replies came at less than {_LEAST_BYTES_PER_S} bytes/s")
+        return True
 
 
 class BoundedParser(_RESP2Parser):
@@ -76,6 +107,8 @@ class BoundedParser(_RESP2Parser):
     def read_response(self, *arguments: Any, **settings: Any) -> Any:
         """One reply."""
         self._room = MAX_REPLY_BYTES
+        if self._buffer is not None:
+            self._buffer.begin()
         self._unfinished = []
         return super().read_response(*arguments, **settings)
 
