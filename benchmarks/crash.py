@@ -4,10 +4,10 @@
 
 A child opens a durable cache and appends sequences whose text is a pure function of (seed, number); small segments and
 a small capacity keep it sealing, merging, evicting and replacing manifests. Through a pipe it tells what it is about to
-append and what is on disk. It is killed at a random moment of its opening, its work or its closing, alone or with the
-rebuild process, or after the rebuild process was killed alone. Then this process opens the same directory and checks it
-against the texts made again from their numbers; the next child goes on from there, and some kills get a new directory.
-In between, files that no manifest names are torn, as a power failure leaves them.
+append and what is on disk. It is killed at a random moment of its opening, its work or its closing. Then this process
+opens the same directory and checks it against the texts made again from their numbers; the next child goes on from
+there, and some kills get a new directory. In between, files that no manifest names are torn, as a power failure leaves
+them.
 
 Before that, children of a short, single-threaded life are killed before each of their file operations in turn, each on
 a new directory and all on one. Ends stdout with one JSON line, and with exit status 1 if anything was wrong.
@@ -16,7 +16,6 @@ a new directory and all on one. Ends stdout with one JSON line, and with exit st
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import random
 import select
@@ -35,10 +34,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.processes import children_of
 from benchmarks.run import Option, Run
 from ssd.config import CacheConfig, IndexConfig
-from ssd.errors import CacheLocked
 from ssd.retrieval.cache import DEFAULT_NAMESPACE, CacheSet
 from ssd.retrieval.files import MANIFEST_NAME, read_manifest
 from ssd.retrieval.search import longest_match
@@ -67,7 +64,6 @@ _TAIL_SEALS = 4  # the writer waits while more than this many seals are due
 _WINDOW_S = 1.0  # a writer works so long at most
 _FRESH_EVERY = 20  # one kill in so many gets a new directory
 _NUM_PATTERNS = 20
-_LOCK_WAIT_S = 5.0
 _PHASES = ("starting", "opening", "running", "closing", "closed")
 
 
@@ -122,7 +118,6 @@ class Tally:
     problems: Counter[str] = field(default_factory=Counter)
     num_checked_sequences: int = 0
     num_checked_counts: int = 0
-    num_lock_waits: int = 0
 
 
 # The writer: a forked child
@@ -130,7 +125,6 @@ class Tally:
 
 def write(setting: Setting, directory: Path, first: int, chance: random.Random, close_after_s: float, say: Say) -> None:
     """A server's life: open, append from number ``first`` on, close after ``close_after_s``."""
-    logging.getLogger("ssd.retrieval.merge_worker").setLevel(logging.ERROR)  # its process is killed on purpose
     say("opening")
     caches = CacheSet(setting.config(directory), FINGERPRINT)
     cache = caches.get()
@@ -231,17 +225,16 @@ class Child:
             if select.select([self._pipe], [], [], left_s)[0] and not self._hear():
                 return
 
-    def kill(self, *others: int) -> bool:
-        """SIGKILL ``others`` and the child, and hear its last words. False if it had failed before."""
-        for process_id in (*others, self.process_id):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, signal.SIGKILL)
+    def kill(self) -> bool:
+        """SIGKILL the child, and hear its last words. False if it had failed before."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process_id, signal.SIGKILL)
         return self.wait()
 
     def wait(self) -> bool:
         """The child has ended or will by itself: hear its last words. False if it was not killed."""
         _, status = os.waitpid(self.process_id, 0)
-        while self._hear():  # the rebuild process does not have the pipe, so it ends here
+        while self._hear():
             pass
         os.close(self._pipe)
         return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
@@ -272,7 +265,7 @@ def check(setting: Setting, store: Store, child: Child, was_killed: bool, tally:
     tally.problems["writer_failures"] += child.num_failures + (not was_killed)
     try:
         _tear_leftovers(store.directory / DEFAULT_NAMESPACE, chance)
-        caches = _open(setting, store.directory, tally)
+        caches = CacheSet(setting.config(store.directory), FINGERPRINT, inline=True)
     except Exception:
         traceback.print_exc()
         tally.problems["unreadable_stores"] += 1
@@ -290,19 +283,6 @@ def check(setting: Setting, store: Store, child: Child, was_killed: bool, tally:
     store.announced = store.durable  # the next writer goes on with the next number
 
 
-def _open(setting: Setting, directory: Path, tally: Tally) -> CacheSet:
-    deadline = time.monotonic() + _LOCK_WAIT_S
-    while True:
-        try:
-            return CacheSet(setting.config(directory), FINGERPRINT, inline=True)
-        except CacheLocked:
-            # Killed between fork and exec of its rebuild process: for a moment that has the lock too.
-            if time.monotonic() > deadline:
-                raise
-            tally.num_lock_waits += 1
-            time.sleep(0.01)
-
-
 def _tear_leftovers(directory: Path, chance: random.Random) -> None:
     """Sometimes tear what the kill left behind and no manifest names, as a power failure would, and add more of it."""
     if not directory.exists() or chance.random() < 0.6:
@@ -311,11 +291,10 @@ def _tear_leftovers(directory: Path, chance: random.Random) -> None:
     named = {f"{segment_id}.seg" for segment_id in manifest.segment_ids} if manifest else set()
     patterns = ("*.seg.*.tmp", f"{MANIFEST_NAME}.*.tmp", "*.seg")
     for path in [path for pattern in patterns for path in directory.glob(pattern) if path.name not in named]:
-        with contextlib.suppress(FileNotFoundError):  # the rebuild process may still be at it
-            size = path.stat().st_size
-            os.truncate(path, chance.randint(0, size))
-            if chance.random() < 0.5:
-                os.truncate(path, size)  # a tail of zeros
+        size = path.stat().st_size
+        os.truncate(path, chance.randint(0, size))
+        if chance.random() < 0.5:
+            os.truncate(path, size)  # a tail of zeros
     (directory / f"000000000000-{chance.getrandbits(64):016x}.seg").write_bytes(b"")
     (directory / f"000000000000-{chance.getrandbits(64):016x}.seg.1.tmp").write_bytes(bytes(300))
     (directory / f"{MANIFEST_NAME}.1.tmp").write_bytes(b'{"format": 1, "mani')
@@ -400,21 +379,14 @@ def kill_at_random(setting: Setting, num_kills: int, home: Path, tally: Tally) -
     chance, kept = random.Random(setting.seed), Store(home / "kept")
     for number in range(num_kills):
         store = Store(home / f"new-{number}") if number % _FRESH_EVERY == _FRESH_EVERY - 1 else kept
-        victim = chance.choices(("server", "worker", "both"), (0.6, 0.2, 0.2))[0]
         close_after_s, life = chance.uniform(0.0, _WINDOW_S), random.Random(chance.getrandbits(32))
         first = store.durable + 1
         child = Child(lambda say: write(setting, store.directory, first, life, close_after_s, say))  # noqa: B023
         begins = chance.choices(("starting", "opening", "running", "closing"), (0.1, 0.2, 0.5, 0.2))[0]
         child.listen(time.monotonic() + 60, _PHASES[_PHASES.index(begins) :])
         kill_at = time.monotonic() + chance.uniform(0.0, _WINDOW_S if begins == "running" else _WINDOW_S / 4)
-        if victim == "worker":
-            child.listen(chance.uniform(time.monotonic(), kill_at))
-            for process_id in children_of(child.process_id):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process_id, signal.SIGKILL)
         child.listen(kill_at)
-        others = children_of(child.process_id) if victim == "both" else []
-        check(setting, store, child, child.kill(*others), tally, chance)
+        check(setting, store, child, child.kill(), tally, chance)
         if (number + 1) % 20 == 0:
             wrong = {name: count for name, count in tally.problems.items() if count} or "nothing wrong"
             print(f"{number + 1:>5} kills, sequences up to {kept.durable}: {wrong}", flush=True)
@@ -449,7 +421,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         **{name: tally.problems[name] for name in PROBLEMS},
         checked_sequences=tally.num_checked_sequences,
         checked_counts=tally.num_checked_counts,
-        lock_waits=tally.num_lock_waits,
         is_wrong=any(tally.problems.values()),
     )
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import xxhash
 
 from ssd.errors import StoreUnavailable, TokenizerMismatch
-from ssd.retrieval.directory import LEARNED_NAME, read_learned, whose_segments
+from ssd.retrieval.directory import LEARNED_NAME, is_segment_file, read_learned
 from ssd.retrieval.files import MANIFEST_NAME, Manifest, read_manifest
 from ssd.retrieval.segment import Segment, Tokens
 from ssd.retrieval.static import load_static_directory
@@ -72,10 +72,9 @@ def manifest_of(path: Path) -> Manifest:
         manifest = read_manifest(path)
         if manifest is not None:
             return manifest
-        if path.is_dir() and whose_segments(path) is not None:
+        if path.is_dir() and any(is_segment_file(file.name) for file in path.iterdir()):
             raise StoreUnavailable(
-                f"{path} has segment files, but no {MANIFEST_NAME}: `ssd-cache inspect` says what they hold and how "
-                "it is made anew"
+                f"{path} has segment files, but no {MANIFEST_NAME}: restore it from a copy, or build the cache again"
             )
         inside = sorted(child.parent.name for child in path.glob(f"*/{MANIFEST_NAME}")) if path.is_dir() else []
     except NotADirectoryError:

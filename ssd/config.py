@@ -14,8 +14,6 @@ from ssd.token_rules import NO_RULES, TokenRules
 
 DraftShape = Literal["auto", "chain", "tree"]
 DRAFT_SHAPES: tuple[DraftShape, ...] = get_args(DraftShape)
-EvictionPolicy = Literal["used", "fifo"]
-EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 SchedulingPolicy = Literal["fcfs", "priority"]
 Exact = Literal["auto", "on", "off"]
 EXACT: tuple[Exact, ...] = get_args(Exact)
@@ -54,11 +52,8 @@ class IndexConfig:
     """The retrieval index of one namespace."""
 
     capacity_tokens: int = 1 << 22
-    """Most tokens kept; the oldest are evicted, at most an eighth of this at a time."""
-
-    eviction: EvictionPolicy = "used"
-    """What leaves first. "used": of the oldest text, that which no later output said again; what one did stays, up to
-    half of the capacity. So text that nobody needs cannot push out what is needed. "fifo": the oldest, used or not."""
+    """Most tokens kept; the oldest are evicted, at most an eighth of this at a time, but for what a later output said
+    again: that stays, up to half of the capacity."""
 
     seal_tokens: int = 4096
     """The tail is sealed into a segment once it holds this many tokens."""
@@ -77,7 +72,6 @@ class IndexConfig:
 
     def __post_init__(self) -> None:
         _require(self.capacity_tokens >= 8, f"capacity_tokens must be >= 8, got {self.capacity_tokens}")
-        _require_one_of(EVICTION_POLICIES, "eviction", self.eviction)
         _require(self.seal_tokens >= 1, f"seal_tokens must be >= 1, got {self.seal_tokens}")
         _require(
             0 < self.rebuild_interval_s <= MAX_INTERVAL_S,
@@ -207,15 +201,8 @@ class CacheConfig:
     directory: Path | None = None
     """Durable home of the cache; None keeps nothing beyond the process."""
 
-    memory_bytes: int = 1 << 30
-    """Most memory for private copies of segments' files, which nobody else can change. Segments beyond it are mapped
-    from their files, shared with other processes, and given up when a file is changed or cut while in use."""
-
     redis_url: str | None = None
     """Replicas with the same URL and namespace learn from each other; None shares nothing."""
-
-    def __post_init__(self) -> None:
-        _require(self.memory_bytes >= 0, f"memory_bytes must be >= 0, got {self.memory_bytes}")
 
 
 @dataclass(frozen=True, slots=True)

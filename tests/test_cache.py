@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +13,8 @@ from hypothesis import strategies as st
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import ConfigError, TokenizerMismatch
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.suffix_cache import SuffixCache
-from tests.reference.retrieval import naive_count, naive_skipped, sequences, snapshot_count, snapshot_text
+from tests.reference.retrieval import naive_count, sequences, snapshot_count, snapshot_text
 from tests.waiting import wait_until
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -95,72 +92,7 @@ def test_names_that_could_leave_the_directory_are_refused(name: str) -> None:
 # Maintenance
 
 
-_REQUESTS = st.tuples(st.lists(st.integers(0, 1), max_size=24), st.integers(0, 24))
-
-
-@settings(max_examples=25)
-@given(
-    st.integers(16, 400),
-    st.integers(0, 3),
-    st.lists(
-        st.one_of(_REQUESTS, _REQUESTS, st.sampled_from(["maintain", "flush", "reopen"])), min_size=5, max_size=40
-    ),
-    st.lists(st.integers(0, 1), min_size=1, max_size=4),
-)
-def test_equals_a_list_with_files_and_without(
-    capacity_tokens: int, block_tokens: int, operations: list[tuple[list[int], int] | str], pattern: list[int]
-) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        index = {
-            "capacity_tokens": capacity_tokens,
-            "dedup_block_tokens": block_tokens,
-            "seal_tokens": 8,
-            "merge_fanout": 2,
-        }
-        config = _config(Path(directory), **index)
-        caches = CacheSet(config, FINGERPRINT, inline=True)
-        memory = CacheSet(_config(None, **index), FINGERPRINT, inline=True)
-        said: list[int] = []
-        beginnings: set[tuple[int, ...]] = set()
-        for operation in operations:
-            if operation == "reopen":
-                caches.close()
-                caches = CacheSet(config, FINGERPRINT, inline=True)
-                beginnings.clear()
-            elif operation == "maintain":
-                caches.maintain()
-                memory.maintain()
-            elif operation == "flush":
-                caches.flush()
-                assert caches.get().stats().num_tail_tokens == 0
-            else:
-                assert not isinstance(operation, str)
-                tokens, prompt_length = operation
-                cache = caches.get()
-                heard: list[np.ndarray] = []
-                cache._listeners = (heard.extend,)
-                cache.append(tokens, prompt_length=prompt_length)
-                memory.get().append(tokens, prompt_length=prompt_length)
-                said += [token for piece in heard for token in [*piece.tolist(), SEPARATOR]]
-                if cache.stats().num_evicted_tokens + cache.stats().num_dropped_tokens == 0:
-                    skipped = naive_skipped(beginnings, tokens, prompt_length, block_tokens)
-                    num_stored = 0 if skipped == len(tokens) else len(tokens[max(0, skipped - 2) :])
-                    if len(heard) <= 1:
-                        assert sum(map(len, heard)) == num_stored
-            text = snapshot_text(caches.get().snapshot())
-            assert text == said[len(said) - len(text) :] and len(text) <= capacity_tokens
-        snapshot = caches.get().snapshot()
-        assert snapshot_count(snapshot, pattern) == naive_count(snapshot_text(snapshot), pattern)
-        assert caches.get().stats().num_failures == 0
-        if "reopen" not in operations:
-            assert sum(map(len, _said(memory))) == 0 or _said(memory)[-1] == _said(caches)[-1]
-        caches.close()
-        memory.close()
-        files = {path.name for path in Path(directory, "default").glob("*.seg")}
-        assert files == {f"{segment.segment_id}.seg" for segment in caches.get().snapshot().segments}
-
-
-def test_threads_and_process_keep_what_several_threads_say() -> None:
+def test_threads_keep_what_several_threads_say() -> None:
     random_tokens = np.random.default_rng(1)
     texts = [random_tokens.integers(0, 50, 200).tolist() for _ in range(400)]
     with CacheSet(_config(capacity_tokens=1 << 20, seal_tokens=2048, dedup_block_tokens=0), FINGERPRINT) as caches:
@@ -229,24 +161,6 @@ def test_pieces_shared_together_are_stored_as_one_by_one(ids: list[list[int]], t
     assert replace(one.stats(), generation=0) == replace(other.stats(), generation=0)
 
 
-def test_the_rebuild_process_may_be_killed_at_any_time() -> None:
-    with CacheSet(
-        _config(capacity_tokens=1 << 19, seal_tokens=4096, dedup_block_tokens=0, merge_fanout=2), FINGERPRINT
-    ) as caches:
-        cache = caches.get()
-        worker = caches._worker
-        assert worker is not None
-        for i in range(60):
-            cache.append([i] * 2000)
-            if i % 6 == 5:
-                caches.flush()
-            if i % 20 == 19 and worker.process_id is not None:
-                os.kill(worker.process_id, signal.SIGKILL)
-        assert worker.num_restarts > 0 and caches.num_worker_restarts == worker.num_restarts
-        assert cache.stats().num_merged > 0 and cache.stats().num_failures == 0
-        assert len(_said(caches)) == 60 and cache.stats().num_segments <= 6
-
-
 # Files
 
 
@@ -271,19 +185,6 @@ def test_a_directory_that_cannot_be_used_later_costs_only_persistence(
         assert len(_said(caches, "other")) == 20
         assert (other.stats().num_failures, caches.get().stats().num_failures) == (1, 0)
     assert len(caplog.records) == 1
-
-
-def test_two_namespaces_of_one_directory_are_served_at_once(tmp_path: Path) -> None:
-    with (
-        CacheSet(_config(tmp_path), FINGERPRINT, namespace="a") as first,
-        CacheSet(_config(tmp_path), FINGERPRINT, namespace="b") as second,
-    ):
-        first.get().append([1])
-        second.get().append([2])
-        assert (first.names(), second.names()) == (["a"], ["b"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-    with CacheSet(_config(tmp_path), FINGERPRINT, namespace="a") as caches:
-        assert (_said(caches, "a"), _said(caches, "b")) == ([[1]], [[2]])
 
 
 def test_a_damaged_segment_loses_its_text_only(tmp_path: Path) -> None:

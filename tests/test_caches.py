@@ -233,8 +233,8 @@ def test_leftovers_are_named_and_what_was_learned_is_looked_at(
     assert any("is missing" in fault for fault in check(path).faults)
     (path / MANIFEST_NAME).unlink()
     capsys.readouterr()
-    assert main(["check", str(path)]) == 1
-    assert "manifest.json is missing" in capsys.readouterr().out
+    assert main(["check", str(path)]) == 2
+    assert "no manifest.json" in capsys.readouterr().err
 
 
 def test_names_that_a_terminal_would_obey_are_shown_as_escapes(

@@ -66,7 +66,6 @@ assert is_refused(load, begin), "it is freed"
 
 KERNELS = (
     "tests/test_search.py",
-    "tests/test_search_adversarial.py",
     "tests/test_rows.py",
     "tests/test_follow.py",
     "tests/test_acceptance.py",

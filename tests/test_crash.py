@@ -58,6 +58,9 @@ class Disk:
         self._pending: list[tuple[str, int | None]] = []  # name -> what it means since; None: nothing
         self._files: dict[int, int] = {}  # inode -> descriptor; kept open, so that no inode is used twice
         self._synced: set[int] = set()  # descriptors whose bytes are on disk
+        for file in path.iterdir():  # what opening the directory made is on disk
+            self._names[file.name] = self._keep(file)
+        self._synced.update(self._names.values())
         fsync, replace, unlink = os.fsync, os.replace, os.unlink
 
         def watched_fsync(descriptor: int) -> None:

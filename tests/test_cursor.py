@@ -54,15 +54,11 @@ def test_what_was_read_is_known_after_a_restart_however_the_log_was_trimmed(
     assert found(cursor, log) == max(0, num_read - num_trimmed)
 
 
-@given(st.integers(1, 600), st.data())
-def test_a_log_that_lost_its_newest_entries_is_known_but_for_three_times_as_many(
-    num_read: int, data: st.DataObject
-) -> None:
-    num_lost = data.draw(st.integers(0, num_read))
-    num_new = data.draw(st.integers(0, 5))
-    log = stream(num_read - num_lost) | stream(num_new, first=1000)
-    num_known = found(after_restart(that_read(stream(num_read))), log)
-    assert num_read - num_lost - 3 * num_lost <= num_known <= num_read - num_lost
+def test_a_mark_of_a_former_version_is_read() -> None:
+    mark = {"replica": "00" * 8, "lives": [], "waypoints": [[9, "9-0", "09" * 16], [4, "4-0", "04" * 16]]}
+    cursor = Cursor(ONE, Checkpoint(mark, 5))
+    log = {b"9-0": b"\x09" * 16}
+    assert cursor.find(b"1-0", log.get) == b"9-0"
 
 
 @given(st.integers(1, 200), st.integers(1, 200))
@@ -72,18 +68,8 @@ def test_another_log_with_the_same_ids_is_not_known(num_read: int, num_entries: 
     assert found(cursor, other) == 0
 
 
-def test_reading_goes_on_from_a_shorter_log() -> None:
-    cursor = after_restart(that_read(stream(100)))
-    assert found(cursor, stream(75)) == 64
-    known = cursor.waypoints[0]
-    cursor.passed(b"900-0", b"n" * 16)
-    assert [point.entry_id for point in cursor.waypoints[:2]] == [b"900-0", known.entry_id]
-    assert found(after_restart(cursor), stream(75) | {b"900-0": b"n" * 16}) == 76
-
-
 def test_a_mark_stays_small() -> None:
-    cursor = that_read(stream(100_000))
-    assert len(cursor.waypoints) <= 18
+    cursor = that_read(stream(1000))
     for life in range(200):
         cursor = after_restart(cursor, b"%08d" % life)
     assert len(cursor.lives) == 64
@@ -105,20 +91,18 @@ def test_our_own_entries_are_known_by_position_and_life() -> None:
     [
         {"replica": "00", "lives": [], "waypoints": 3},
         {"replica": "00" * 8, "lives": [["00" * 8, float("inf")]], "waypoints": []},
-        {"replica": "00" * 8, "lives": [], "waypoints": [[1, "1-1", "00" * 16], [2, "2-1", "00" * 16]]},
         {"replica": "00" * 8, "lives": [], "waypoints": [[1, "1_0-1", "00" * 16]]},  # a number to Python, not to Redis
         {"replica": "00" * 8, "lives": [], "waypoints": [[1, "18446744073709551616-1", "00" * 16]]},
     ],
 )
 def test_a_mark_of_another_make_counts_as_none(mark: dict[str, object]) -> None:
     cursor = Cursor(ONE, Checkpoint(mark, 5))
-    assert (cursor.lives, cursor.waypoints) == ((), ())
+    assert (cursor.lives, cursor.waypoint) == ((), None)
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40) | st.just("00" * 8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
-    max_leaves=12,
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40) | st.just("00" * 8)
+json_values = (
+    scalars | st.lists(scalars | st.lists(scalars, max_size=4), max_size=4) | st.dictionaries(st.text(), scalars)
 )
 
 
@@ -133,17 +117,3 @@ def test_whatever_a_manifest_holds_makes_a_cursor_that_works(mark: dict[str, obj
         cursor.passed(entry_id, sequence_id)
     assert cursor.is_ours(by(ONE, 7)) and not cursor.is_ours(by(THREE, 1 << 60))
     assert found(after_restart(cursor), stream(5)) == 3
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 99), st.from_regex(r"\A[0-9_]{1,22}-[0-9]{1,22}\Z"), st.just("ab" * 16)), max_size=6
-    ),
-    st.lists(st.tuples(st.sampled_from(["00" * 8, "0 " * 8, "00"]), st.integers(-5, 5)), max_size=4),
-)
-def test_waypoints_of_a_manifest_are_ids_that_redis_can_read(
-    waypoints: list[tuple[int, str, str]], lives: list[tuple[str, int]]
-) -> None:
-    cursor = Cursor(ONE, Checkpoint({"replica": "11" * 8, "lives": lives, "waypoints": waypoints}, 0))
-    assert all(max(order(point.entry_id)) < 1 << 64 and b"_" not in point.entry_id for point in cursor.waypoints)
-    assert all(len(life.replica_id) == 8 and life.position >= 0 for life in cursor.lives)

@@ -18,8 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_port
 from server.command.arguments import Options, parse_arguments
-from ssd.sharing.background import REASONS
-from ssd.sharing.stats import Delays, SharingStats, StreamStats
+from ssd.sharing.stats import SharingStats, StreamStats
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import ask, get, wait_until
 from tests.server.failing_engine import RunningServer, serving
@@ -85,8 +84,7 @@ def expressions() -> list[str]:
 def sharing_stats() -> dict[str, SharingStats]:
     """Of a server whose Redis answers and has nothing to say."""
     nothing: dict[str, Any] = dict.fromkeys(SharingStats.__dataclass_fields__, 0)
-    shown = {"streams": {"default": StreamStats()}, "delays": Delays(), "refusals": dict.fromkeys(REASONS, 0)}
-    return {"default": SharingStats(**nothing | {"is_connected": True} | shown)}
+    return {"default": SharingStats(**nothing | {"is_connected": True, "streams": {"default": StreamStats()}})}
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,11 @@ import pytest
 
 from cache_builder.__main__ import main as ssd_cache
 from ssd.config import CacheConfig, IndexConfig
-from ssd.errors import CacheLocked, FormatVersion, NamespaceMismatch, StoreUnavailable
+from ssd.errors import CacheLocked, FormatVersion, NamespaceMismatch, SegmentCorrupt, StoreUnavailable
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.files import MANIFEST_NAME, is_regular, is_temporary, make_directory, write_file
+from ssd.retrieval.files import MANIFEST_NAME, write_file
 from ssd.retrieval.segment import SEPARATOR, Segment, write_segment
-from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import sequences, snapshot_text
 
@@ -85,15 +84,6 @@ def test_uncommitted_and_temporary_files_are_removed_at_the_next_opening(tmp_pat
     assert {path.name for path in tmp_path.glob("*.seg")} == names and not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_commit_leaves_files_alone_that_are_being_written(tmp_path: Path) -> None:
-    committed(tmp_path)
-    directory = as_writer(tmp_path)
-    (tmp_path / "merged.seg").write_bytes(b"another process is at it")
-    directory.commit(directory.load()[0], next_position=4)
-    assert (tmp_path / "merged.seg").exists()
-    directory.close()
-
-
 def test_a_missing_or_exchanged_segment_is_left_out(tmp_path: Path) -> None:
     one, other = (tmp_path / f"{each.segment_id}.seg" for each in committed(tmp_path))
     other.replace(one)
@@ -103,71 +93,32 @@ def test_a_missing_or_exchanged_segment_is_left_out(tmp_path: Path) -> None:
     directory.close()
 
 
-def test_a_file_that_is_removed_meanwhile_is_no_file(tmp_path: Path) -> None:
-    """Who opens the directory of a server that was killed may find its rebuild process still cleaning up."""
-    gone = tmp_path / "000000000000-0123456789abcdef.seg.17.tmp"
-    gone.touch()
-    assert is_temporary(gone)
-    gone.unlink()
-    assert not is_temporary(gone) and not is_regular(gone)
-
-
-# Without a manifest
-
-
-def test_a_lost_manifest_is_made_anew_from_the_segments(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_segments_without_a_manifest_are_neither_used_nor_removed(tmp_path: Path) -> None:
     path = filled(tmp_path)
-    files = {file.name for file in path.glob("*.seg")}
     (path / MANIFEST_NAME).unlink()
-    with opened(tmp_path) as caches:
-        assert said(caches) == list(range(30)) and {file.name for file in path.glob("*.seg")} == files
-        (line,) = [record.getMessage() for record in caplog.records]
-        assert f"{len(files)} of the ring are kept, {30 * 21} tokens; 0 are left out" in line
-        learn(caches, range(30, 40))
-    with opened(tmp_path) as caches:
-        assert said(caches) == list(range(40)) and len(caplog.records) == 1
+    files = {file.name for file in path.glob("*.seg")}
+    with pytest.raises(SegmentCorrupt, match=r"segment files, but no manifest\.json: restore it from a copy"):
+        opened(tmp_path)
+    assert {file.name for file in path.glob("*.seg")} == files
 
 
-def test_of_segments_that_overlap_the_merged_one_is_kept_and_nothing_is_removed(tmp_path: Path) -> None:
-    path = tmp_path / "default"
-    make_directory(path)
-    parts = [put(path, segment(0, 1)), put(path, segment(2, 2)), put(path, segment(4, 3))]
-    put(path, segment(0, 1, 2))
-    other = put(path, segment(6, 4), namespace="other")
-    damaged = put(path, segment(8, 5))
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x55")
+def test_damaged_files_of_a_running_cache_are_written_anew_by_merges(tmp_path: Path) -> None:
+    """What was read of them is in memory, and what is merged of that is right."""
+    path = filled(tmp_path)
     with opened(tmp_path) as caches:
-        assert said(caches) == [1, 2, 3]
+        for file in path.glob("*.seg"):
+            file.write_bytes(b"overwritten")
+        learn(caches, range(30, 200))
+        assert caches.get().stats().num_merged > 0 and said(caches) == list(range(200))
     with opened(tmp_path) as caches:
-        assert said(caches) == [1, 2, 3]
-    assert other.exists() and parts[2].exists()
-    assert {file.name for file in path.glob("*.left-out")} == {
-        f"{file.name}.left-out" for file in (*parts[:2], damaged)
-    }
-
-
-def test_static_segments_are_kept_without_a_manifest_too(tmp_path: Path) -> None:
-    with StaticWriter(tmp_path / "default", fingerprint=FINGERPRINT, segment_tokens=4) as writer:
-        for number in range(5):
-            writer.append([number])
-    (tmp_path / "default" / MANIFEST_NAME).unlink()
-    with StaticWriter(tmp_path / "default", fingerprint=FINGERPRINT) as writer:
-        writer.append([5])
-    for _ in range(2):
-        with opened(tmp_path) as caches:
-            assert caches.get().stats().num_static_tokens == 12
-            learn(caches, range(100, 110))  # beside them
-            assert caches.get().stats().num_merged > 0
+        assert said(caches) == list(range(200))
 
 
 # Strangers' files
 
 
-@pytest.mark.parametrize("has_manifest", [True, False])
-def test_what_is_not_ours_is_never_removed(tmp_path: Path, has_manifest: bool) -> None:
+def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     path = filled(tmp_path / "cache")
-    if not has_manifest:
-        (path / MANIFEST_NAME).unlink()
     outside = put(tmp_path, segment(1000, 1))
     others = [path / name for name in ("video.seg", "notes.tmp", "a.seg.tmp", "x.txt", "UPPER.seg", "d.seg.x.tmp")]
     for file in others:
@@ -176,13 +127,13 @@ def test_what_is_not_ours_is_never_removed(tmp_path: Path, has_manifest: bool) -
     (path / "link.seg").symlink_to(outside)
     (path / "e.seg.3.tmp").symlink_to(outside)
     (path / "directory.seg").mkdir()
-    ours = put(path, segment(3000, 1)) if has_manifest else None
+    ours = put(path, segment(3000, 1))
     for _ in range(2):
         with opened(tmp_path / "cache") as caches:
             learn(caches, range(100, 110))
     assert all(file.exists() for file in (*others, outside, path / "directory.seg"))
     assert (path / "link.seg").is_symlink() and (path / "e.seg.3.tmp").is_symlink()
-    assert ours is None or not ours.exists()
+    assert not ours.exists()
 
 
 def test_a_directory_that_is_a_link_to_anothers_files_loses_none(tmp_path: Path) -> None:
@@ -285,29 +236,6 @@ def test_the_builder_says_in_one_line_what_is_wrong_with_a_directory(
 
 
 # It is not what it was
-
-
-def test_a_directory_replaced_while_in_use_belongs_to_its_new_writer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with opened(tmp_path) as first:
-        first.get().append([1] * 20)
-        first.flush()
-        shutil.rmtree(tmp_path / "default")
-        with opened(tmp_path) as second:
-            second.get().append([2] * 20)
-            second.flush()
-            for i in range(5):
-                first.get().append([3 + i] * 20)
-                first.flush()
-            assert len(said(first)) == 6 and first.get().stats().num_failures > 0
-            second.get().append([9] * 20)
-            second.flush()
-            assert second.get().stats().num_failures == 0
-    with opened(tmp_path) as caches:
-        assert said(caches) == [2, 9]
-        assert caches.get().stats().num_failures == 0
-    assert any("goes on from memory" in record.getMessage() for record in caplog.records)
 
 
 def _raise_manifest_format(path: Path) -> None:

@@ -252,9 +252,9 @@ def test_a_cache_that_dies_anywhere_has_what_it_had_maintained(capacity: int, op
 def die(caches: CacheSet) -> None:
     """Let go of an inline set as the end of its process would: nothing is sealed or written, the locks are free."""
     for name in caches.names():
-        directory = caches.get(name)._directory
-        assert directory is not None
-        directory.close()
+        files = caches.get(name)._files
+        assert files is not None
+        files.close()
 
 
 # The disk refuses
@@ -287,7 +287,7 @@ def learn(caches, first, stop):
         caches.maintain()
 
 def die(caches):
-    caches.get()._directory.close()
+    caches.get()._files.close()
 
 def failures(caches):
     return caches.get().stats().num_failures
@@ -406,38 +406,6 @@ def test_a_full_disk_costs_no_text_that_was_on_it_and_nothing_is_left_half_writt
     assert len(warnings) < 12  # once for each kind and each opening, not for each failure
 
 
-_READ_ONLY = (
-    _CHILD_SETUP
-    + """
-caches = opened()
-learn(caches, 0, 20)
-caches.close()
-files = sorted((p.name, p.stat().st_size) for p in (home / "default").iterdir())
-subprocess.run(["mount", "--bind", str(home), str(home)], check=True)
-subprocess.run(["mount", "-o", "remount,ro,bind", str(home)], check=True)
-caches = opened()
-learn(caches, 20, 40)
-result = {"said": numbers(caches), "failures": failures(caches)}
-caches.close()
-result["unchanged"] = files == sorted((p.name, p.stat().st_size) for p in (home / "default").iterdir())
-subprocess.run(["mount", "-o", "remount,rw,bind", str(home)], check=True)
-caches = opened()
-result["writable_again"] = numbers(caches)
-caches.close()
-print(json.dumps(result))
-"""
-)
-
-
-def test_a_read_only_directory_is_searched_and_costs_only_what_would_be_kept(tmp_path: Path) -> None:
-    need_mounts()
-    result, log = run_child(_READ_ONLY, str(tmp_path), namespace="true")
-    assert result["said"] == list(range(40)) and result["failures"] == 1 and result["unchanged"]
-    assert result["writable_again"] == list(range(20))
-    (line,) = log.splitlines()
-    assert "what it holds is searched, what is learned stays in memory" in line and "Read-only file system" in line
-
-
 _TOO_FEW_FILES = (
     _CHILD_SETUP
     + """
@@ -458,7 +426,7 @@ except StoreUnavailable as error:
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limits[1]))
 caches = opened()
 result["read"] = numbers(caches)
-caches.get()._directory.close()
+caches.get()._files.close()
 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 result["unchanged"] = names == sorted(p.name for p in (home / "default").glob("*.seg"))
 caches = opened()

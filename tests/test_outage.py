@@ -1,4 +1,4 @@
-"""A directory that stops taking writes while it is in use, and a cache that is closed while others append."""
+"""A directory that stops taking writes, merges that cannot be done, a cache that is closed while others append."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import pytest
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval import directory as directories
+from ssd.retrieval import durable, suffix_cache
 from ssd.retrieval import files as manifests
-from ssd.retrieval import suffix_cache, upkeep
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
+from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import Segment
-from ssd.retrieval.suffix_array import build_segment
+from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS, build_segment
 from ssd.retrieval.suffix_cache import SuffixCache
 from tests.reference.retrieval import sequences, snapshot_text
 
@@ -79,9 +80,9 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReadOnly]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What ``upkeep`` takes for the time, in its first element."""
+    """What upkeep takes for the time, in its first element."""
     now = [1000.0]
-    monkeypatch.setattr("ssd.retrieval.upkeep.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ssd.retrieval.suffix_cache.time.monotonic", lambda: now[0])
     return now
 
 
@@ -109,14 +110,13 @@ def test_what_is_sealed_while_nothing_can_be_written_is_searched_and_written_lat
         read_only.is_on = False
         caches.maintain()
         assert len(caplog.records) == 1  # too soon
-        clock[0] += upkeep.RETRY_S
+        clock[0] += durable.RETRY_S
         caches.maintain()
         assert caches.get().stats().num_failures == stats.num_failures
         assert [level for level, _ in messages(caplog)] == [logging.ERROR, logging.WARNING]
         assert "can be written again" in caplog.text
-        kept = caches.get()._directory
-        assert kept is not None
-        assert all(kept.has_file(segment.segment_id) for segment in caches.get().snapshot().segments)
+        kept = caches.get()._files
+        assert kept is not None and all(map(kept.has, caches.get().snapshot().segments))
         kept.close()  # as if killed
     with opened(tmp_path) as caches:
         assert said(caches) == list(range(60))
@@ -131,11 +131,11 @@ def test_an_outage_is_told_once_and_a_second_one_again(
             read_only.is_on = True
             learn(caches, range(first, first + 60))
             for _ in range(5):
-                clock[0] += upkeep.RETRY_S
+                clock[0] += durable.RETRY_S
                 caches.maintain()
             caches.flush()
             read_only.is_on = False
-            clock[0] += upkeep.RETRY_S
+            clock[0] += durable.RETRY_S
             caches.flush()
             caches.maintain()
         assert [level for level, _ in messages(caplog)] == [logging.ERROR, logging.WARNING] * 2
@@ -160,32 +160,89 @@ def test_an_outage_lasts_while_anything_is_missing(
     monkeypatch.setattr(SegmentDirectory, "write", write)
     with opened(tmp_path) as caches:
         learn(caches, range(60))
-        clock[0] += upkeep.RETRY_S
+        clock[0] += durable.RETRY_S
         learn(caches, range(60, 80))
         assert [level for level, _ in messages(caplog)] == [logging.ERROR]
         largest = 1 << 30
+        clock[0] += durable.RETRY_S
+        caches.flush()
     assert [level for level, _ in messages(caplog)] == [logging.ERROR, logging.WARNING]
     with opened(tmp_path) as caches:
         assert said(caches) == list(range(80))
 
 
-@pytest.mark.timeout(300)
-def test_a_merge_the_worker_could_not_write_is_part_of_the_outage(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+# Merges that cannot be done
+
+
+class Unsortable:
+    """No memory to sort more than ``limit`` tokens at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+        self.limit = limit
+        self.num_refused = 0
+        monkeypatch.setattr(suffix_cache, "build_segment", self._build)
+
+    def _build(self, tokens: np.ndarray, **names: Any) -> Segment:
+        if len(tokens) > self.limit:
+            self.num_refused += 1
+            raise MemoryError(f"no memory to sort {len(tokens)} tokens")
+        return build_segment(tokens, **names)
+
+
+def test_a_merge_that_fails_is_counted_logged_once_and_tried_again_later_while_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker, another process, refuses because its output cannot be created; so does this one."""
-    with CacheSet(config(tmp_path, capacity_tokens=1 << 20, seal_tokens=1 << 14), FINGERPRINT) as caches:
+    memory = Unsortable(monkeypatch, limit=150)
+    with opened(tmp_path, capacity_tokens=1 << 22) as caches:
         cache = caches.get()
-        cache.append(np.arange(17_000) % 1000)
-        cache.flush()
-        (tmp_path / "default").rename(tmp_path / "elsewhere")
-        cache.append(np.arange(17_000) % 1000)
-        cache.flush()
-        cache.append(np.arange(17_000) % 1000)
-        cache.flush()
-        assert cache.stats().num_tail_tokens == 0 and cache.stats().num_tokens == 3 * 17_001
-        assert cache.stats().num_failures > 0
-    assert [level for level, _ in messages(caplog)] == [logging.ERROR]
+        for number in range(60):
+            cache.append([number] * 20)
+            cache.maintain()
+        stats = cache.stats()
+        refused = memory.num_refused
+        assert stats.num_failed_merges == refused and 0 < refused < 30  # each plan once, not at every maintenance
+        assert stats.num_merged > 20 and stats.num_segments < 30 and said(caches) == list(range(60))
+        ((_, message),) = messages(caplog)
+        assert "a merge failed" in message and "no memory to sort" in message
+        assert cache._files is not None
+        assert all(map(cache._files.has, cache.snapshot().segments))
+        cache.maintain()
+        assert memory.num_refused == refused
+        clock[0] += suffix_cache.FIRST_PAUSE_S + 1
+        cache.maintain()
+        again = memory.num_refused
+        clock[0] += suffix_cache.FIRST_PAUSE_S + 1  # twice as long by now
+        cache.maintain()
+        assert refused < again == memory.num_refused
+        memory.limit = 1 << 30
+        clock[0] += suffix_cache.FIRST_PAUSE_S
+        cache.maintain()
+        assert cache.stats().num_segments < stats.num_segments / 2 and cache.stats().num_failed_merges == again
+    with opened(tmp_path, capacity_tokens=1 << 22) as caches:
+        assert said(caches) == list(range(60))
+
+
+def test_the_number_of_segments_is_bounded_though_every_merge_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Unsortable(monkeypatch, limit=60)
+    monkeypatch.setattr(suffix_cache, "_MOST_SEGMENTS", 32)
+    with opened(tmp_path, capacity_tokens=1 << 22) as caches:
+        cache = caches.get()
+        for number in range(200):
+            cache.append([number] * 50)
+            cache.maintain(seal_all=True, wait=False)
+        stats = cache.stats()
+        assert stats.num_segments <= 33 and stats.num_failed_merges > 0
+        assert said(caches) == list(range(200)) and stats.num_dropped_tokens == 0
+        monkeypatch.setattr(suffix_cache, "build_segment", build_segment)
+    with opened(tmp_path, capacity_tokens=1 << 22) as caches:  # closing seals what is left
+        assert said(caches) == list(range(200))
+
+
+def test_no_segment_is_planned_that_is_too_long_to_be_sorted() -> None:
+    index = SuffixIndex(IndexConfig(capacity_tokens=1 << 36))
+    assert index.max_segment_tokens == MAX_SEGMENT_TOKENS < 1 << 29
 
 
 # Closing while others append
@@ -206,7 +263,7 @@ def test_closing_and_flushing_do_not_wait_for_what_is_appended_meanwhile(
             cache.append_all_shared([np.array([next(numbers)] * 20, np.int32)])
         return sorted_(*arguments, **settings)
 
-    monkeypatch.setattr(upkeep, "build_segment", sort)
+    monkeypatch.setattr(suffix_cache, "build_segment", sort)
     for call in (cache.maintain, cache.flush, cache.close):
         cache.append_all_shared([np.array([next(numbers)] * 20, np.int32)])
         before = num_sorts
@@ -263,7 +320,7 @@ def test_maintenance_ends_with_the_segment_it_is_at_when_the_cache_is_being_clos
         cache.begin_close()
         return sorted_(*arguments, **settings)
 
-    monkeypatch.setattr(upkeep, "build_segment", sort)
+    monkeypatch.setattr(suffix_cache, "build_segment", sort)
     cache.maintain()
     cache.close()
     assert num_merged == 1

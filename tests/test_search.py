@@ -1,24 +1,89 @@
-"""Lookup against its slow twin."""
+"""Lookup against its slow twin: any text, and texts at the edges of the format."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-import numpy.typing as npt
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.retrieval.search import longest_match
-from ssd.retrieval.segment import SEPARATOR
-from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
+from ssd.compiled.addresses import address, dtype_of
+from ssd.errors import CacheError
+from ssd.retrieval import snapshot as snapshots_module
+from ssd.retrieval.lanes import (
+    MAX_MATCH_LENGTH,
+    PATTERNS_BYTES,
+    Lane,
+    Walker,
+    as_context,
+    ask_to_widen,
+    new_rank,
+    num_new,
+    num_taken,
+    open_lanes,
+    search_lanes,
+    widen,
+)
+from ssd.retrieval.search import _longest_match, longest_match
+from ssd.retrieval.segment import FENCE_STEP, SEPARATOR
+from ssd.retrieval.snapshot import Snapshot, segment_table
 from ssd.retrieval.suffix_array import build_segment
-from tests.reference import drafting as reference
+from tests.reference.drafting import longest_match as slow_longest_match
+from tests.reference.drafting import make_snapshot
+from tests.reference.retrieval import longest_agreement, num_agreeing
+
+Text = list[int]
+
+LIMITS = [0, 1, 255, 256, 65_533, 65_534, 65_535, 65_536, 2**24 - 2, 2**24 - 1, 2**24, 2**31 - 2, 2**31 - 1]
+"""The last id of a width, the first of the next, those beside them, and ids whose packed bytes are mostly zeros."""
+
+FENCE_SIZES = [posts * FENCE_STEP + beside for posts in (1, 2, 3, 8) for beside in (-1, 0, 1)]
+"""Sizes, separator included, at which a post of the fence comes or goes."""
+
+
+def closed(*parts: Text) -> Text:
+    return [token for part in parts for token in [*part, SEPARATOR]]
+
+
+def fibonacci(size: int, low: int = 0, high: int = 1) -> Text:
+    """Every factor occurs early and often, and none four times in a row."""
+    one, other = [low], [low, high]
+    while len(other) < size:
+        one, other = other, other + one
+    return other[:size]
+
+
+def periodic(size: int, period: int, step: int = 1) -> Text:
+    return [i % period * step for i in range(size)]
+
+
+def check(snapshot: Snapshot, context: Text, *max_lengths: int) -> None:
+    for max_length in max_lengths or (1, 2, 32, MAX_MATCH_LENGTH):
+        match = longest_match(snapshot, np.array(context, np.int64), max_length)
+        expected = longest_agreement(snapshot, context, min(max_length, MAX_MATCH_LENGTH))
+        assert (match.length, match.support) == expected, (max_length, context)
+
+
+def check_inside(snapshot: Snapshot, text: Text, seed: int, count: int = 6) -> None:
+    """With contexts from ``text``: as they are, with another token before them, and with another one after."""
+    random = np.random.default_rng(seed)
+    for _ in range(count):
+        stop = int(random.integers(1, len(text) + 1))
+        start = int(random.integers(max(0, stop - 300), stop))
+        context = text[start:stop]
+        other = int(random.choice([token for token in {*text, 3, 4} if token >= 0]))
+        for tried in (context, [other, *context], [*context, other]):
+            check(snapshot, [token for token in tried if token >= 0])
+
 
 tokens = st.integers(0, 3)
 sequences = st.lists(st.lists(tokens, max_size=8).map(lambda s: [*s, SEPARATOR]), min_size=1, max_size=5).map(
     lambda parts: [token for part in parts for token in part]
 )
 snapshots = st.builds(
-    reference.make_snapshot,
+    make_snapshot,
     st.lists(sequences, max_size=4),
     st.one_of(st.just([]), sequences),
     st.just(64),
@@ -27,48 +92,247 @@ snapshots = st.builds(
 contexts = st.lists(st.integers(-1, 4), max_size=50)
 
 
-def as_context(values: list[int]) -> npt.NDArray[np.int32]:
-    return np.array(values, np.int32)
-
-
 @given(snapshots, contexts, st.integers(1, 40))
 @settings(max_examples=200)
 def test_longest_match_equals_a_full_scan(snapshot: Snapshot, context: list[int], max_length: int) -> None:
-    match = longest_match(snapshot, as_context(context), max_length)
-    assert (match.length, match.support) == reference.longest_match(snapshot, context, max_length)
+    match = longest_match(snapshot, np.array(context, np.int32), max_length)
+    assert (match.length, match.support) == slow_longest_match(snapshot, context, max_length)
 
 
-WIDE = {2: 20_000, 3: 5_000_000, 4: 700_000_000}  # id n of the small texts stands for n times this
+@pytest.mark.parametrize("text", [[SEPARATOR], [0, SEPARATOR], [2**31 - 1, SEPARATOR], [SEPARATOR] * 3])
+@pytest.mark.parametrize("copies", [1, 2, 40])
+def test_segments_of_next_to_nothing(text: Text, copies: int) -> None:
+    for snapshot in (make_snapshot([text] * copies), make_snapshot([text] * copies, text), make_snapshot([], text)):
+        for context in ([], [0], [0, 0], [2**31 - 1], [5, 0], [0, 5]):
+            check(snapshot, context, 1, 256)
+
+
+@pytest.mark.parametrize("size", FENCE_SIZES)
+@pytest.mark.parametrize("scale", [1, 70_000, 8_000_000])  # in 2, 3 and 4 bytes
+def test_sizes_beside_a_post_of_the_fence(size: int, scale: int) -> None:
+    texts = [
+        closed([0] * (size - 1)),
+        closed([3 * scale] * (size - 1)),
+        closed(periodic(size - 1, 2, scale)),
+        closed(periodic(size - 1, 7, scale)),
+        closed([token * scale for token in fibonacci(size - 1)]),
+        closed([i * scale for i in range(size - 1)]),
+        closed([(size - i) * scale for i in range(size - 1)]),
+        [SEPARATOR] * size,
+        closed(*[[scale]] * (size // 2), *([[]] if size % 2 else [])),
+    ]
+    assert all(len(text) == size for text in texts)
+    for seed, text in enumerate(texts):
+        check_inside(make_snapshot([text]), text, seed, count=2)
+    check_inside(make_snapshot(texts), texts[3], size, count=2)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 5, 8, 31, 32, 33])
+def test_periodic_text_under_contexts_in_and_out_of_step(period: int) -> None:
+    text = closed(periodic(600, period), periodic(40, period))
+    snapshot = make_snapshot([text], closed(periodic(50, period)))
+    for context in (periodic(300, period), periodic(256 + period - 1, period), periodic(39, period), [1, 0, 1, 0]):
+        check(snapshot, context, 1, 31, 32, 33, 255, 256, 300)
+    check(snapshot, [*periodic(100, period), 1000])
+    check(snapshot, [1000, *periodic(100, period)])
 
 
 @given(
-    st.lists(st.tuples(sequences, st.sampled_from([2, 3, 4])), max_size=4), contexts, st.sampled_from([2, 3, 4]),
-    st.integers(1, 40),
-)  # fmt: skip
-@settings(max_examples=200)
-def test_segments_of_every_width_are_searched_together(
-    parts: list[tuple[list[int], int]], context: list[int], asked: int, max_length: int
+    st.lists(st.lists(st.sampled_from(LIMITS), max_size=40).map(lambda text: [*text, SEPARATOR]), max_size=5),
+    st.lists(st.sampled_from(LIMITS), max_size=30),
+    st.lists(st.sampled_from([*LIMITS, -1]), max_size=30),
+    st.integers(0, 40),
+    st.sampled_from([0, 1, 2, 3, 4, 256]),
+)
+@settings(max_examples=150)
+def test_ids_at_the_limits_of_every_width(
+    parts: list[Text], tail: Text, context: Text, overlap: int, max_length: int
 ) -> None:
-    def spread(values: list[int], width: int) -> list[int]:
-        return [value if value < 0 else value * WIDE[width] for value in values]
+    snapshot = make_snapshot(parts, [*tail, SEPARATOR])
+    whole = [token for part in parts for token in part]
+    check(snapshot, context, max_length)
+    check(snapshot, [*context, *tail[-overlap:]], max_length)
+    check(snapshot, [*context, *whole[max(0, len(whole) - 1 - overlap) : -1]], max_length)
 
-    snapshot = reference.make_snapshot([spread(text, width) for text, width in parts])
-    wide = spread([min(value, 2) for value in context], asked)
-    match = longest_match(snapshot, as_context(wide), max_length)
-    assert (match.length, match.support) == reference.longest_match(snapshot, wide, max_length)
+
+def test_a_hundred_segments_at_once() -> None:
+    random = np.random.default_rng(3)
+    scales = [1, 70_000, 20_000_000]
+    texts = [
+        closed((random.integers(0, 3, int(random.integers(0, 70))) * scales[number % 3]).tolist())
+        for number in range(100)
+    ]
+    snapshot = make_snapshot(texts, closed([0, 0, 70_000]))
+    for text in texts[::9]:
+        check_inside(snapshot, text, len(text), count=2)
+    check(snapshot, [0] * 100)
+
+
+@pytest.mark.parametrize("ring_size", [1, 2, 64])
+@pytest.mark.parametrize("start", [0, 1, 31, 63, 64, 2**40 + 61])
+def test_a_tail_across_the_end_of_its_ring(ring_size: int, start: int) -> None:
+    for text in (closed([0] * 62), closed(periodic(20, 3), periodic(20, 3)), closed([2**31 - 1]), [SEPARATOR]):
+        tail = text[-ring_size:]
+        check_inside(make_snapshot([], tail, ring_size, start), [0, *tail], start)
+        check_inside(make_snapshot([closed([0, 1, 2])], tail, ring_size, start), [0, *tail], start)
+
+
+def test_ids_that_are_not_stored_end_the_match() -> None:
+    text = [10, 20, 30, 40, 50, 60, 70, 80]
+    snapshot = make_snapshot([closed(text), closed([token + 70_000 for token in text])], closed(text[2:]))
+    for unknown in (0, 11, 65_535, 2**24, 2**31 - 1):
+        for place in range(len(text) + 1):
+            check(snapshot, [*text[:place], unknown, *text[place:]])
+        check(snapshot, [unknown] * 50)
+
+
+@pytest.mark.parametrize("max_length", [-1, 0])
+def test_no_length_is_no_match(max_length: int) -> None:
+    check(make_snapshot([closed([0])], closed([0])), [0], max_length)
 
 
 def test_one_token_repeated_a_million_times() -> None:
     text = np.zeros(1_000_001, np.int32)
     text[-1] = SEPARATOR
-    snapshot = reference.make_snapshot([])
+    snapshot = make_snapshot([])
     segment = build_segment(text, start=0, segment_id="a")
-    snapshot = make_snapshot(1, (segment,), segment_table([segment]), snapshot.ring, len(text), len(text))
+    table = segment_table([segment])
+    snapshot = snapshots_module.make_snapshot(1, (segment,), table, snapshot.ring, len(text), len(text))
     match = longest_match(snapshot, np.zeros(100, np.int32), 32)
     assert (match.length, match.support) == (32, 1_000_000 - 31)
 
 
 def test_more_than_65535_distinct_tokens() -> None:
     text = [*range(70_000, 0, -1), SEPARATOR]
-    match = longest_match(reference.make_snapshot([text]), as_context([69_000, 68_999, 68_998]), 32)
+    match = longest_match(make_snapshot([text]), np.array([69_000, 68_999, 68_998], np.int32), 32)
     assert (match.length, match.support) == (3, 1)
+
+
+# What the drafters do: every shorter length from the same search.
+
+
+def ranks_by_length(snapshot: Snapshot, context: Text, lengths: list[int], exact: int) -> list[list[list[int]]]:
+    """The new ranks of each segment at each of ``lengths``, which fall."""
+    count = len(snapshot.segments)
+    segments: Any = snapshot.segment_table.records.array
+    ids, patterns = as_context(np.array(context, np.int64)), np.zeros(PATTERNS_BYTES, np.uint8)
+    lanes: Any = np.empty(count, dtype_of(Lane))
+    walkers: Any = np.empty(2 * count, dtype_of(Walker))
+    for scratch in (lanes, walkers):
+        scratch.view(np.int64)[:] = -7
+    open_lanes(segments, ids, min(len(ids), MAX_MATCH_LENGTH), address(patterns), lanes, walkers)
+    search_lanes(lanes, count)
+    found = []
+    for length in lengths:
+        for lane in range(count):
+            ask_to_widen(lanes[lane], length)
+        widen(lanes, walkers, count, exact)
+        found.append([[new_rank(lanes, walkers, n, i) for i in range(num_new(walkers, n))] for n in range(count)])
+    totals = [sum(len(new[lane]) for new in found) for lane in range(count)]
+    assert totals == [num_taken(walkers, lane) for lane in range(count)]
+    return found
+
+
+def agreeing_ranks(snapshot: Snapshot, context: Text) -> list[list[int]]:
+    """How many tokens agree at each rank of each segment."""
+    texts = [segment.tokens.tolist() for segment in snapshot.segments]
+    return [
+        [num_agreeing(text, position, context, MAX_MATCH_LENGTH) for position in segment.order.tolist()]
+        for text, segment in zip(texts, snapshot.segments, strict=True)
+    ]
+
+
+SMALL = st.lists(st.integers(0, 2), max_size=60)
+
+
+@given(
+    st.lists(st.tuples(SMALL, st.sampled_from([1, 30_000, 2_000_000, 2**30 - 1])), min_size=1, max_size=4),
+    SMALL.filter(bool),
+    st.sampled_from([1, 30_000, 2_000_000, 2**30 - 1]),
+    st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True).map(lambda found: sorted(found, reverse=True)),
+)
+@settings(max_examples=150)
+def test_widening_takes_exactly_the_ranks_that_agree(
+    parts: list[tuple[Text, int]], context: Text, scale: int, lengths: list[int]
+) -> None:
+    snapshot = make_snapshot([closed([token * scale for token in text]) for text, scale in parts])
+    context = [token * scale for token in context]
+    agreeing = agreeing_ranks(snapshot, context)
+    taken: list[set[int]] = [set() for _ in parts]
+    for length, found in zip(lengths, ranks_by_length(snapshot, context, lengths, 1 << 62), strict=True):
+        for lane, new in enumerate(found):
+            assert new == sorted(set(new) - taken[lane])
+            taken[lane] |= set(new)
+            assert taken[lane] == {rank for rank, n in enumerate(agreeing[lane]) if n >= length}
+
+
+@given(st.integers(1, 3), st.integers(30, 900), st.integers(1, 30), st.integers(0, 2**32 - 1))
+@settings(max_examples=60)
+def test_widening_that_does_not_close_in_takes_more_than_half(alphabet: int, size: int, exact: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    text = random.integers(0, alphabet, size).tolist()
+    snapshot = make_snapshot([closed(text), closed(text[::-1])])
+    stop = int(random.integers(1, size + 1))
+    context, lengths = text[max(0, stop - 40) : stop], [32, 8, 4, 2, 1]
+    agreeing = agreeing_ranks(snapshot, context)
+    taken: list[set[int]] = [set() for _ in agreeing]
+    for length, found in zip(lengths, ranks_by_length(snapshot, context, lengths, exact), strict=True):
+        for lane, new in enumerate(found):
+            assert new == sorted(set(new) - taken[lane])
+            taken[lane] |= set(new)
+            there = {rank for rank, n in enumerate(agreeing[lane]) if n >= length}
+            assert taken[lane] <= there
+            assert 2 * len(taken[lane]) > len(there) or not there
+            assert len(taken[lane]) >= min(exact, len(there))
+
+
+# What callers pass
+
+
+def forms(context: Text) -> list[np.ndarray[Any, Any]]:
+    """The same context as arrays of every kind that holds it."""
+    plain = np.array(context, np.int32)
+    read_only = plain.copy()
+    read_only.flags.writeable = False
+    strided = np.repeat(plain, 3)[::3]
+    backwards = plain[::-1].copy()[::-1]
+    unaligned = np.frombuffer(b"x" + plain.tobytes(), np.int32, len(plain), 1)
+    wide_read_only = plain.astype(np.int64)
+    wide_read_only.flags.writeable = False
+    return [
+        plain, read_only, strided, backwards, unaligned, wide_read_only, plain.astype(">i4"), plain.astype(np.int64),
+        plain.astype(np.uint32), plain.astype(np.uint64), plain.astype(np.int16), plain.astype(np.uint8),
+    ]  # fmt: skip
+
+
+def test_a_context_may_be_any_array_of_integers_and_compiles_nothing_more() -> None:
+    snapshot = make_snapshot([closed(periodic(50, 5))], closed([1, 2, 3]))
+    context = [9, *periodic(23, 5)]
+    expected = longest_agreement(snapshot, context, 256)
+    longest_match(snapshot, np.array(context, np.int32), 256)
+    dispatcher: Any = _longest_match
+    compiled = list(dispatcher.signatures)
+    assert len(compiled) == 1
+    for form in forms(context):
+        before = form.copy()
+        match = longest_match(snapshot, form, 256)
+        assert (match.length, match.support) == expected
+        assert (form == before).all()
+    assert dispatcher.signatures == compiled
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
+def test_ids_that_no_int32_holds_match_nothing(dtype: type) -> None:
+    snapshot = make_snapshot([closed([1, 5, 2**31 - 1, 6, 0])], closed([5, 6]))
+    beyond = [2**31, 2**32 - 1] + ([2**32, 2**32 + 5, 2**33 + 6] if dtype is not np.uint32 else [])
+    for unknown in beyond:
+        assert longest_match(snapshot, np.array([1, 5, unknown], dtype), 32).length == 0
+        assert longest_match(snapshot, np.array([1, unknown, 6], dtype), 32).length == 1
+
+
+@pytest.mark.parametrize(
+    "bad", [np.zeros(3), np.zeros((2, 2), np.int32), np.array(["1"]), np.array(5), np.array([True])]
+)
+def test_what_is_no_sequence_of_integers_is_refused(bad: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(CacheError, match=r"one sequence of integers, got .*pass int32\[n\]"):
+        longest_match(make_snapshot([closed([1])]), bad, 32)

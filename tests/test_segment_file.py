@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, DraftRequest, make_drafter
-from ssd.errors import CacheError, SegmentCorrupt, TokenizerMismatch
+from ssd.errors import CacheError, SegmentCorrupt
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import (
     GUARD_BYTES,
@@ -21,7 +21,7 @@ from ssd.retrieval.segment import (
     Segment,
     num_posts,
     open_segment,
-    own_pages,
+    own_tokens,
     pack,
     packed_size,
     segment_file_size,
@@ -66,20 +66,6 @@ def test_what_is_written_is_read(tmp_path: Path, num_tokens: int, start: int | N
     for array in (read.text, read.order, read.fence):
         assert not array.flags.writeable and array.ctypes.data % 64 == 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.seg"]
-
-
-def test_the_map_outlives_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.seg"
-    _write(path, _segment())
-    read = open_segment(path, fingerprint=FINGERPRINT)
-    path.unlink()
-    assert read.tokens.tolist() == _segment().tokens.tolist()
-
-
-def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    _write(tmp_path / "a.seg", _segment())
-    with pytest.raises(TokenizerMismatch, match=r"rebuild it"):
-        open_segment(tmp_path / "a.seg", fingerprint=OTHER)
 
 
 def _signed(content: bytearray) -> bytes:
@@ -201,8 +187,8 @@ def test_no_forged_file_leads_a_lookup_outside_it(
 
 def test_pages_that_cannot_be_had_are_a_lack_of_memory() -> None:
     with pytest.raises(MemoryError):
-        own_pages(1 << 60)
-    assert len(own_pages(0)) == 0
-    pages = own_pages(3)
+        own_tokens(1 << 60)
+    assert len(own_tokens(0)) == 0
+    pages = own_tokens(3)
     pages[:] = 7
     assert pages.tolist() == [7, 7, 7]

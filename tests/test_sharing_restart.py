@@ -51,21 +51,6 @@ def assert_once(replica: Replica, texts: list[list[int]]) -> None:
 # Restarts
 
 
-def test_text_that_was_sealed_before_it_was_published_is_not_stored_again(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
-    redis_server.kill()
-    with replica(redis_server.url, tmp_path / "one") as one:
-        one.append([1, 1])
-        one.caches.flush()
-        one.append([1, 2])
-        directory = crash(tmp_path / "one")
-        redis_server.start()
-        eventually(lambda: one.log.stats().num_published == 2)
-    with replica(redis_server.url, directory) as again:
-        assert_once(again, [[1, 1], [1, 2], catch_up(redis_server.url, again)])
-
-
 def test_a_copied_directory_and_its_original_learn_from_each_other(redis_server: RedisServer, tmp_path: Path) -> None:
     with replica(redis_server.url, tmp_path / "one") as one:
         one.append([1, 1])
@@ -212,26 +197,6 @@ def test_another_redis_or_an_emptied_one_is_read_whole(
         assert_once(one, texts)
     with replica(redis_server.url, tmp_path / "one") as one:
         assert_once(one, [*texts, catch_up(redis_server.url, one)])
-
-
-@pytest.mark.parametrize("num_lost", [1, 40, 100])
-def test_a_redis_that_lost_its_newest_entries_costs_few_repetitions(
-    redis_server: RedisServer, client: Any, tmp_path: Path, num_lost: int
-) -> None:
-    texts = say(client, range(200))
-    with replica(redis_server.url, tmp_path / "one") as one:
-        eventually(lambda: len(one.stored()) == 200)
-    kept = client.xrange(KEY)[:-num_lost]
-    client.flushall()
-    for entry_id, fields in kept:
-        client.xadd(KEY, fields, id=entry_id)
-    new = say(client, range(200, 210))
-    with replica(redis_server.url, tmp_path / "one") as one:
-        end = catch_up(redis_server.url, one)
-        counts = Counter(map(tuple, one.stored()))
-        assert set(counts) == {*map(tuple, [*texts, *new, end])}
-        assert all(counts[tuple(text)] == 1 for text in new)
-        assert sum(counts.values()) - len(counts) <= 3 * num_lost
 
 
 def test_a_redis_that_lost_entries_while_we_run_costs_nothing(

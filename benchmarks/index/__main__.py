@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.index --tokens N [--static M] [--peers [NAME ...]] [--json]``
 
-A real cache (its thread, its rebuild process, files in a temporary directory) is filled with N tokens in completions
+A real cache (its threads, files in a temporary directory) is filled with N tokens in completions
 of 200 to 2,000, and measured as ingest leaves it: segments of all sizes, the tail not empty. Half the contexts asked
 for are present in full; of the other half only the last 1 to 10 tokens occur. Then 10,000 tokens a second arrive while
 a thread proposes, and the directory is opened again by fresh processes. The last line of stdout is one JSON object.

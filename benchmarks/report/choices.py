@@ -41,11 +41,6 @@ CHOICES: Final = (
         "memory, 9 to 12 bytes a token: a draft takes 17 us among 1M tokens, 22 us among 16M (`benchmarks.index`)",
     ),
     Choice(
-        {"IndexConfig.eviction": "used"},
-        "what leaves a full cache",
-        "14 traces, 200,000 tokens kept: 47.7 tokens a step after 2,000,000 random ones, 2.9 with fifo",
-    ),
-    Choice(
         {"IndexConfig.seal_tokens": 4096},
         "length of a sealed tail",
         "a seal took 2.7 ms; a backlog of 16M tokens sorts each 5.5 times, with 16,000 4.2 times",
@@ -73,10 +68,5 @@ CHOICES: Final = (
     ),
     Choice(
         {"EngineConfig.max_num_seqs": 16, "EngineConfig.prefill_chunk_tokens": 512}, "rows and prompt tokens of a step"
-    ),
-    Choice(
-        {"CacheConfig.memory_bytes": 1 << 30},
-        "copies of segments that no one else can change",
-        "safety, not speed: a proposal takes 13.2 us from copies, 13.4 us from maps",
     ),
 )

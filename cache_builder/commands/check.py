@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from cache_builder.commands.inspect import manifest_or_made_up
 from cache_builder.commands.options import CACHE_DIRECTORY, codec_of, progress_bar
-from cache_builder.held import learned_of, plain
+from cache_builder.held import learned_of, manifest_of, plain
 from ssd.compiled.addresses import TokenIds, address, int32_array, kernel, load_uint32
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError, ConfigError
-from ssd.retrieval.directory import LEARNED_NAME, LEFT_OUT, load_segments
+from ssd.retrieval.directory import LEARNED_NAME, is_segment_file, load_segments
 from ssd.retrieval.files import (
     LOCK_NAME,
     MANIFEST_NAME,
     check_fingerprint,
     check_namespace,
-    is_segment_id,
     is_temporary,
 )
 from ssd.retrieval.ring import blocks_of
@@ -128,12 +126,8 @@ def check(
     agree with it, ids are the tokenizer's, learned.bin can be used, and what else lies there.
     O(tokens), 4 bytes a token of the largest segment. Raises CacheError where there is no cache that could be checked.
     """
-    manifest, left_out = manifest_or_made_up(path)
+    manifest = manifest_of(path)
     result = CheckReport(path, manifest.namespace, manifest.fingerprint)
-    if left_out is not None:
-        result.faults.append(
-            f"{MANIFEST_NAME} is missing: a server that opens the directory makes it anew, see `ssd-cache inspect`"
-        )
     try:
         check_namespace(manifest.namespace)
         check_fingerprint(manifest.fingerprint)
@@ -160,7 +154,7 @@ def check(
         _check_segment(segment, file, codec, result)
         progress(len(segment))
     _check_learned(path, result)
-    _name_others(path, set(entries), left_out or (), result)
+    _name_others(path, set(entries), result)
     return result
 
 
@@ -198,14 +192,12 @@ def _check_learned(path: Path, result: CheckReport) -> None:
         result.faults.append(f"{path / LEARNED_NAME} is not used ({error}): remove it, what it held is learned anew")
 
 
-def _name_others(path: Path, segment_ids: set[str], left_out: Collection[str], result: CheckReport) -> None:
+def _name_others(path: Path, segment_ids: set[str], result: CheckReport) -> None:
     for file in sorted(path.iterdir()):
         name = file.name
         if name in (MANIFEST_NAME, LEARNED_NAME, LOCK_NAME) or name.removesuffix(".seg") in segment_ids:
             continue
-        if name in left_out or name.endswith(f".seg{LEFT_OUT}"):
-            result.notes.append(f"{name} is covered by others, or damaged: it is left out")
-        elif is_temporary(file) or (name.endswith(".seg") and is_segment_id(name.removesuffix(".seg"))):
+        if is_temporary(file) or is_segment_file(name):
             result.notes.append(
                 f"{name} is no part of it: the next server that writes the directory removes what is ours"
             )

@@ -14,10 +14,8 @@ import numpy as np
 
 from cache_builder.commands.options import CACHE_DIRECTORY, codec_of
 from cache_builder.held import manifest_of, open_held, plain
-from ssd.errors import CacheError, StoreUnavailable, TokenizerMismatch
-from ssd.retrieval.directory import recover, whose_segments
-from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.files import MANIFEST_NAME, Manifest, is_segment_id
+from ssd.errors import CacheError, TokenizerMismatch
+from ssd.retrieval.files import Manifest, is_segment_id
 from ssd.retrieval.ring import blocks_of, sequences_of
 from ssd.retrieval.segment import SEPARATOR, open_segment
 from ssd.text.codec import TextCodec
@@ -36,22 +34,16 @@ class SegmentReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryReport:
-    """A directory; token counts are of text, without what ends sequences.
-
-    ``manifest`` : with ``has_manifest`` the directory's, else the one that a server would make of its segment files;
-    ``left_out`` : names of those it would not use.
-    """
+    """A directory; token counts are of text, without what ends sequences."""
 
     path: Path
     manifest: Manifest
     segments: tuple[SegmentReport, ...]
-    has_manifest: bool = True
-    left_out: tuple[str, ...] = ()
 
     @property
     def is_intact(self) -> bool:
-        """True when there is a manifest and no segment is damaged or missing."""
-        return self.has_manifest and all(segment.error is None for segment in self.segments)
+        """True when no segment is damaged or missing."""
+        return all(segment.error is None for segment in self.segments)
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -63,8 +55,6 @@ class DirectoryReport:
             "num_tokens": sum(segment.num_tokens for segment in self.segments),
             "num_bytes": sum(segment.num_bytes for segment in self.segments),
             "is_intact": self.is_intact,
-            "has_manifest": self.has_manifest,
-            "left_out": list(self.left_out),
             "segments": [asdict(segment) for segment in self.segments],
         }
 
@@ -83,39 +73,17 @@ class DirectoryReport:
         for segment in self.segments:
             state = "checksums ok" if segment.error is None else f"DAMAGED: {segment.error}"
             lines.append(f"    {segment.id:40}{segment.num_tokens:>14,} tokens   {state}")
-        if not self.has_manifest:
-            lines += [
-                f"  {MANIFEST_NAME} is MISSING. It is made anew, with the segments above, when a server opens the",
-                f"  directory: `ssd-serve --cache-dir {self.path.parent} --namespace {self.manifest.namespace}`, "
-                f"if it is called {self.manifest.namespace}",
-            ]
-            lines += [f"    {name} is left out: covered by others, or damaged" for name in self.left_out]
         return "\n".join(lines)
 
 
 def inspect_directory(path: Path) -> DirectoryReport:
     """Read all of a directory and check it. Changes nothing. Raises SegmentCorrupt, FormatVersion, StoreUnavailable."""
-    manifest, left_out = manifest_or_made_up(path)
+    manifest = manifest_of(path)
     return DirectoryReport(
         path=path,
         manifest=manifest,
         segments=tuple(_inspect_segment(path, entry, manifest.fingerprint) for entry in manifest.segments),
-        has_manifest=left_out is None,
-        left_out=left_out or (),
     )
-
-
-def manifest_or_made_up(path: Path) -> tuple[Manifest, tuple[str, ...] | None]:
-    """The manifest of a directory and None; of one that lost it, what a server would make of its segment files, and the
-    names of those that it would leave out. Raises as ``inspect_directory``."""
-    try:
-        whose = None if (path / MANIFEST_NAME).exists() else whose_segments(path)
-        recovered = None if whose is None else recover(path, fingerprint=whose[0], namespace=whose[1])
-    except OSError as error:
-        raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
-    if recovered is not None:
-        return recovered.manifest, tuple(file.name for file in recovered.left_out)
-    return manifest_of(path), None
 
 
 def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> SegmentReport:
@@ -125,7 +93,7 @@ def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> Seg
     num_tokens, num_bytes, error = 0, 0, None
     try:
         num_bytes = file.stat().st_size
-        segment = open_segment(file, fingerprint=fingerprint, budget=CopyBudget(num_bytes))
+        segment = open_segment(file, fingerprint=fingerprint)
         num_tokens = sum(int(np.count_nonzero(block != SEPARATOR)) for block in blocks_of(segment))
     except FileNotFoundError:
         error = f"{file} is missing"

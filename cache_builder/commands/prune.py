@@ -124,7 +124,7 @@ def said_from(
     """
     decoder = OutputDecoder(flat(_WIDTH), draft=DraftConfig())
     found: list[Keys] = []
-    with CacheSet(CacheConfig(memory_bytes=0), fingerprint, inline=True) as caches:
+    with CacheSet(CacheConfig(), fingerprint, inline=True) as caches:
         caches.add_static_directory(directory)
         snapshot = caches.get().snapshot()
         for number in log.with_prompt.tolist():

@@ -21,7 +21,6 @@ from ssd.config import (
     DraftConfig,
     DraftShape,
     EngineConfig,
-    EvictionPolicy,
     Exact,
     IndexConfig,
     SchedulingPolicy,
@@ -264,12 +263,8 @@ class CacheOptions:
     """capacity in tokens, 16M for instance"""
     rebuild_interval: float = _INDEX.rebuild_interval_s
     """new text is indexed at the latest after this time, in seconds"""
-    cache_eviction: EvictionPolicy = _INDEX.eviction
-    """what stays when the cache is full: used: half of it may be what outputs said again; fifo: the newest text"""
     cache_dir: Path | None = None
     """keep the cache here (default: nothing outlives the process)"""
-    cache_memory_bytes: int = _CACHE.memory_bytes
-    """private copies of the cache's files; what is beyond is mapped and shared with other servers"""
     warm_directories: Annotated[tuple[Path, ...], Parameter(name="--warm")] = ()
     """draft from what `ssd-cache build` wrote; repeatable"""
     redis: str | None = field(default=None, repr=False)
@@ -284,10 +279,8 @@ class CacheOptions:
             index=IndexConfig(
                 capacity_tokens=self.cache_tokens,
                 rebuild_interval_s=self.rebuild_interval,
-                eviction=self.cache_eviction,
             ),
             directory=self.cache_dir,
-            memory_bytes=self.cache_memory_bytes,
             redis_url=self.redis,
         )
 

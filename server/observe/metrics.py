@@ -186,7 +186,6 @@ _CACHE_TEXTS = {
     "num_sealed": "Times the tail became a segment.",
     "num_merged": "Segments merged into larger ones.",
     "num_failed_merges": "Merges that failed; each is tried again.",
-    "num_damaged_segments": "Segments given up because their bytes changed.",
     "num_evicted_segments": "Segments that left for newer text.",
     "num_evicted_tokens": "Tokens that left for newer text.",
     "num_dropped_tokens": "Tokens lost because sealing could not keep up.",
@@ -206,10 +205,6 @@ _SHARING_TEXTS = {
     "num_reconnects": "Times the connection was made again.",
 }
 _STREAM_TEXTS = {
-    "num_sent": "Entries written to the log of a namespace.",
-    "num_sent_bytes": "Bytes of entries written to the log of a namespace.",
-    "num_received": "Entries of other replicas that were stored, by namespace.",
-    "num_received_bytes": "Bytes of all entries read, by namespace.",
     "lag_seconds": "How long it is not known that all the log holds was read, beyond half a second; 0 if all is well.",
 }
 
@@ -313,8 +308,6 @@ class ServerMetrics(Collector):
             yield families.by(COUNTER, name, text, label, values)
         if engine.caches is not None:
             yield from self._caches.collect(self._by_label(engine.caches.stats()))
-            text = "How often the process that merges had to be started again."
-            yield families.of(COUNTER, "ssd:cache_worker_restarts", text, engine.caches.num_worker_restarts)
 
     def _of_tenants(self) -> Iterator[Metric]:
         """What each used, by name, never by key; none where there are no tenants."""
@@ -336,10 +329,6 @@ class ServerMetrics(Collector):
         yield from self._sharing.collect(self._by_label(stats))
         for log in stats.values():
             yield from self._streams.collect(self._by_label(log.streams))
-            text = "From when an entry of another replica was appended to when it was stored here, by Redis' clock."
-            yield self._families.histogram("ssd:sharing_delay_seconds", text, log.delays)
-            text = "Calls that failed and entries that were skipped, by reason."
-            yield self._families.by(COUNTER, "ssd:sharing_refusals", text, "reason", log.refusals)
 
     def _by_label(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """Of tenants' own namespaces by the tenants' names."""

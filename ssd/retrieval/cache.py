@@ -1,27 +1,25 @@
-"""All namespaces of a server: opened on first use beside what uses them, maintained by one thread and one process."""
+"""All namespaces of a server: opened on first use beside what uses them, maintained by threads of their own."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Self
 
 from ssd.config import CacheConfig
 from ssd.errors import CacheError, ConfigError, StoreUnavailable, require_fault
 from ssd.retrieval.cache_state import CacheStats
-from ssd.retrieval.directory import DirectoryReader, SegmentDirectory, remove_directory
-from ssd.retrieval.file_bytes import CopyBudget
+from ssd.retrieval.directory import SegmentDirectory, remove_directory
 from ssd.retrieval.files import check_fingerprint, check_namespace
-from ssd.retrieval.merge_worker import MergeWorker
-from ssd.retrieval.namespace import DEFAULT_TERMS, HeldNamespace, Namespace, NamespaceTerms, SharedSegments
+from ssd.retrieval.namespace import DEFAULT_TERMS, HeldNamespace, Namespace, NamespaceTerms
+from ssd.retrieval.segment import Segment
 from ssd.retrieval.suffix_cache import SuffixCache
 
 __all__ = ["DEFAULT_NAMESPACE", "CacheSet", "CacheStats", "SuffixCache"]
@@ -29,9 +27,6 @@ __all__ = ["DEFAULT_NAMESPACE", "CacheSet", "CacheStats", "SuffixCache"]
 log = logging.getLogger(__name__)
 
 DEFAULT_NAMESPACE = "default"
-
-_NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
-_CLOSE_WAIT_S: Final = 5.0
 
 
 class _Discarded(Exception):
@@ -63,14 +58,14 @@ class CacheSet:
     ) -> None:
         """Opens ``namespace``, so that what is wrong with the directory is known at once; no other is opened unasked.
 
-        ``fingerprint`` : the tokenizer's, 32 hexadecimal characters. ``inline`` : no thread and no process; the owner
+        ``fingerprint`` : the tokenizer's, 32 hexadecimal characters. ``inline`` : no threads; the owner
         calls ``maintain`` and gets the same result every time. ``max_namespaces`` : beyond it the one not used for
         longest of those that nobody holds is closed, never ``namespace``; what it learned is lost if it has no
         directory. ``on_open`` : called with every cache that is kept before its first use, on the thread that opens it;
         ``on_close`` : with those that are closed while the set goes on, or discarded.
 
         Raises ConfigError, CacheLocked, SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch, and
-        StoreUnavailable for a directory that can neither be written nor read.
+        StoreUnavailable for a directory that cannot be written.
         """
         self.config = config
         self.namespace = check_namespace(namespace)
@@ -78,10 +73,8 @@ class CacheSet:
         self._max_namespaces = max(1, max_namespaces)
         self._on_open = on_open
         self._on_close = on_close
-        self._shared: SharedSegments | None = None
         self._namespaces: OrderedDict[str, Namespace] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()  # held for microseconds, never while files are read
-        self._aside: dict[threading.Thread, str] = {}  # what opens or closes a namespace
         self._closing: dict[str, threading.Event] = {}
         self._complained: set[str] = set()
         self.num_failed_openings = 0
@@ -90,11 +83,15 @@ class CacheSet:
         self._stopping = False
         self._inline = inline
 
+        self._lending = threading.Lock()  # held while namespaces get what there is of the first one for them
+        self._warm_ids: frozenset[str] = frozenset()
+        self._lent_table = -1
+        self._lent: tuple[Segment, ...] = ()
+
         self._root = config.directory  # holds a directory for each namespace; None keeps all in memory
-        self._worker = None if inline else MergeWorker()
-        self._budget = CopyBudget(config.memory_bytes)
-        self._namespaces[namespace] = first = Namespace(namespace, self._open)
-        self._shared = SharedSegments(first.opened())
+        self._sorter = None if inline else ThreadPoolExecutor(1, "ssd-merge")
+        self._namespaces[namespace] = self._first = Namespace(namespace, self._open)
+        self._first.opened()
         self._thread: threading.Thread | None = None
         if not inline:
             self._thread = threading.Thread(target=self._run, name="ssd-cache", daemon=True)
@@ -132,7 +129,7 @@ class CacheSet:
             if self._inline:
                 self._open_held(namespace)
             else:
-                self._run_aside(f"ssd-open-{name}", name, partial(self._open_held, namespace))
+                threading.Thread(target=self._open_held, args=[namespace], name=f"ssd-open-{name}", daemon=True).start()
         return held
 
     def add_static_directory(self, path: Path) -> None:
@@ -140,9 +137,10 @@ class CacheSet:
 
         Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
         """
-        assert self._shared is not None
-        self._shared.add_static_directory(path)
-        self._lend()
+        segment_ids = self.get().add_static_directory(path)
+        with self._lending:
+            self._warm_ids |= segment_ids
+        self._lend_all()
 
     def discard(self, name: str) -> None:
         """Forget a namespace and those of its group, open or not, and remove their files; who holds one has none of it.
@@ -191,27 +189,22 @@ class CacheSet:
             found = [each for each in self._namespaces.values() if each.terms.group is None]
         return {each.name: each.cache.stats() for each in found if each.cache is not None}
 
-    @property
-    def num_worker_restarts(self) -> int:
-        """How often the rebuild process had to be started again."""
-        return 0 if self._worker is None else self._worker.num_restarts
-
     def maintain(self) -> None:
         """Seal and merge what is due in every namespace, now, on this thread. For ``inline`` sets."""
         for cache in self._open_caches():
             cache.maintain()
-        self._lend()
+        self._lend_all()
 
     def flush(self) -> None:
         """Seal every tail and wait until nothing is left to merge."""
         for cache in self._open_caches():
             cache.flush()
-        self._lend()
+        self._lend_all()
 
     def close(self) -> None:
-        """Seal and keep everything, stop thread and process. May be called twice.
+        """Seal and keep everything, stop the threads. May be called twice.
 
-        A namespace that is still being opened is waited for some seconds, and then left to the thread that opens it.
+        Waits for what is being sorted or closed. A namespace that is still being opened is left to its thread.
         """
         with self._lock:
             self._stopping = True
@@ -220,9 +213,12 @@ class CacheSet:
             cache.begin_close()
         if self._thread is not None:
             self._thread.join()
-        self._wait_for_others()
-        if self._worker is not None:
-            self._worker.close()
+        with self._lock:
+            closing = list(self._closing.values())
+        for closed in closing:
+            closed.wait()
+        if self._sorter is not None:
+            self._sorter.shutdown(cancel_futures=True)
         for cache in self._open_caches():
             cache.close()
 
@@ -259,51 +255,59 @@ class CacheSet:
         if not is_discarded:
             if self._on_open is not None and namespace.terms.is_kept:
                 self._on_open(cache)
-            if self._shared is not None:
-                self._shared.lend(cache, namespace.terms)
+            self._lend([(cache, namespace.terms)])
         return cache
 
     def _open_directory(self, namespace: Namespace) -> SuffixCache:
-        """One whose directory cannot be written is searched, and learns in memory. Raises CacheError."""
+        """Raises CacheError."""
         if self._root is None or not namespace.terms.is_kept:
             return self._make(namespace, None)
         path = self._root / namespace.name
-        whose: dict[str, Any] = {"fingerprint": self.fingerprint, "namespace": namespace.name, "budget": self._budget}
         try:
-            try:
-                return self._make(namespace, SegmentDirectory(path, **whose))
-            except OSError as error:
-                if error.errno not in _NOT_WRITABLE or not path.is_dir():
-                    raise
-                cache = self._make(namespace, DirectoryReader(path, **whose))
-                cache.report_failure(
-                    "its directory cannot be written: what it holds is searched, what is learned stays in memory", error
-                )
-                return cache
+            directory = SegmentDirectory(path, fingerprint=self.fingerprint, namespace=namespace.name)
+            return self._make(namespace, directory)
         except OSError as error:
             raise StoreUnavailable(
-                f"the cache directory {path} cannot be used: {error}. Give one that can be written, or at least read"
+                f"the cache directory {path} cannot be used: {error}. Give one that can be written; one that is only "
+                "to be read is given to --warm"
             ) from error
 
-    def _make(self, namespace: Namespace, directory: DirectoryReader | None) -> SuffixCache:
+    def _make(self, namespace: Namespace, directory: SegmentDirectory | None) -> SuffixCache:
         config, capacity = self.config.index, namespace.terms.capacity_tokens
         return SuffixCache(
             namespace.name,
             config if capacity is None else replace(config, capacity_tokens=capacity),
             fingerprint=self.fingerprint,
             directory=directory,
-            budget=self._budget,
-            worker=self._worker,
+            sorter=self._sorter,
             wake=None if self._inline else self._wake.set,
         )
 
-    def _lend(self) -> None:
-        """Have every namespace search what the first one has by now for it."""
+    def _lend_all(self) -> None:
         with self._lock:
-            namespaces = list(self._namespaces.values())
-        for namespace in namespaces:
-            if self._shared is not None and namespace.cache is not None:
-                self._shared.lend(namespace.cache, namespace.terms)
+            found = list(self._namespaces.values())
+        self._lend([(each.cache, each.terms) for each in found if each.cache is not None])
+
+    def _lend(self, borrowers: Iterable[tuple[SuffixCache, NamespaceTerms]]) -> None:
+        """Have caches search what the first one has by now for those on their terms: of warm-up directories all, what
+        it sealed its readers. Segments never change, so this costs no memory. O(segments)."""
+        owner = self._first.cache
+        if owner is None:
+            return
+        with self._lending:
+            snapshot = owner.snapshot()
+            if snapshot.segment_table.number != self._lent_table:
+                self._lent_table = snapshot.segment_table.number
+                known = {id(segment.text): segment for segment in self._lent}
+                # The same arrays, and to the kernels outside the ring: their positions are not the borrower's.
+                self._lent = tuple(
+                    known.get(id(each.text)) or replace(each, start=None) for each in snapshot.segments
+                )  # fmt: skip
+            warm = tuple(segment for segment in self._lent if segment.segment_id in self._warm_ids)
+            for cache, terms in borrowers:
+                lent = self._lent if terms.reads_shared else warm
+                if cache is not owner and cache.borrowed != lent:
+                    cache.borrow(lent)
 
     def _is_group_full(self, name: str, terms: NamespaceTerms) -> bool:
         """Whether no place is left for one more namespace of its group: as many as may be are held."""
@@ -326,13 +330,15 @@ class CacheSet:
             self._namespaces.move_to_end(name)
             held = namespace.held()
             leaving = self._take_least_used(namespace.terms)
-        if are_new and self._shared is not None and namespace.cache is not None:
-            self._shared.lend(namespace.cache, namespace.terms)  # before the first draft on new terms
+        if are_new and namespace.cache is not None:
+            self._lend([(namespace.cache, namespace.terms)])  # before the first draft on new terms
         for cache in leaving:
             if self._inline:
                 self._close_one(cache)
             else:
-                self._run_aside(f"ssd-close-{cache.name}", cache.name, partial(self._close_one, cache))
+                threading.Thread(
+                    target=self._close_one, args=[cache], name=f"ssd-close-{cache.name}", daemon=True
+                ).start()
         return namespace, held
 
     def _take_least_used(self, terms: NamespaceTerms) -> list[SuffixCache]:
@@ -394,33 +400,6 @@ class CacheSet:
             self._complained.add(kind)
             log.error("namespace=%.80s was not opened, its requests go without (logged once): %s", name, error)
 
-    def _run_aside(self, title: str, name: str, call: Callable[[], None]) -> None:
-        """Run ``call`` on a thread of its own, which does not keep the process alive."""
-
-        def run() -> None:
-            try:
-                call()
-            finally:
-                with self._lock:
-                    self._aside.pop(threading.current_thread(), None)
-
-        thread = threading.Thread(target=run, name=title, daemon=True)
-        with self._lock:
-            self._aside[thread] = name
-        thread.start()
-
-    def _wait_for_others(self) -> None:
-        """Wait for what opens or closes namespaces: for closing until it is done, for opening some seconds."""
-        deadline = time.monotonic() + _CLOSE_WAIT_S
-        with self._lock:
-            others, closing = dict(self._aside), list(self._closing.values())
-        for closed in closing:
-            closed.wait()
-        for thread, name in others.items():
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                log.error("namespace=%s is still being opened: it is left alone", name)
-
     def _run(self) -> None:
         interval_s = self.config.index.rebuild_interval_s
         sealed_at = time.monotonic()
@@ -437,4 +416,4 @@ class CacheSet:
                     cache.maintain(seal_all=is_due, wait=False)
                 except Exception as error:  # the thread must outlive whatever one namespace does
                     cache.report_failure("maintenance failed", error)
-            self._lend()
+            self._lend_all()

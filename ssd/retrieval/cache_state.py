@@ -119,9 +119,7 @@ class CacheStats:
     num_sealed: int
     num_merged: int
     num_failed_merges: int
-    """Merges that could be done neither by the rebuild process nor here; each is tried again later."""
-    num_damaged_segments: int
-    """Segments given up because their bytes changed while they were in use."""
+    """Merges that could not be done, for want of memory or room on disk; each is tried again later."""
     num_evicted_segments: int
     num_evicted_tokens: int
     num_dropped_tokens: int

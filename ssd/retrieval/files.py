@@ -15,6 +15,7 @@ import secrets
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -115,7 +116,7 @@ class NotAFileError(OSError):
     """A path leads to a directory, a pipe, a socket or a device."""
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """A regular file, or one that a link leads to, to be read. Never waits. Raises NotAFileError and OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -173,7 +174,6 @@ class DirectoryLock:
 
     def __init__(self, path: Path) -> None:
         """Raises CacheLocked at once when another holds it, and OSError."""
-        self._path = path
         self._file: BinaryIO | None = open_lock(path / LOCK_NAME)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,19 +186,6 @@ class DirectoryLock:
         except OSError:
             self.close()
             raise
-
-    def check(self) -> None:
-        """Raises OSError when the directory was removed or replaced: whoever made it anew may be its writer now."""
-        with contextlib.suppress(FileNotFoundError):
-            there = (self._path / LOCK_NAME).stat()
-            if self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), there):
-                return
-        raise OSError(
-            errno.ESTALE,
-            "the directory was removed or replaced while in use and belongs to whoever made it anew. "
-            "Start again to write it; a server goes on from memory until then",
-            str(self._path),
-        )
 
     def close(self) -> None:
         """Give it back; may be called twice."""
@@ -251,7 +238,7 @@ def read_manifest(path: Path, *, fingerprint: str | None = None, namespace: str 
         return None
     except NotAFileError:
         raise SegmentCorrupt(
-            f"{manifest_path} is no regular file. Remove it: then it is made anew from the segment files"
+            f"{manifest_path} is no regular file. Restore it from a copy, or delete the directory to start empty"
         ) from None
     try:
         outer = json.loads(text)
@@ -266,8 +253,8 @@ def read_manifest(path: Path, *, fingerprint: str | None = None, namespace: str 
         manifest = _from_json(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SegmentCorrupt(
-            f"{manifest_path} is damaged ({error}). Restore it from a copy, or delete it: then it is made anew from "
-            f"the segment files; or delete the directory {path} to start empty"
+            f"{manifest_path} is damaged ({error}). Restore it from a copy, or delete the directory {path} to "
+            "start empty"
         ) from None
     if fingerprint is not None and manifest.fingerprint != fingerprint:
         raise TokenizerMismatch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from itertools import takewhile
 
 from ssd.config import IndexConfig
@@ -87,7 +86,7 @@ class SuffixIndex:
     lock: ``tail_to_seal`` ... ``install_sealed``, ``merge_plan`` ... ``install_merged``, and ``leaving`` ...
     ``install_kept``.
 
-    The oldest segment leaves when room is needed; with the policy "used", what of it a later output said again comes
+    The oldest segment leaves when room is needed; what of it a later output said again comes
     back as a segment of its own, before all those that have not left yet, and is not looked at again. Kept segments are
     at most half of the capacity: beyond, and where there are no others, the oldest of them leave. So the newest half of
     the capacity is always that of new text, and text that nobody said again pushes out only its own kind.
@@ -107,10 +106,9 @@ class SuffixIndex:
         """Tokens of prompts that were stored already."""
 
         self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
-        self._outputs = Outputs() if config.eviction == "used" else None
+        self._outputs = Outputs()
         self._leaving: deque[Segment] = deque()
-        if self._outputs is not None:
-            warm_up_usage()
+        warm_up_usage()
         stops = [segment.stop or 0 for segment in segments]
         self._ring = TokenRing(limit, max([next_position, *stops]))
         self._sealing_stop = 0  # positions below it have been copied out by tail_to_seal
@@ -118,9 +116,7 @@ class SuffixIndex:
         self._static: tuple[Segment, ...] = ()
         self._ring_born = tuple(segments)
         self._num_ring_born_tokens = sum(map(len, segments))
-        self._num_kept = 0
-        if self._outputs is not None:
-            self._num_kept = sum(1 for _ in takewhile(lambda segment: is_kept(segment.segment_id), segments))
+        self._num_kept = sum(1 for _ in takewhile(lambda segment: is_kept(segment.segment_id), segments))
         self._generation = 0
         self._trim_kept()
         self._evict(0)
@@ -203,7 +199,7 @@ class SuffixIndex:
             position = ring.append(piece)
             if ring.tail_start > tail_start:
                 self.num_dropped_tokens += max(0, ring.tail_start - max(tail_start, self._sealing_stop))
-            if self._outputs is not None and num_said > 0 and len(piece) > prompt:
+            if num_said > 0 and len(piece) > prompt:
                 self._outputs.add(begin, position + prompt, ring.tail_stop)
             prompt = max(0, prompt - len(piece) + min(self.config.lead_in_tokens, self.max_piece_tokens // 2))
         # Positions say nothing about text dropped from the middle, so then every block is forgotten.
@@ -266,7 +262,7 @@ class SuffixIndex:
 
         They are not searched any more, until ``install_kept``. See ``usage.used_texts``.
         """
-        if not self._leaving or self._outputs is None:
+        if not self._leaving:
             return None
         kept, newer = self._ring_born[: self._num_kept], self._ring_born[self._num_kept :]
         ring = self._ring
@@ -291,27 +287,6 @@ class SuffixIndex:
         self._trim_kept()
         self._evict(0)
         self._publish_segments()
-
-    # Segments whose memory others have changed
-
-    def exchange(self, segment: Segment, other: Segment) -> None:
-        """Search ``other``, the same text in other memory, in the place of ``segment``, static or not. Publishes."""
-        if segment.start is None:
-            other = replace(other, start=None)
-        self._static = tuple(other if each is segment else each for each in self._static)
-        self._ring_born = tuple(other if each is segment else each for each in self._ring_born)
-        self._publish_segments()
-
-    def leave_out(self, segments: Sequence[Segment]) -> int:
-        """Search these no more, static or not; how many were there. Publishes."""
-        gone = set(map(id, segments))
-        num_before = len(self._static) + len(self._ring_born)
-        self._static = tuple(segment for segment in self._static if id(segment) not in gone)
-        self._num_kept -= sum(id(segment) in gone for segment in self._ring_born[: self._num_kept])
-        self._ring_born = tuple(segment for segment in self._ring_born if id(segment) not in gone)
-        self._num_ring_born_tokens = sum(map(len, self._ring_born))
-        self._publish_segments()
-        return num_before - len(self._static) - len(self._ring_born)
 
     # Static segments
 
@@ -356,7 +331,7 @@ class SuffixIndex:
         self._num_kept -= was_kept
         self.num_evicted_segments += 1
         self.num_evicted_tokens += len(segment)
-        if self._outputs is not None and not was_kept:
+        if not was_kept:
             self._leaving.append(segment)
             while sum(map(len, self._leaving)) > 2 * self.max_segment_tokens:  # nobody comes for them
                 self._leaving.popleft()
@@ -364,7 +339,6 @@ class SuffixIndex:
     def _publish_segments(self) -> None:
         self._searched = (*self._borrowed, *self._static, *self._ring_born)
         self._table = segment_table(self._searched)
-        if self._outputs is not None:
-            left = self._leaving[0].start if self._leaving else None
-            self._outputs.forget_before(self.recent_position if left is None else left)
+        left = self._leaving[0].start if self._leaving else None
+        self._outputs.forget_before(self.recent_position if left is None else left)
         self.publish()

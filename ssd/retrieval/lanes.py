@@ -9,8 +9,8 @@ nested by length of the match.)
 Lanes go in step, one probe of each in turn: none depends on another, so the processor waits for memory once per step
 and not once per probe. The kernels allocate nothing and release the GIL.
 
-A segment may lie in a file that somebody overwrites meanwhile. Then what is found means nothing, but nothing is read
-outside: positions are bounded where they are read, and zeros lie around a segment's memory (``file_bytes``).
+Nobody checks that the order of a file is right. Where it is not, what is found means nothing, but nothing is read
+outside: positions are bounded where they are read, and zeros lie around a text.
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 from weakref import WeakSet
 
-from ssd.retrieval.segment import Segment, Tokens
+from ssd.retrieval.segment import Tokens
 from ssd.retrieval.suffix_cache import SuffixCache
 
 
@@ -132,48 +131,3 @@ class HeldNamespace:
     def append(self, tokens: Tokens, *, prompt_length: int) -> None:
         """Store a finished sequence, int32[n], see ``SuffixCache.append``; now, or as soon as the cache is open."""
         self._namespace.append(tokens, prompt_length=prompt_length)
-
-
-class SharedSegments:
-    """Segments of the first namespace that others search too: of warm-up directories all, what it sealed its readers.
-
-    Segments never change, so this costs no memory; a tail is shared once it is sealed. Safe from any thread.
-    """
-
-    def __init__(self, owner: SuffixCache) -> None:
-        self._owner = owner
-        self._lock = threading.Lock()  # held while one namespace gets what there is for it
-        self._warm_ids: frozenset[str] = frozenset()
-        self._table = -1
-        self._shared: tuple[Segment, ...] = ()
-
-    def add_static_directory(self, path: Path) -> None:
-        """``SuffixCache.add_static_directory`` of the owner, for all."""
-        segment_ids = self._owner.add_static_directory(path)
-        with self._lock:
-            self._warm_ids |= segment_ids
-
-    def lend(self, cache: SuffixCache, terms: NamespaceTerms) -> None:
-        """Have ``cache``, of a namespace on these terms, search what there is for it by now. O(segments)."""
-        if cache is self._owner:
-            return
-        with self._lock:
-            self._collect()
-            shared = self._shared
-            if not terms.reads_shared:
-                shared = tuple(segment for segment in shared if segment.segment_id in self._warm_ids)
-            if cache.borrowed != shared:
-                cache.borrow(shared)
-
-    def _collect(self) -> None:
-        snapshot = self._owner.snapshot()
-        if snapshot.segment_table.number == self._table:
-            return
-        self._table = snapshot.segment_table.number
-        known = {segment.segment_id: segment for segment in self._shared}
-        found = []
-        for segment in snapshot.segments:
-            there = known.get(segment.segment_id)
-            # The same arrays, and to the kernels a segment outside the ring: its positions are not the borrower's.
-            found.append(there if there is not None and there.text is segment.text else replace(segment, start=None))
-        self._shared = tuple(found)

@@ -18,19 +18,16 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from ssd.errors import FormatVersion, NamespaceMismatch, SegmentCorrupt, TokenizerMismatch
-from ssd.retrieval.file_bytes import CopyBudget, GuardedMap, read_bytes
 from ssd.retrieval.files import NotAFileError, is_segment_id, open_file, write_file
 
 Tokens = npt.NDArray[np.int32]
-_HUGE: Final = 1 << 22
-"""Bytes from which on huge pages are asked for, as numpy does."""
 """Token ids, and ``SEPARATOR`` where sequences end."""
 Bytes = npt.NDArray[np.uint8]
 
@@ -38,6 +35,7 @@ WIDTHS = (2, 3, 4)
 GUARD_BYTES = 64
 """Zeros before the first code and at least as many after the last: a compare may read on without looking."""
 
+_HUGE: Final = 1 << 22  # bytes from which on huge pages are asked for, as numpy does
 _BLOCK_TOKENS = 1 << 16  # converted at a time, so that no copy of the whole text is needed
 
 
@@ -90,7 +88,7 @@ FENCE_STEP = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Immutable text with the suffix array of its reversal; the arrays may lie in a file that is mapped.
+    """Immutable text with the suffix array of its reversal.
 
     ``text`` : uint8, whole sequences, each closed by ``SEPARATOR``, packed in ``width`` bytes a token, see above.
     ``order`` : int32[n], the positions 1..n of the text ordered by what stands before them, read backwards from the
@@ -99,8 +97,6 @@ class Segment:
         order: a search begins there, in memory that lies together.
     ``start`` : absolute ring position of the first token, or None for a static segment, which the ring never evicts.
     ``segment_id`` : unique name within its directory.
-    ``checksum`` : xxh3-64 of ``text`` when it was built or read; what is made of the text later is made of these bytes.
-    ``shared`` : the mapped file that the arrays lie in, None for memory that is this process's own.
     """
 
     text: Bytes
@@ -109,8 +105,6 @@ class Segment:
     width: int
     start: int | None
     segment_id: str
-    checksum: int | None = None
-    shared: GuardedMap | None = None
 
     def __len__(self) -> int:
         return len(self.order)
@@ -126,49 +120,31 @@ class Segment:
         return unpack(self.text, len(self.order), self.width)
 
 
-def own_pages(count: int) -> Tokens:
-    """int32[count] in pages that go back to the system with it: of what was malloc's a process keeps much.
-
-    Raises MemoryError.
-    """
+def own_pages(num_bytes: int) -> mmap.mmap:
+    """Memory that goes back to the system with it: of what was malloc's a process keeps much. Raises MemoryError."""
     try:
-        pages = mmap.mmap(-1, max(1, 4 * count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no memory for {count} tokens") from error
-    if 4 * count >= _HUGE:
+        raise MemoryError(f"no memory for {num_bytes} bytes") from error
+    if num_bytes >= _HUGE:
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, np.int32, count)
+    return pages
+
+
+def own_tokens(count: int) -> Tokens:
+    """int32[count] in pages of their own. Raises MemoryError."""
+    return np.frombuffer(own_pages(4 * count), np.int32, count)
 
 
 def concatenate(segments: Sequence[Segment]) -> Tokens:
-    """int32: the tokens of ``segments``, one after the other. O(their sum).
-
-    Raises SegmentCorrupt when a text is not what its checksum says: what is made of it would have a right one.
-    """
-    tokens = own_pages(sum(map(len, segments)))
+    """int32: the tokens of ``segments``, one after the other. O(their sum). Raises MemoryError."""
+    tokens = own_tokens(sum(map(len, segments)))
     start = 0
     for segment in segments:
-        text = checked_text(segment)
-        unpack(text, len(segment), segment.width, tokens[start : start + len(segment)])
+        unpack(segment.text, len(segment), segment.width, tokens[start : start + len(segment)])
         start += len(segment)
     return tokens
-
-
-def checked_text(segment: Segment) -> Bytes:
-    """The segment's text, or a copy where others can change it; raises SegmentCorrupt when it was changed. O(n)."""
-    text = segment.text if segment.shared is None else segment.text.copy()  # what is checked is what is used
-    if segment.checksum is not None and text_checksum(text) != segment.checksum:
-        raise SegmentCorrupt(
-            f"the text of segment {segment.segment_id} was changed in memory after it was checked: it is not used "
-            "any more. If its file was not written to, suspect the machine's memory"
-        )
-    return text
-
-
-def text_checksum(text: Bytes) -> int:
-    """xxh3-64 of a packed text, its guards included."""
-    return xxhash.xxh3_64_intdigest(text.data)
 
 
 # Files
@@ -208,7 +184,7 @@ def fence_offset(num_tokens: int, width: int) -> int:
     return order_offset(num_tokens, width) + -(-4 * num_tokens // _ALIGNMENT) * _ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SegmentHeader:
     """One segment's; ``start`` is None when it is static, checksums are xxh3-64 of the three sections."""
 
@@ -222,30 +198,13 @@ class SegmentHeader:
     namespace: str
     segment_id: str
 
-    @property
-    def stop(self) -> int | None:
-        """One past the last absolute ring position, or None for a static segment."""
-        return None if self.start is None else self.start + self.num_tokens
-
     def to_bytes(self) -> bytes:
         """HEADER_LENGTH of them."""
-        packed = _HEADER.pack(
-            _MAGIC,
-            FORMAT_VERSION,
-            HEADER_LENGTH,
-            _BYTE_ORDER,
-            self.width,
-            self.num_tokens,
-            self.start or 0,
-            _STATIC if self.start is None else 0,
-            FENCE_STEP,
-            self.text_checksum,
-            self.order_checksum,
-            self.fence_checksum,
-            self.fingerprint.encode("ascii"),
-            self.namespace.encode("ascii"),
-            self.segment_id.encode("ascii"),
-        )
+        flags = _STATIC if self.start is None else 0
+        numbers = _BYTE_ORDER, self.width, self.num_tokens, self.start or 0, flags, FENCE_STEP
+        checksums = self.text_checksum, self.order_checksum, self.fence_checksum
+        names = (name.encode("ascii") for name in (self.fingerprint, self.namespace, self.segment_id))
+        packed = _HEADER.pack(_MAGIC, FORMAT_VERSION, HEADER_LENGTH, *numbers, *checksums, *names)
         return packed + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(packed))
 
     @classmethod
@@ -253,23 +212,8 @@ class SegmentHeader:
         """What ``to_bytes`` made. ``path`` : for messages. Raises SegmentCorrupt, FormatVersion."""
         if len(header) < HEADER_LENGTH:
             raise corrupt(path, f"{len(header)} bytes are fewer than its header's {HEADER_LENGTH}")
-        (
-            magic,
-            version,
-            header_length,
-            byte_order,
-            width,
-            num_tokens,
-            start,
-            flags,
-            fence_step,
-            text_checksum,
-            order_checksum,
-            fence_checksum,
-            fingerprint,
-            namespace,
-            name,
-        ) = _HEADER.unpack(header[: _HEADER.size])
+        unpacked = _HEADER.unpack(header[: _HEADER.size])
+        magic, version, header_length, byte_order, width, num_tokens, start, flags, fence_step = unpacked[:9]
         if magic != _MAGIC:
             raise corrupt(path, f"it begins with {magic!r}, not {_MAGIC!r}")
         if version != FORMAT_VERSION:
@@ -284,34 +228,13 @@ class SegmentHeader:
             raise corrupt(path, "its header has numbers that no writer writes")
         if width not in WIDTHS or not 0 < num_tokens <= _MAX_TOKENS:
             raise corrupt(path, f"no segment has {num_tokens} tokens of {width} bytes")
-        names = [fingerprint, namespace.rstrip(b"\0"), name.rstrip(b"\0")]
+        names = [unpacked[12], *(name.rstrip(b"\0") for name in unpacked[13:])]
         if not all(each.isascii() for each in names) or not is_segment_id(names[2].decode()):
             raise corrupt(path, "its header has names that no writer writes")
-        return cls(
-            width=width,
-            num_tokens=num_tokens,
-            start=None if flags & _STATIC else start,
-            text_checksum=text_checksum,
-            order_checksum=order_checksum,
-            fence_checksum=fence_checksum,
-            fingerprint=names[0].decode(),
-            namespace=names[1].decode(),
-            segment_id=names[2].decode(),
-        )
-
-
-def read_header(path: Path) -> SegmentHeader:
-    """The header of a segment file. O(1). Raises SegmentCorrupt, FormatVersion, OSError."""
-    with open_segment_file(path) as file:
-        return SegmentHeader.from_bytes(path, file.read(HEADER_LENGTH))
-
-
-def open_segment_file(path: Path) -> BinaryIO:
-    """The file, to be read. Raises SegmentCorrupt where it is no regular one, and OSError."""
-    try:
-        return open_file(path)
-    except NotAFileError:
-        raise corrupt(path, "it is no regular file") from None
+        text, order, fence = unpacked[9:12]
+        fingerprint, namespace, segment_id = (name.decode() for name in names)
+        where = None if flags & _STATIC else start
+        return cls(width, num_tokens, where, text, order, fence, fingerprint, namespace, segment_id)
 
 
 def corrupt(path: Path, what: str) -> SegmentCorrupt:
@@ -325,8 +248,7 @@ def write_segment(path: Path, segment: Segment, *, fingerprint: str, namespace: 
     """Write ``segment`` to ``path``, which appears whole or not at all; raises OSError.
 
     The bytes are synced to disk before they get their name. The name itself is not: whoever refers to the file syncs
-    the directory first. The text's checksum is the segment's own, so that a byte that changed since the
-    segment was built is noticed by whoever reads the file.
+    the directory first.
     """
     text = np.ascontiguousarray(segment.text)
     order = np.ascontiguousarray(segment.order, "<i4")
@@ -335,7 +257,7 @@ def write_segment(path: Path, segment: Segment, *, fingerprint: str, namespace: 
         width=segment.width,
         num_tokens=len(order),
         start=segment.start,
-        text_checksum=text_checksum(text) if segment.checksum is None else segment.checksum,
+        text_checksum=xxhash.xxh3_64_intdigest(text.data),
         order_checksum=xxhash.xxh3_64_intdigest(order.data),
         fence_checksum=xxhash.xxh3_64_intdigest(fence.data),
         fingerprint=fingerprint,
@@ -347,42 +269,39 @@ def write_segment(path: Path, segment: Segment, *, fingerprint: str, namespace: 
     write_file(path, [header.to_bytes(), text.data, order.data, padding, fence.data], durable=True)
 
 
-def open_segment(
-    path: Path, *, fingerprint: str, namespace: str | None = None, budget: CopyBudget | None = None, leaving: int = 0
-) -> Segment:
-    """Read a segment file and check all of it. O(n).
+def open_segment(path: Path, *, fingerprint: str, namespace: str | None = None) -> Segment:
+    """Read a segment file into this process' memory, whatever becomes of the file, and check all of it. O(n).
 
-    ``namespace`` : whose text it must be, None for anyone's. ``budget`` : what a private copy may take, ``leaving`` so
-    much of it; without room for it the file is mapped, and the segment has a ``shared`` that says when to give it up.
-
-    Raises SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch, and OSError when it cannot be read at
-    all. That the order is right is not checked: a checksum says it is what was written, the bounds that no reader can
-    leave the text.
+    ``namespace`` : whose text it must be, None for anyone's. Raises SegmentCorrupt, FormatVersion, TokenizerMismatch,
+    NamespaceMismatch, MemoryError, and OSError when it cannot be read at all. That the order is right is not checked: a
+    checksum says it is what was written, the bounds that no reader can leave the text.
     """
-    with open_segment_file(path) as file:
+    try:
+        file = open_file(path)
+    except NotAFileError:
+        raise corrupt(path, "it is no regular file") from None
+    with file:
         content = file.read(HEADER_LENGTH)
         header = _checked_header(path, content, fingerprint, namespace)
         n, width = header.num_tokens, header.width
         size = os.fstat(file.fileno()).st_size
         if size != segment_file_size(n, width):
             raise corrupt(path, f"{size} bytes do not fit the {n} tokens of {width} bytes of its header")
-        view, shared = read_bytes(file.fileno(), path, budget, leaving=leaving)
-    if len(view) != size or view[:HEADER_LENGTH] != content:
-        raise corrupt(path, "it was changed while it was read")
+        pages = own_pages(size)
+        file.seek(0)
+        if file.readinto(pages) != size or pages[:HEADER_LENGTH] != content:
+            raise corrupt(path, "it was changed while it was read")
+    view = memoryview(pages).toreadonly()
     text = np.frombuffer(view, np.uint8, packed_size(n, width), HEADER_LENGTH)
     order = np.frombuffer(view, "<i4", n, order_offset(n, width))
     fence = np.frombuffer(view, "<u8", num_posts(n), fence_offset(n, width))
-    sections: tuple[tuple[str, npt.NDArray[Any], int], ...] = (
-        ("text", text, header.text_checksum),
-        ("order", order, header.order_checksum),
-        ("fence", fence, header.fence_checksum),
-    )
-    for section, array, checksum in sections:
-        _check_section(path, section, array, checksum)
+    _check_section(path, "text", text, header.text_checksum)
+    _check_section(path, "order", order, header.order_checksum)
+    _check_section(path, "fence", fence, header.fence_checksum)
     _check_text(path, text, n, width)
     if order.min() < 1 or order.max() > n:
         raise corrupt(path, f"its order has a position outside its {n} tokens")
-    return Segment(text, order, fence, width, header.start, header.segment_id, header.text_checksum, shared)
+    return Segment(text, order, fence, width, header.start, header.segment_id)
 
 
 def _checked_header(path: Path, content: bytes, fingerprint: str, namespace: str | None) -> SegmentHeader:

@@ -12,24 +12,19 @@ import numpy.typing as npt
 
 from ssd.errors import CacheError, StoreUnavailable
 from ssd.retrieval.directory import SegmentDirectory, load_segments
-from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.files import check_fingerprint, check_namespace, new_segment_id, read_manifest
 from ssd.retrieval.prefixes import as_sequence, split_sequence
 from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.retrieval.suffix_array import build_segment
 
 DEFAULT_SEGMENT_TOKENS = 16 << 20
-"""Sorting this many takes about 3 s and 14 bytes a token while it lasts."""
+"""Sorting this many takes about 3 s and 16 bytes a token while it lasts."""
 
 _LEAD_IN_TOKENS = 32
 
 
-def load_static_directory(
-    path: Path, *, fingerprint: str, budget: CopyBudget | None = None, leaving: int = 0
-) -> list[Segment]:
+def load_static_directory(path: Path, *, fingerprint: str) -> list[Segment]:
     """All segments of a directory, of any namespace, as static ones. A server's own directory may be given too.
-
-    ``budget``, ``leaving`` : what private copies may take, see ``open_segment``; without, all are mapped.
 
     Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, or StoreUnavailable when it cannot be read.
     """
@@ -39,7 +34,7 @@ def load_static_directory(
         raise StoreUnavailable(f"{path} cannot be read: {error}. Check the path and its permissions") from error
     if manifest is None:
         raise StoreUnavailable(f"{path} holds no cache (no manifest.json). Make one with `ssd-cache build`")
-    segments, failures = load_segments(path, manifest, budget=budget, leaving=leaving)
+    segments, failures = load_segments(path, manifest)
     for failure in failures:
         if isinstance(failure, CacheError):
             raise failure

@@ -6,9 +6,7 @@ import logging
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
-from typing import Final
 
 from ssd.sharing.connection import address_of, hide_password
 
@@ -58,8 +56,6 @@ class BackgroundLoop:
         self.num_failures = 0
         self.num_reconnects = 0
         """How often an exchange worked again after it had failed."""
-        self.refusals: Counter[str] = Counter()
-        """Failures by reason."""
         self._url = url
         self._exchange = exchange
         self._stopping = threading.Event()
@@ -86,7 +82,6 @@ class BackgroundLoop:
     def report(self, error: Exception) -> None:
         """Count a failure, and say so at most once a minute. Only the loop's own thread calls it."""
         self.num_failures += 1
-        self.refusals[reason_of(error)] += 1
         if time.monotonic() < self._next_log:
             return
         self._next_log = time.monotonic() + _LOG_INTERVAL_S
@@ -114,58 +109,3 @@ class BackgroundLoop:
                     self._has_complained = False
             self.is_connected = True
             backoff.reset()
-
-
-REASONS: Final = (
-    "connection",
-    "timeout",
-    "authentication",
-    "no_rights",
-    "out_of_memory",
-    "read_only",
-    "wrong_type",
-    "cluster_down",
-    "busy",
-    "oversized",
-    "other",
-)
-"""What a server or the way to it may do: refuse or close a connection, not answer, know no such user, forbid a command,
-be full, be a replica, hold a key of another kind, be without the node or the master that is needed, be loading or
-running a script, answer too much, and all else."""
-
-_OF_CLASS: Final = {
-    "OversizedReplyError": "oversized",
-    "BusyLoadingError": "busy",
-    "AuthenticationError": "authentication",
-    "AuthorizationError": "no_rights",
-    "NoPermissionError": "no_rights",
-    "OutOfMemoryError": "out_of_memory",
-    "ReadOnlyError": "read_only",
-    "ClusterError": "cluster_down",
-    "MasterDownError": "cluster_down",
-    "AskError": "cluster_down",
-    "MasterNotFoundError": "cluster_down",
-    "TimeoutError": "timeout",
-    "ConnectionError": "connection",
-    "OSError": "connection",
-}
-_OF_PREFIX: Final = {
-    "NOPERM": "no_rights",
-    "WRONGTYPE": "wrong_type",
-    "CLUSTERDOWN": "cluster_down",
-    "MASTERDOWN": "cluster_down",
-    "NOREPLICAS": "cluster_down",
-    "TRYAGAIN": "cluster_down",
-    "READONLY": "read_only",
-    "OOM": "out_of_memory",
-    "MISCONF": "read_only",
-    "BUSY": "busy",
-    "LOADING": "busy",
-    "UNBLOCKED": "busy",
-}
-
-
-def reason_of(error: BaseException) -> str:
-    """One of REASONS, by the names of redis-py's exceptions, or by what a server's refusal begins with."""
-    by_class = (_OF_CLASS[each.__name__] for each in type(error).__mro__ if each.__name__ in _OF_CLASS)
-    return next(by_class, None) or _OF_PREFIX.get(str(error).partition(" ")[0], "other")

@@ -29,12 +29,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
-from redis.sentinel import (
-    MasterNotFoundError,
-    Sentinel,
-    SentinelManagedConnection,
-    SentinelManagedSSLConnection,
-)
+from redis.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.utils import SENTINEL
 
 from ssd.sharing.stream import MAX_REPLY_BYTES, OversizedReplyError
@@ -157,35 +152,12 @@ class BoundedParser(_RESP2Parser):
         return elements
 
 
-class Sentinels(Sentinel):
-    """redis-py's, but a sentinel that answers nonsense, or refuses, is passed as one that is away."""
-
-    def discover_master(self, service_name: str) -> tuple[str, int]:
-        """Where the master is, by the first that says so. Raises MasterNotFoundError; at most 3 s for each sentinel."""
-        reason = ""
-        for number, sentinel in enumerate(self.sentinels):
-            try:
-                answer: Any = sentinel.execute_command(  # type: ignore[no-untyped-call]
-                    "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service_name
-                )
-                host, port = answer
-                address = host.decode("ascii"), int(port)
-            except Exception as error:  # nonsense raises whatever it likes
-                reason = f": {type(error).__name__}: {error}"
-                continue
-            finally:
-                sentinel.connection_pool.disconnect()
-            self.sentinels.insert(0, self.sentinels.pop(number))
-            return address
-        raise MasterNotFoundError(f"no sentinel of {len(self.sentinels)} names a master of {service_name!r}{reason}")
-
-
 def sentinel_client(
     hosts: tuple[tuple[str, int], ...], service: str, sentinel_options: dict[str, Any], options: dict[str, Any]
 ) -> redis.Redis:
     """A client of the master of ``service``. Nothing is sent yet."""
     is_plain = options.pop("connection_class", None) is None
-    sentinels = Sentinels([])  # type: ignore[no-untyped-call]
+    sentinels = Sentinel([])  # type: ignore[no-untyped-call]
     sentinels.sentinels = [
         redis.Redis.from_pool(redis.ConnectionPool(**sentinel_options | {"host": host, "port": port}))
         for host, port in hosts

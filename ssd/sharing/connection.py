@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -117,35 +115,13 @@ def _host(name: str, default_port: int) -> Host:
     return parts.hostname, parts.port or default_port
 
 
-def _check_tls(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with the option's name, where a file of a connection's TLS cannot be used."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    authorities = options.get("ssl_ca_certs"), options.get("ssl_ca_path")
-    certificate, key = options.get("ssl_certfile"), options.get("ssl_keyfile")
-    if key is not None and certificate is None:
-        raise ConfigError(f"ssl_keyfile={key} is of no use without ssl_certfile")
-    asked = f"ssl_ca_certs={authorities[0] or authorities[1]}"
-    try:
-        if any(authorities):
-            context.load_verify_locations(*authorities)
-        asked = f"ssl_certfile={certificate}" + ("" if key is None else f" with ssl_keyfile={key}")
-        if certificate is not None:
-            # A function, as a password that is not given would be asked for at the terminal.
-            context.load_cert_chain(certificate, key, lambda: options.get("ssl_password") or "")
-    except ssl.SSLError as error:
-        reason = f"{error.reason or 'not in PEM form'}, are these PEM files, of one pair, and is ssl_password right?"
-        raise ConfigError(f"{asked} cannot be used: {reason}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{asked} cannot be used: {getattr(error, 'strerror', None) or error}") from None
-
-
 def connect(url: str) -> redis.Redis:
     """A client with connections of its own. Nothing is sent yet.
 
     ``url`` : of one server, of sentinels or of a cluster, with user, password, database and options as redis-py reads
     them, but for the time-outs and the protocol. The client of a cluster takes commands and pipelines whose keys have
-    one hash tag; ``masters_of`` and ``server_of`` lead to its nodes. Raises ConfigError, without the URL's password,
-    also for certificates that cannot be used. What is asked of the client may raise OversizedReplyError.
+    one hash tag; ``masters_of`` and ``server_of`` lead to its nodes. Raises ConfigError, without the URL's password.
+    What is asked of the client may raise OversizedReplyError.
     """
     try:
         import redis
@@ -156,7 +132,6 @@ def connect(url: str) -> redis.Redis:
     except ModuleNotFoundError:
         raise ConfigError("sharing through Redis needs the redis package: pip install 'ssd-serving[redis]'") from None
     address = read_url(url)
-    _check_tls(address.options)
     settings: dict[str, Any] = {
         "socket_connect_timeout": _CONNECT_TIMEOUT_S,
         "socket_timeout": _SOCKET_TIMEOUT_S,

@@ -11,14 +11,13 @@ those that reached a file are known whenever they were written to the log and in
 that was lost with the tail, and come back. A directory that was copied to another machine knows the same lives and
 begins another one.
 
-*Waypoints* are entries read, each as stream id and sequence id: the newest, and older ones in growing distances. One
-that is found in the log proves that the log is the one that was read up to there. So a Redis that lost its newest
-entries, or all, or is another one, is noticed.
+The *waypoint* is the entry read last, as stream id and sequence id. Found in the log it proves that the log is the one
+that was read up to there. So a Redis that lost its newest entries, or all, or is another one, is noticed.
 
 What may go wrong, and what it costs (never an output):
 
-* Redis came back without its newest r entries: at most 3r older ones are stored a second time.
-* The log holds no waypoint, yet entries older than some: it is another one and is read whole, what we have as well.
+* The log does not hold the waypoint, yet entries older than it, as Redis came back without its newest ones or is
+  another one: it is read whole, what others wrote of it is stored a second time.
 * An entry was written twice, its first copy read before the restart and trimmed meanwhile: it is stored twice.
 * More than 64 lives began while an entry of ours waited to be read back: it is stored twice.
 """
@@ -26,7 +25,6 @@ What may go wrong, and what it costs (never an output):
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ssd.retrieval.cache_state import Checkpoint
@@ -34,11 +32,10 @@ from ssd.sharing.entry import Entry
 from ssd.sharing.stream import is_entry_id, order
 
 _MAX_LIVES = 64
-_MAX_WAYPOINTS = 64  # one for each doubling of the distance; never reached
 
 
 class Waypoint(NamedTuple):
-    """Entry ``number``, counted over all lives, was read at ``entry_id`` of the stream."""
+    """Entry ``number``, counted over all lives, was the last that was read, at ``entry_id`` of the stream."""
 
     number: int
     entry_id: bytes
@@ -55,7 +52,7 @@ class Life(NamedTuple):
 class Cursor:
     """How far one stream was read, by this life and those before. One owner.
 
-    ``lives`` : the former ones, oldest first. ``waypoints`` : newest first.
+    ``lives`` : the former ones, oldest first. ``waypoint`` : None before anything was read.
     """
 
     def __init__(self, replica_id: bytes, kept: Checkpoint | None = None) -> None:
@@ -64,7 +61,7 @@ class Cursor:
         One of another make counts as none.
         """
         self.replica_id = replica_id
-        self.lives, self.waypoints = _read(kept)
+        self.lives, self.waypoint = _read(kept)
         self._positions = dict(self.lives)
 
     def position(self) -> Mapping[str, Any]:
@@ -72,7 +69,7 @@ class Cursor:
         return {
             "replica": self.replica_id.hex(),
             "lives": [(life.replica_id.hex(), life.position) for life in self.lives],
-            "waypoints": [(w.number, w.entry_id.decode(), w.sequence_id.hex()) for w in self.waypoints],
+            "waypoints": [(w.number, w.entry_id.decode(), w.sequence_id.hex()) for w in (self.waypoint,) if w],
         }
 
     def is_ours(self, entry: Entry) -> bool:
@@ -82,25 +79,19 @@ class Cursor:
         return position_of(entry.sequence_id) < self._positions.get(entry.replica_id, 0)
 
     def passed(self, entry_id: bytes, sequence_id: bytes) -> None:
-        """The entry was read. O(log of the number of entries read)."""
-        number = self.waypoints[0].number + 1 if self.waypoints else 1
-        # One number in each range of distances 2^k ... 2^(k+1) - 1 is kept; a number once dropped stays so.
-        older = [p for p in self.waypoints if not p[0] % (1 << ((number - p[0]).bit_length() - 1))]
-        self.waypoints = (Waypoint(number, entry_id, sequence_id), *older[: _MAX_WAYPOINTS - 1])
+        """The entry was read."""
+        self.waypoint = Waypoint(self.waypoint.number + 1 if self.waypoint else 1, entry_id, sequence_id)
 
     def find(self, oldest_id: bytes | None, sequence_id_at: Callable[[bytes], bytes | None]) -> bytes | None:
         """The id up to which entries of this log were read, None if it is not the log that was read.
 
         ``oldest_id`` : of the oldest entry at hand, None if there is none; ``sequence_id_at`` : the sequence id of the
-        entry with a stream id, None if there is no such entry. Forgets waypoints that are not of this log.
+        entry with a stream id, None if there is no such entry.
         """
-        for index, point in enumerate(self.waypoints):
-            is_trimmed = oldest_id is None or order(point.entry_id) < order(oldest_id)  # then all there is came later
-            if is_trimmed or sequence_id_at(point.entry_id) == point.sequence_id:
-                self.waypoints = self.waypoints[index:]
-                return point.entry_id
-        self.waypoints = ()
-        return None
+        if (last := self.waypoint) is None:
+            return None
+        is_trimmed = oldest_id is None or order(last.entry_id) < order(oldest_id)  # then all there is came later
+        return last.entry_id if is_trimmed or sequence_id_at(last.entry_id) == last.sequence_id else None
 
 
 def sequence_id_of(replica_id: bytes, position: int) -> bytes:
@@ -113,18 +104,16 @@ def position_of(sequence_id: bytes) -> int:
     return int.from_bytes(sequence_id[8:], "little")
 
 
-def _read(kept: Checkpoint | None) -> tuple[tuple[Life, ...], tuple[Waypoint, ...]]:
-    """What a manifest brought, which is whatever somebody wrote there."""
+def _read(kept: Checkpoint | None) -> tuple[tuple[Life, ...], Waypoint | None]:
+    """What a manifest brought, which is whatever somebody wrote there; former versions kept more waypoints."""
     if kept is None:
-        return (), ()
+        return (), None
     try:
         lives = tuple(_life(*life) for life in [*kept.source["lives"], (kept.source["replica"], kept.position)])
-        waypoints = tuple(_waypoint(*waypoint) for waypoint in kept.source["waypoints"])
+        waypoints = [_waypoint(*waypoint) for waypoint in kept.source["waypoints"]]
     except (KeyError, TypeError, ValueError):
-        return (), ()
-    if any(newer.number <= older.number for newer, older in pairwise(waypoints)):
-        return (), ()
-    return lives[-_MAX_LIVES:], waypoints[:_MAX_WAYPOINTS]
+        return (), None
+    return lives[-_MAX_LIVES:], waypoints[0] if waypoints else None
 
 
 def _life(replica_id: object, position: object) -> Life:

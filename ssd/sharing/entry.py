@@ -22,7 +22,6 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -41,20 +40,8 @@ _PAYLOAD = _HEADER.size + _CHECKSUM.size
 MAX_ENTRY_BYTES = _PAYLOAD + 4 * MAX_ENTRY_TOKENS + 64  # zlib never adds more to so little
 
 
-INVALID: Final = ("size", "format", "damaged", "checksum", "vocabulary")
-"""What an entry that was skipped failed: its size, its format's version or numbers, its compression, its checksum, or a
-token id beyond the vocabulary."""
-
-
 class InvalidEntryError(ValueError):
-    """Bytes that are no entry: damaged, of another version or stream, or not meant for this vocabulary.
-
-    ``kind`` : one of INVALID.
-    """
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind = kind
+    """Bytes that are no entry: damaged, of another version or stream, or not meant for this vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +68,25 @@ def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
     ``data`` comes from whoever can write to the Redis server. No more than 16 KB is ever decompressed.
     """
     if not _PAYLOAD < len(data) <= MAX_ENTRY_BYTES:
-        raise InvalidEntryError("size", f"{len(data)} bytes, expected {_PAYLOAD + 1}..{MAX_ENTRY_BYTES}")
+        raise InvalidEntryError(f"{len(data)} bytes, expected {_PAYLOAD + 1}..{MAX_ENTRY_BYTES}")
     version, replica_id, sequence_id, num_tokens = _HEADER.unpack_from(data)
     if version != FORMAT_VERSION:
-        raise InvalidEntryError("format", f"format {version}, expected {FORMAT_VERSION}")
+        raise InvalidEntryError(f"format {version}, expected {FORMAT_VERSION}")
     if not 1 <= num_tokens <= MAX_ENTRY_TOKENS:
-        raise InvalidEntryError("format", f"{num_tokens} tokens, expected 1..{MAX_ENTRY_TOKENS}")
+        raise InvalidEntryError(f"{num_tokens} tokens, expected 1..{MAX_ENTRY_TOKENS}")
     inflater = zlib.decompressobj()
     try:
         planes = inflater.decompress(data[_PAYLOAD:], 4 * num_tokens + 1)
     except zlib.error as error:
-        raise InvalidEntryError("damaged", f"not zlib: {error}") from None
+        raise InvalidEntryError(f"not zlib: {error}") from None
     if len(planes) != 4 * num_tokens or not inflater.eof or inflater.unused_data:
-        raise InvalidEntryError("damaged", f"does not hold exactly the {num_tokens} tokens it announces")
+        raise InvalidEntryError(f"does not hold exactly the {num_tokens} tokens it announces")
     low, second, third, high = np.frombuffer(planes, np.uint8).reshape(4, num_tokens).astype("<u4")
     tokens = low | second << 8 | third << 16 | high << 24
     if _checksum(data[: _HEADER.size], key, tokens) != _CHECKSUM.unpack_from(data, _HEADER.size)[0]:
-        raise InvalidEntryError("checksum", "its checksum does not match")
+        raise InvalidEntryError("its checksum does not match")
     if (largest := int(tokens.max())) >= vocab_size:
-        raise InvalidEntryError("vocabulary", f"token id {largest}, the vocabulary has {vocab_size}")
+        raise InvalidEntryError(f"token id {largest}, the vocabulary has {vocab_size}")
     return Entry(replica_id, sequence_id, tokens.view(np.int32))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,10 +13,9 @@ from typing import Any
 from ssd.retrieval.segment import Tokens
 from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.sharing.background import BackgroundLoop, Backoff
-from ssd.sharing.connection import BLOCK_MS, connect, server_of
+from ssd.sharing.connection import BLOCK_MS, connect
 from ssd.sharing.cursor import Cursor
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
-from ssd.sharing.stats import Delays, Received
 from ssd.sharing.stream import (
     BEGINNING,
     OversizedReplyError,
@@ -39,7 +38,7 @@ GATHER_S = 0.05
 """What comes within so long after entries is taken in one reply: many small ones are what a fleet costs its server."""
 _TOGETHER_TOKENS = 4096  # stored at once: most of what storing costs is once a call, and a cache is held up by it
 _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
-_CLUSTER_WAIT_MS = 200
+_CLUSTER_WAIT_S = 0.1
 _LEAST_SEEN = 1 << 16
 
 
@@ -68,9 +67,8 @@ class Stream:
         self.backoff = Backoff()
         """Rests after a refusal, and while the cache takes its time, so that the others are served."""
         self.compare_at = 0.0
-        self.heard_at = 0.0
-        """When an entry came last."""
-        self.received = Received()
+        self.caught_up_at = time.monotonic()
+        """When nothing was left to read last."""
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._max_seen = max_seen
         self.forget()
@@ -110,6 +108,11 @@ class Stream:
             self._seen.popitem(last=False)
         return is_seen
 
+    @property
+    def lag_s(self) -> float:
+        """How long it is not known that all was read, beyond what a read may wait."""
+        return max(0.0, time.monotonic() - self.caught_up_at - BLOCK_MS / 1000)
+
     def wake(self) -> None:
         """All is well with it."""
         self.is_refused = False
@@ -134,10 +137,8 @@ class LogReader:
         self.num_received = 0
         self.num_received_tokens = 0
         self.num_known = 0
-        self.invalid: Counter[str] = Counter()
-        """Entries that failed a check, by ``entry.INVALID``."""
-        self.delays = Delays()
-        """Seconds from when an entry of another replica was appended to when it was stored here, by Redis' clock."""
+        self.num_invalid = 0
+        """Entries that failed a check."""
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._max_entries = max_entries
@@ -194,7 +195,6 @@ class LogReader:
         awake = [stream for stream in streams if not stream.backoff.is_resting]
         for stream in awake:
             self._attempt(stream, self._compare)
-        began = time.monotonic()
         for stream in awake:
             if stream.last_id is None:
                 self._attempt(stream, self._begin)
@@ -209,21 +209,11 @@ class LogReader:
         elif followed and not self._is_cluster:
             self._read_together(followed, block=BLOCK_MS if len(followed) == len(awake) else None)
         elif not any(stream.has_more for stream in awake) and len(followed) == len(awake):
-            has_come = any(stream.heard_at >= began for stream in awake)
-            self._wait(GATHER_S) if has_come else self._wait_in_cluster(awake)
+            self._wait(_CLUSTER_WAIT_S)  # streams of several slots cannot be waited for at once
 
     def _wait(self, seconds: float) -> None:
         self._is_changed.wait(seconds)
         self._is_changed.clear()
-
-    def _wait_in_cluster(self, streams: Sequence[Stream]) -> None:
-        """Streams of several slots cannot be waited for at once: 0.2 s for the one that had an entry last."""
-        busiest = max(streams, key=lambda stream: stream.heard_at)
-        try:
-            place: Any = {busiest.key: busiest.last_id or BEGINNING}
-            server_of(self._client, busiest.key).xread(place, count=1, block=_CLUSTER_WAIT_MS)
-        except Exception:  # it is read in turn, which will tell
-            self._wait(_CLUSTER_WAIT_MS / 1000)
 
     def _attempt(self, stream: Stream, step: Callable[[Stream], object]) -> None:
         """One step for one stream; only what ends the connection ends more than that."""
@@ -253,8 +243,6 @@ class LogReader:
         if self.loop.is_connected and now < stream.compare_at:
             return
         stream.compare_at = now + max(_COMPARE_S, _COMPARE_EACH_S * len(self._streams))
-        if stream.received.is_clock_due or not self.loop.is_connected:
-            stream.received.set_clock(server_of(self._client, stream.key))
         if stream.anchor is not None and entry_at(self._client, stream.key, stream.anchor) is None:
             stream.forget()  # lost, trimmed beyond it, or another log: the cursor will tell
 
@@ -298,7 +286,7 @@ class LogReader:
             if len(entries) >= count or stream.backoff.is_resting:
                 is_read.discard(stream.key)
         for key in is_read:
-            by_key[key].received.caught_up()
+            by_key[key].caught_up_at = time.monotonic()
         for stream in streams:
             if stream.is_refused and not stream.backoff.is_resting:
                 stream.wake()
@@ -311,14 +299,12 @@ class LogReader:
         stream.has_more = not page.is_last
         self._receive_all(stream, page.entries)
         if page.is_last and not stream.backoff.is_resting:
-            stream.received.caught_up()
+            stream.caught_up_at = time.monotonic()
 
     def _receive_all(self, stream: Stream, entries: Sequence[RawEntry]) -> None:
         """Entries of the log, in order; what is left when the cache is slow is read again later."""
         check_entries(entries, after=stream.last_id or BEGINNING)
-        if entries:
-            stream.heard_at = time.monotonic()
-        arrived: list[tuple[bytes, Tokens]] = []
+        arrived: list[Tokens] = []
         num_tokens = 0
         for num_left, raw in zip(range(len(entries) - 1, -1, -1), entries, strict=True):
             if self.loop.is_stopping:
@@ -335,15 +321,14 @@ class LogReader:
         stream.wake()
         self._trim(stream)
 
-    def _receive(self, stream: Stream, raw: RawEntry, arrived: list[tuple[bytes, Tokens]]) -> int:
+    def _receive(self, stream: Stream, raw: RawEntry, arrived: list[Tokens]) -> int:
         """The next entry of the log: what is new of it is added to ``arrived``. Returns how many tokens that are."""
         data = value_of(raw)
         stream.saw(raw[0], num_tokens_of(data), was_fetched=raw[1] is not None)
-        stream.received.num_bytes += len(data)
         try:
             entry = self._unpack(stream, raw)
-        except InvalidEntryError as error:
-            self.invalid[error.kind] += 1
+        except InvalidEntryError:
+            self.num_invalid += 1
             return 0
         if stream.cache() is None:
             return 0
@@ -355,10 +340,10 @@ class LogReader:
         if has_seen or stream.cursor.is_ours(entry):
             self.num_known += 1
             return 0
-        arrived.append((raw[0], entry.tokens))
+        arrived.append(entry.tokens)
         return len(entry.tokens)
 
-    def _store(self, stream: Stream, arrived: Sequence[tuple[bytes, Tokens]]) -> None:
+    def _store(self, stream: Stream, arrived: Sequence[Tokens]) -> None:
         """Store what arrived, and that the cursor is past it."""
         cache = stream.cache()
         if cache is None:
@@ -366,14 +351,9 @@ class LogReader:
         if not arrived:
             cache.set_source(stream.cursor.position())
             return
-        texts = [tokens for _, tokens in arrived]
-        cache.append_all_shared(texts, source=stream.cursor.position())
-        self.num_received += len(texts)
-        self.num_received_tokens += sum(map(len, texts))
-        stream.received.num_entries += len(texts)
-        for entry_id, _ in arrived:
-            if (delay_s := stream.received.delay_of(entry_id)) is not None:
-                self.delays.observe(delay_s)
+        cache.append_all_shared(arrived, source=stream.cursor.position())
+        self.num_received += len(arrived)
+        self.num_received_tokens += sum(map(len, arrived))
 
     def _unpack(self, stream: Stream, raw: RawEntry) -> Entry:
         return unpack_entry(value_of(raw), stream.key, vocab_size=self._vocab_size)

@@ -12,12 +12,12 @@ from ssd.errors import ConfigError
 from ssd.retrieval.files import check_fingerprint
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.suffix_cache import Pieces, SuffixCache
-from ssd.sharing.background import REASONS, BackgroundLoop, Backoff
+from ssd.sharing.background import BackgroundLoop, Backoff
 from ssd.sharing.connection import connect
 from ssd.sharing.cursor import Cursor, sequence_id_of
-from ssd.sharing.entry import INVALID, LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry, stream_key
+from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry, stream_key
 from ssd.sharing.reader import LogReader
-from ssd.sharing.stats import SharingStats
+from ssd.sharing.stats import SharingStats, StreamStats
 from ssd.sharing.stream import append, is_cluster
 
 DEFAULT_MAX_TOKENS: Final = 1 << 22
@@ -35,14 +35,12 @@ def max_entries_of(max_tokens: int) -> int:
 
 
 class WriteQueue:
-    """Entries for one stream in the order they came, and what was written to it. The writer's lock guards it."""
+    """Entries for one stream in the order they came. The writer's lock guards it."""
 
     def __init__(self, key: str) -> None:
         self.key = key
         self.entries: deque[Entry] = deque()
         self.num_tokens = 0
-        self.num_sent = 0
-        self.num_sent_bytes = 0
         self.is_attached = True
         """Whether more may come; what is queued is written all the same."""
         self.is_refused = False
@@ -90,10 +88,9 @@ class LogWriter:
         self.loop = BackgroundLoop("ssd-share-writer", url, self._exchange)
 
     def attach(self, key: str) -> None:
-        """From now on stream ``key`` is written, and counted."""
+        """From now on stream ``key`` is written."""
         with self._lock:
-            queue = self._queues.setdefault(key, WriteQueue(key))
-            queue.is_attached, queue.num_sent, queue.num_sent_bytes = True, 0, 0
+            self._queues.setdefault(key, WriteQueue(key)).is_attached = True
 
     def publish(self, key: str, replica_id: bytes, pieces: Pieces) -> None:
         """Queue ``pieces`` for the stream ``key``, written by ``replica_id``. Never waits for Redis. O(entries).
@@ -128,12 +125,6 @@ class LogWriter:
         """Delete the stream and what is queued for it. Waits for Redis; raises its errors."""
         self.detach(key, discard=True)
         self._client.delete(key)
-
-    def sent(self, key: str) -> tuple[int, int]:
-        """Entries and their bytes that were written to stream ``key``."""
-        with self._lock:
-            queue = self._queues.get(key)
-            return (0, 0) if queue is None else (queue.num_sent, queue.num_sent_bytes)
 
     @property
     def num_queued(self) -> int:
@@ -194,7 +185,6 @@ class LogWriter:
                 raise
             return entries, error  # of a cluster it is one node, the others take what is theirs
         refused = [entry for entry, answer in zip(entries, answers, strict=True) if answer is not None]
-        queue.num_sent_bytes += sum(len(value) for value, answer in zip(values, answers, strict=True) if answer is None)
         return refused, next((answer for answer in answers if answer is not None), None)
 
     def _take(self) -> tuple[WriteQueue, list[Entry]] | None:
@@ -213,7 +203,6 @@ class LogWriter:
             self._num_taken = 0
             queue.put_back(left)
             num_written = len(entries) - len(left)
-            queue.num_sent += num_written
             self.num_published += num_written
             self.num_published_tokens += sum(len(entry.tokens) for entry in entries)
             self.num_published_tokens -= sum(len(entry.tokens) for entry in left)
@@ -307,7 +296,6 @@ class RedisLog:
     def stats(self) -> SharingStats:
         """The counters as they are now."""
         writer, reader = self._writer, self.reader
-        refusals = writer.loop.refusals + reader.loop.refusals
         return SharingStats(
             is_connected=reader.is_connected and not writer.is_refused,
             num_published=writer.num_published,
@@ -317,13 +305,10 @@ class RedisLog:
             num_received_tokens=reader.num_received_tokens,
             num_known=reader.num_known,
             num_dropped=writer.num_dropped,
-            num_invalid=reader.invalid.total(),
+            num_invalid=reader.num_invalid,
             num_failures=writer.loop.num_failures + reader.loop.num_failures,
             num_reconnects=writer.loop.num_reconnects + reader.loop.num_reconnects,
-            refusals={reason: refusals[reason] for reason in REASONS}
-            | {f"invalid_{kind}": reader.invalid[kind] for kind in INVALID},
-            delays=reader.delays,
-            streams={each.name: each.received.stats(*writer.sent(each.key)) for each in reader.streams()},
+            streams={each.name: StreamStats(lag_seconds=each.lag_s) for each in reader.streams()},
         )
 
     def close(self) -> None:
