@@ -311,13 +311,15 @@ def test_what_is_saved_while_a_drafter_learns_was_true_at_one_moment(tmp_path: P
     """Another thread saves all the time; each file is what the model was between two calls of its owner."""
     with CacheSet(CacheConfig(directory=tmp_path), "0" * 32, inline=True) as caches:
         cache, drafter, random = caches.get(), SuffixDrafter(), np.random.default_rng(3)
+        files = cache._files
+        assert files is not None
         stop = threading.Event()
         saved: list[bytes] = []
         known = [AcceptanceModel().to_bytes()]
 
         def save() -> None:
             while not stop.is_set():
-                cache._save_learned(now=True)
+                files.save_learned(cache.learned.newest, now=True)
                 with suppress(FileNotFoundError):
                     saved.append((tmp_path / "default" / "learned.bin").read_bytes())
 

@@ -58,7 +58,6 @@ class Story:
         )
         self.index = SuffixIndex(config)
         self.num_built = 0
-        self.static: list[Segment] = []
         self.index.add_static([self.build(np.array([*STORY, SEPARATOR], np.int32), None)])  # stays
         for _ in range(int(self.random.integers(1, 4))):
             self.append()
@@ -94,17 +93,11 @@ class Story:
             self.index.install_merged(inputs, self.build(concatenate(inputs), inputs[0].start))
 
     def add_static(self) -> None:
-        segment = self.build(np.array([*self.text(), SEPARATOR], np.int32), None)
-        self.static.append(segment)
-        self.index.add_static([segment])
-
-    def remove_static(self) -> None:
-        if self.static:
-            self.index.leave_out([self.static.pop(0)])
+        self.index.add_static([self.build(np.array([*self.text(), SEPARATOR], np.int32), None)])
 
     def go_on(self) -> None:
         """Often nothing, sometimes several things."""
-        kinds = [self.append, self.append, self.seal, self.merge, self.add_static, self.remove_static]
+        kinds = [self.append, self.append, self.seal, self.merge, self.add_static]
         for _ in range(max(0, int(self.random.integers(-3, 4)))):
             kinds[int(self.random.integers(0, len(kinds)))]()
 

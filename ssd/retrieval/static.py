@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from ssd.errors import CacheError, StoreUnavailable
 from ssd.retrieval.directory import SegmentDirectory, load_segments
-from ssd.retrieval.files import check_fingerprint, check_namespace, new_segment_id, read_manifest
+from ssd.retrieval.files import Manifest, check_fingerprint, check_namespace, new_segment_id, read_manifest
 from ssd.retrieval.prefixes import as_sequence, split_sequence
 from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.retrieval.suffix_array import build_segment
@@ -34,12 +35,31 @@ def load_static_directory(path: Path, *, fingerprint: str) -> list[Segment]:
         raise StoreUnavailable(f"{path} cannot be read: {error}. Check the path and its permissions") from error
     if manifest is None:
         raise StoreUnavailable(f"{path} holds no cache (no manifest.json). Make one with `ssd-cache build`")
+    _require_memory(path, manifest)
     segments, failures = load_segments(path, manifest)
     for failure in failures:
         if isinstance(failure, CacheError):
             raise failure
         raise StoreUnavailable(f"{path} is incomplete: {failure}. Copy or build it again") from failure
     return [replace(segment, start=None) for segment in segments]
+
+
+def _require_memory(path: Path, manifest: Manifest) -> None:
+    """All is read into memory: better a sentence now than a process that the system kills."""
+    wanted = 0
+    for segment_id in manifest.segment_ids:
+        with suppress(OSError):  # said when it is read
+            wanted += (path / f"{segment_id}.seg").stat().st_size
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = 1024 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):  # a system that does not say
+        return
+    if wanted > free:
+        raise StoreUnavailable(
+            f"{path} takes {wanted / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free: give it more, or make it "
+            "smaller with `ssd-cache prune`"
+        )
 
 
 class StaticWriter:
