@@ -93,8 +93,8 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.replay.measure_cost --json
 	$(BIN)/python -m benchmarks.decode --out benchmarks/results/decode.json
 	$(BIN)/python -m benchmarks.exact --out benchmarks/results/exact.json
-	$(BIN)/python -m benchmarks.overhead --out benchmarks/results/overhead.json
-	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
+	$(BIN)/python -m benchmarks.contenders --question overhead --out benchmarks/results/overhead.json
+	$(BIN)/python -m benchmarks.contenders --out benchmarks/results/sources.json
 	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
 		if [ -e $(PEERS_READY) ]; then \
@@ -105,7 +105,7 @@ bench: $(READY)
 		fi; \
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
 	$(BIN)/python -m benchmarks.index --tokens 1000000 --out benchmarks/results/index-1m.json
-	$(BIN)/python -m benchmarks.index --tokens 16000000 --peers --out benchmarks/results/index-16m.json
+	$(BIN)/python -m benchmarks.index --tokens 16000000 --out benchmarks/results/index-16m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --out benchmarks/results/index-256m.json
 	$(BIN)/python -m benchmarks.evaluate --out benchmarks/results/evaluate.json
 	$(BIN)/python -m benchmarks.http --out benchmarks/results/http.json
@@ -183,7 +183,7 @@ real-model: $(REAL_MODEL)/.checked
 bench-real: $(READY) real-model
 	$(BIN)/python -m benchmarks.exact $(REAL_MODEL) --prompts 4 --max-tokens 32 --rounds 7 \
 		--out benchmarks/results/exact-gemma.json
-	$(BIN)/python -m benchmarks.sources --model $(REAL_MODEL) --requests 12 --out benchmarks/results/sources-gemma.json
+	$(BIN)/python -m benchmarks.contenders --model $(REAL_MODEL) --requests 12 --out benchmarks/results/sources-gemma.json
 	$(BIN)/python -m benchmarks.coupled --model $(REAL_MODEL) --requests 4 --growth-requests 15 --max-tokens 32 \
 		--group 2 --out benchmarks/results/coupled-gemma.json
 	$(BIN)/python -m benchmarks.evaluate $(REAL_MODEL) --requests 8 --max-tokens 32 --prompt-tokens 128 --rounds 1 \
@@ -192,7 +192,7 @@ bench-real: $(READY) real-model
 		--requests 16 --window 4 --repeated 8 --out benchmarks/results/growth-gemma.json
 	$(BIN)/python -m benchmarks.decode --model $(REAL_MODEL) --batch 1 4 --rounds 16 --baseline-rounds 3 \
 		--out benchmarks/results/decode-gemma.json
-	$(BIN)/python -m benchmarks.overhead --model $(REAL_MODEL) --batch 1 4 --pairs 12 \
+	$(BIN)/python -m benchmarks.contenders --question overhead --model $(REAL_MODEL) --batch 1 4 --rounds 12 \
 		--out benchmarks/results/overhead-gemma.json
 	$(BIN)/python -m benchmarks.report
 

@@ -3,10 +3,9 @@
 ``python -m benchmarks.decode [MODEL] [--batch B...] [--context L...] [--draft K...] [--shape tiny|1b|8b] [--json]``
 
 For every (batch, context, T = 1 + K): engine steps whose drafts are what the model will say, so that every token is
-accepted; by turns with them bare forwards of the same shape, as transformers runs it; then passes alone, launched one
-behind the other. K = 0 is plain decoding. Outputs of every K must be those of K = 0. Beside them ``model.generate`` on
-one of the prompts, and a copy of memory, which tells what the device can move. Prints a table; the last line of stdout
-is one JSON object.
+accepted; then passes alone, launched one behind the other. K = 0 is plain decoding. Outputs of every K must be those of
+K = 0. Beside them ``model.generate`` on one of the prompts, and a copy of memory, which tells what the device can move.
+Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any
@@ -26,11 +26,9 @@ from transformers import CompileConfig, PreTrainedModel
 
 from benchmarks.run import Option, Run
 from benchmarks.steps import (
-    OwnAttention,
     Shape,
     Timing,
     Tokens,
-    cache_bytes,
     copy_bytes_per_second,
     pass_seconds,
     passes_of,
@@ -55,35 +53,30 @@ def time_generate(
 
     A round runs all ways in turn, the engine without drafts first: ``engine_over_it`` compares within rounds.
     """
-    ways: dict[str, Callable[[], list[int]]] = {"engine": lambda: _complete(target, prompt, num_tokens)}
-    for name, options in _options(model).items():
-        ways[name] = lambda options=options: _generate(model, prompt, num_tokens, options)  # type: ignore[misc]
-    found: dict[str, dict[str, Any]] = {}
-    rates: dict[str, list[float]] = {name: [] for name in ways}
+    ways: dict[str, Callable[[], list[int]]] = {"engine": partial(_complete, target, prompt, num_tokens)}
+    ways |= {name: partial(_generate, model, prompt, num_tokens, how) for name, how in _options(model).items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    errors: dict[str, str] = {}
     texts: dict[str, list[int]] = {}
-    for number in range(rounds + 1):
+    for _ in range(rounds + 1):  # the first one warms up
         for name, way in ways.items():
-            if "error" in found.get(name, {}):
-                continue
-            synchronize(model.device)
-            began = time.perf_counter()
-            try:
-                texts[name] = way()
-            except Exception as error:  # a compiler may be missing, or a model refuse the cache: not this run's problem
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-                found[name] = {"tokens_per_s": None, "error": reason}
-                continue
-            if number:  # the first one warms up
-                rates[name].append(num_tokens / (time.perf_counter() - began))
-    for name, measured in rates.items():
-        if "error" not in found.get(name, {}):
-            ratios = [ours / theirs for ours, theirs in zip(rates["engine"], measured, strict=True)]
-            found[name] = {
-                "tokens_per_s": round(median(measured), 2),
-                "engine_over_it": round(median(ratios), 3),
-                "engine_over_it_min_max": [round(min(ratios), 3), round(max(ratios), 3)],
-                "equal_to_eager": texts[name] == texts.get("eager"),
-            }
+            if name not in errors:
+                synchronize(model.device)
+                began = time.perf_counter()
+                try:
+                    texts[name] = way()
+                except Exception as error:  # a compiler may be missing, or a model refuse the cache
+                    errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+                seconds[name].append(time.perf_counter() - began)
+    found: dict[str, dict[str, Any]] = {name: {"tokens_per_s": None, "error": why} for name, why in errors.items()}
+    for name in ways.keys() - errors.keys():
+        ratios = [theirs / ours for ours, theirs in zip(seconds["engine"][1:], seconds[name][1:], strict=True)]
+        found[name] = {
+            "tokens_per_s": round(num_tokens / median(seconds[name][1:]), 2),
+            "engine_over_it": round(median(ratios), 3),
+            "engine_over_it_min_max": [round(min(ratios), 3), round(max(ratios), 3)],
+            "equal_to_eager": texts[name] == texts.get("eager"),
+        }
     return found
 
 
@@ -108,15 +101,14 @@ def _options(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
 
 def _generate(model: PreTrainedModel, prompt: Tokens, num_tokens: int, options: dict[str, Any]) -> list[int]:
     ids = torch.from_numpy(prompt.astype("int64"))[None].to(model.device)
-    with OwnAttention(model):
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            **options,
-        )
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        **options,
+    )
     synchronize(model.device)
     said: list[int] = output[0, ids.shape[1] :].tolist()
     return said
@@ -132,18 +124,30 @@ OPTIONS: dict[str, Any] = {
     "baseline_rounds": 7,
     "enforce_eager": Option(default=False, help="record no CUDA graphs"),
     "fuse_linears": Option(default=False, help="on a GPU too, one product for layers that read the same input"),
-    "no_baselines": Option(default=False, help="leave bare forwards and model.generate out"),
+    "no_baselines": Option(default=False, help="leave model.generate out"),
 }
 COLUMNS = (
     (">batch", "{batch}"),
-    (">context", "{context}"),
-    (">T", "{T}"),
-    (">step ms", "{step_ms_p50:.3f}"),
-    (">pass ms", "{pass_ms:.3f}"),
-    (">forward ms", "{forward_ms_p50}"),
+    (">positions a row", "{T}"),
+    (">step ms", "{step_ms_p50:.2f}"),
+    (">pass alone ms", "{pass_ms:.2f}"),
     (">of copy rate", "{of_copy:.3f}"),
-    (">tokens/s", "{tokens_per_s:.1f}"),
+    (">tokens/s", "{tokens_per_s:,.0f}"),
 )
+EACH = (
+    "Without drafts, a whole request beside `model.generate` by turns, prompt included: "
+    "{baselines[eager][engine_over_it]:.2f}x eager, {baselines[prompt lookup][engine_over_it]:.2f}x prompt lookup, "
+    "{baselines[static cache][engine_over_it]:.2f}x static cache."
+)
+NOTE = (
+    "`python -m benchmarks.decode`, {environment[cpu]}, {threads} threads, every drafted token the model's own; "
+    "{measured}."
+)
+
+
+def is_shown(row: Mapping[str, Any]) -> bool:
+    """On the page, which has fewer widths."""
+    return row["T"] in (1, 4, 16)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             num_tokens = tokens_said(args.rounds, shape.width)
             prompts = prompts_of(text, batch, max(8, context - num_tokens // 2))
             if draft:  # the text the drafts are taken from begins where this prompt ends
-                known = time_steps(target, prompts, Shape(batch, context, 0), num_tokens, [], None).outputs
-            timing = time_steps(target, prompts, shape, args.rounds, known or [[] for _ in prompts], library)
+                known = time_steps(target, prompts, Shape(batch, context, 0), num_tokens, [[] for _ in prompts]).outputs
+            timing = time_steps(target, prompts, shape, args.rounds, known or [[] for _ in prompts])
             pairs = zip(timing.outputs, known, strict=True) if draft else ()
             num_changed += sum(said[: len(text)] != text[: len(said)] for said, text in pairs)
             if draft in args.draft:
@@ -191,7 +195,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         weight_bytes=num_bytes,
         copy_bytes_per_s=round(copied),
         changed_outputs=num_changed,
-        rows=run.rows,
         baselines=baselines,
         is_wrong=num_changed > 0 and target.dtype == torch.float32,
     )
@@ -199,7 +202,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _row(target: Target, shape: Shape, timing: Timing, num_bytes: int, copied: float) -> dict[str, Any]:
     step, alone = median(timing.steps), pass_seconds(target, shape, min(8, len(timing.steps)))
-    over = [a / b for a, b in zip(timing.steps, timing.forwards, strict=False)]
     return {
         "batch": shape.batch,
         "context": shape.context,
@@ -208,11 +210,8 @@ def _row(target: Target, shape: Shape, timing: Timing, num_bytes: int, copied: f
         "step_ms_p10_p90": [round(float(x) * 1e3, 4) for x in np.percentile(timing.steps, [10, 90])],
         "pass_ms": round(alone * 1e3, 4),
         "outside_pass_share": round(1 - alone / step, 4),
-        "forward_ms_p50": round(median(timing.forwards) * 1e3, 4) if over else None,
-        "step_over_forward_p50": round(median(over), 4) if over else None,
         "tokens_per_s": round(timing.num_tokens / len(timing.steps) / step, 2),
         "of_copy": round(num_bytes / copied / step, 4),
-        "of_copy_with_cache": round((num_bytes + cache_bytes(target, shape)) / copied / step, 4),
     }
 
 

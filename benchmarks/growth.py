@@ -46,13 +46,23 @@ OPTIONS: dict[str, Any] = {
     "seed": 0,
 }
 COLUMNS = (
+    ("model", "{model}"),
     ("stream", "{shares}"),
     ("sampling", "{sampling}"),
-    ("on / off, first fifth", "{speedup_first:.2f}x"),
-    ("last fifth", "{speedup_last:.2f}x"),
-    ("min ... max", "{speedup_min:.2f} ... {speedup_max:.2f}"),
-    ("tokens per pass, first -> last", "{acceptance_length_first:.2f} -> {acceptance_length_last:.2f}"),
-    ("mismatches", "{mismatches}"),
+    (">on / off, first fifth", "{speedup_first:.2f}x"),
+    (">last fifth", "{speedup_last:.2f}x"),
+    (">min - max", "{speedup_min:.2f}-{speedup_max:.2f}"),
+    (">tokens a pass, first", "{acceptance_length_first:.2f}"),
+    (">last", "{acceptance_length_last:.2f}"),
+)
+EACH = (
+    "{model}: the same {repeated_requests[requests]} greedy requests twice took {repeated_requests[steps_first]} "
+    "passes on an empty cache and {repeated_requests[steps_second]} the second time, at "
+    "{repeated_requests[speedup_second]:.1f}x the tokens/s of speculation off."
+)
+NOTE = (
+    "Medians over windows of requests of at most {parameters[max_tokens]} tokens, on and off in turn, all outputs "
+    "equal. `python -m benchmarks.growth`, float32, {environment[cpu]}, {environment[cores]} cores; {measured}."
 )
 
 
@@ -99,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plot(found, len(args.sampling), args.out.with_suffix(".png"))
     differs = again["mismatches"] or any(row["mismatches"] for row in run.rows)
     is_wrong = bool(differs) and model.dtype == torch.float32
-    return run.end(repeated_requests=again, runs=run.rows, is_wrong=is_wrong)
+    return run.end(repeated_requests=again, is_wrong=is_wrong)
 
 
 def open_stream(name: str, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:
@@ -132,7 +142,7 @@ def repeat(
             num_tokens += tallies["off"].tokens
         steps_second = on.metrics.num_verify_steps - steps_first
         for request, once in zip(requests, first, strict=True):
-            comparison.add(off.target, request.prompt_token_ids, params, once, ask(off, [request])[0])
+            comparison.add(off, request, once, ask(off, [request])[0])
     return {
         "requests": num_requests,
         "output_tokens": num_tokens,

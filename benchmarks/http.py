@@ -287,11 +287,23 @@ OPTIONS = {
 }
 COLUMNS = (
     ("traffic", "{kind}"),
-    (">engine", "{engine} {unit}"),
-    (">HTTP", "{http}"),
-    (">difference", "{difference}"),
-    ("least ... most", "{least} ... {most}"),
+    ("", "{unit}"),
+    (">engine", "{engine:,.1f}"),
+    (">over HTTP", "{http:,.1f}"),
+    (">difference", "{difference:+.2f}"),
+    (">rounds", "{least:+.2f} ... {most:+.2f}"),
 )
+NOTE = (
+    "`python -m benchmarks.http` on {date}, {environment[cpu]}, {environment[cores]} cores, {model}: one client that "
+    "asks for one token, or 32 for whole answers, as streams too; differences in ms or as a share. Medians of "
+    "{parameters[rounds]} rounds of {parameters[requests]} requests, in turn with the same to an engine in the "
+    "client's process, which share the machine; all texts are compared."
+)
+
+
+def is_shown(row: dict[str, Any]) -> bool:
+    """On the page: kinds that are still asked."""
+    return row["kind"] in {kind.name for kind in KINDS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -320,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     beside = beside_connections(args.connections, 200) if args.connections else []
     for row in beside:
         run.say("beside {connections} {beside}: {p50_ms} ms p50, {p99_ms} p99, {kib_each} KiB each".format_map(row))
-    return run.end(rows=run.rows, beside=beside)
+    return run.end(beside=beside)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
 Steps of the engine under torch's profiler, plain ones (a draft of 0) and such as verify K tokens a row: the device's
 time by groups of kernels and its waits for the host; the host's time by parts of a step, and its waits for the
 device. On a CPU, where model and engine are one after another, operators by groups and what is
-outside of them. The profiler slows the host down: the step's time without it stands beside. Prints a table; the last
-line of stdout is one JSON object. With --traces also, of each batch and draft, a trace for a browser.
+outside of them. The profiler slows the host down: the step's time without it stands beside, and that of each of its
+parts. With ``--shape tiny`` nearly all but the launch is the host's own. Prints a table; the last line of stdout is one
+JSON object. With --traces also, of each batch and draft, a trace for a browser.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 
 STEP: Final = "step"
+DRAFTING: Final = "drafting"
+"""The drafter's own calls, within other parts."""
 
 _GROUPS: Final = (
     ("attention", re.compile(r"attend|combine_splits|attention|flash|fmha", re.I)),
@@ -70,7 +73,7 @@ def summary(averages: Iterable[Any], number: int) -> dict[str, Any]:
     averages : what the profiler says of each name over ``number`` steps. Without a device the groups are of operators,
     and what is left of a step is Python and compiled loops that are no operators.
     """
-    annotated: dict[str, float] = dict.fromkeys((STEP, *PARTS), 0.0)
+    annotated: dict[str, float] = dict.fromkeys((STEP, *PARTS, DRAFTING), 0.0)
     operators: dict[str, float] = {}
     kernels: dict[str, float] = {}
     num_kernels = 0
@@ -110,24 +113,29 @@ def _longest(times: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(times.items(), key=lambda item: -item[1])
 
 
+class Clock:
+    """Seconds of each part since it was cleared; parts are marked for the profiler too."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def around(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        with record_function(part):
+            yield
+        self.seconds[part] += time.perf_counter() - began
+
+
 class KnownDrafter(SuffixDrafter):
     """Looks up and judges as the default drafter does, then drafts what each request is known to say.
 
-    So a step costs the host what it costs, and every pass has the width that is asked for. ``seconds`` : of its calls.
+    So a step costs the host what it costs, and every pass has the width that is asked for.
     """
-
-    seconds = 0.0
 
     def __init__(self, known: Sequence[Sequence[int]], draft: int) -> None:
         super().__init__()
         self._text = KnownText(known, draft)
-        watch(self, {name: name for name in ("propose", "observe_scores", "learn_scores")}, self._timed)
-
-    @contextmanager
-    def _timed(self, _: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds += time.perf_counter() - began
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """``draft`` tokens for each request."""
@@ -162,17 +170,22 @@ def profile_steps(
             # A step that only decodes asks its drafter too, and gets nothing.
             draft=DraftConfig(num_speculative_tokens=max(1, shape.draft)),
         )
-        watch(engine, PARTS, record_function)
+        clock = Clock()
+        watch(engine, PARTS, clock.around)
+        watch(drafter, {DRAFTING: "propose"}, clock.around)
+        watch(drafter, {DRAFTING: "observe_scores"}, clock.around)
+        watch(drafter, {DRAFTING: "learn_scores"}, clock.around)
         rows = Rows(engine, prompts, num_tokens)
         rows.read_prompts()
         for _ in range(_UNTIMED_STEPS):
             rows.step()
-        seconds, drafter.seconds = list[float](), 0.0
+        seconds = list[float]()
+        clock.seconds.clear()
         for _ in range(args.rounds):
             began = time.perf_counter()
             rows.step()
             seconds.append(time.perf_counter() - began)
-        drafting = drafter.seconds
+        parts = {part: clock.seconds[part] for part in (*PARTS, DRAFTING)}
         synchronize(target.device)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (target.device.type == "cuda")
         with profile(activities=activities) as profiler:
@@ -194,8 +207,8 @@ def profile_steps(
         "context": shape.context,
         "T": shape.width,
         "unprofiled_step_ms_p50": round(1e3 * median(seconds), 4),
-        "drafting_ms_mean": round(1e3 * drafting / len(seconds), 4),
-        "drafting_share": round(drafting / sum(seconds), 4),
+        "unprofiled_parts_ms": {part: round(1e3 * taken / len(seconds), 4) for part, taken in parts.items()},
+        "drafting_share": round(parts[DRAFTING] / sum(seconds), 4),
         **found,
     }
 
@@ -237,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trace = None if args.traces is None else args.traces / f"trace-b{batch}-t{shape.width}.json.gz"
         prompts = prompts_of(text, batch, max(8, args.context - shape.width * args.rounds // 2))
         run.say(shown(run.row(profile_steps(target, prompts, shape, args, trace))))
-    return run.end(passes=passes_of(target), rows=run.rows)
+    return run.end(passes=passes_of(target))
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -253,7 +266,7 @@ def shown(row: dict[str, Any]) -> str:
         )
     else:
         lines.append(f"  operators {row['operators_ms']:.3f}, outside of them {row['outside_operators_ms']:.3f}")
-    for title, key in (("groups", "groups_ms"), ("parts of a step", "phases_ms")):
+    for title, key in (("groups", "groups_ms"), ("parts without the profiler", "unprofiled_parts_ms")):
         lines.append(f"  {title}: " + ", ".join(f"{name} {ms:.3f}" for name, ms in row[key].items()))
     return "\n".join(lines)
 

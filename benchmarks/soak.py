@@ -50,6 +50,15 @@ OPTIONS = {
 }
 
 
+COLUMNS: tuple[tuple[str, str], ...] = ()
+NOTE = (
+    "`python -m benchmarks.soak` on {date}, {environment[cpu]}, {environment[cores]} cores: {parameters[seconds]:.0f} "
+    "seconds, {parameters[clients]} clients under three keys. {answers:,} answers ({tokens:,} tokens) were compared "
+    "with the engine called directly without drafts: {changed} changed, {failed} failed; {left:,} were left before "
+    "they ended. Memory of the last quarter was {growth:.2f} of the second's."
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Ask, compare, print. Returns the exit status."""
     run = Run("soak", __doc__, argv, OPTIONS, unsaid=("most_growth", "server_option"), under=("ssd", "server"))
@@ -88,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for failure in load.failures:
         run.say(failure)
     failed = result["changed"] or result["failed"] or left_behind or result["tracebacks"] or not closed_in_order
-    return run.end(**result, is_wrong=bool(failed) or result["growth"] > args.most_growth, indent=1)
+    return run.end(**result, is_wrong=bool(failed) or result["growth"] > args.most_growth)
 
 
 def _soak(load: Load, args: Any, run: Run) -> list[tuple[int, float]]:

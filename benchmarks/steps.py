@@ -1,4 +1,4 @@
-"""Steps of an engine whose drafts are all accepted, bare forwards of the same shape in turn, and a step's parts."""
+"""Steps of an engine whose drafts are all accepted, and a step's parts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from benchmarks.workloads import snippets
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.protocol import EMPTY_DRAFT
 from ssd.engine import Engine, Request
-from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.codec import TextCodec
 
 Tokens = npt.NDArray[np.int32]
 
-_TURN = 8
-"""Steps, and then bare forwards, one after another."""
+_UNTIMED: Final = 2
+"""Steps before those that are timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +46,9 @@ class Shape:
 
 
 class Timing(NamedTuple):
-    """Seconds of steps and of bare forwards, what each row said, and tokens put out in the steps."""
+    """Seconds of steps, what each row said, and tokens put out in the steps."""
 
     steps: list[float]
-    forwards: list[float]
     outputs: list[list[int]]
     num_tokens: int
 
@@ -86,24 +84,15 @@ def synchronize(device: torch.device) -> None:
 
 def tokens_said(rounds: int, width: int) -> int:
     """Most tokens that a row says in ``rounds`` timed steps, and in those that are not timed."""
-    return (rounds + -(-rounds // (_TURN - 1)) + 1) * width
+    return (rounds + _UNTIMED) * width
 
 
 def time_steps(
-    target: Target,
-    prompts: Sequence[Tokens],
-    shape: Shape,
-    rounds: int,
-    known: list[list[int]],
-    library: PreTrainedModel | None,
+    target: Target, prompts: Sequence[Tokens], shape: Shape, rounds: int, known: Sequence[Sequence[int]]
 ) -> Timing:
-    """``rounds`` steps of the engine over ``shape.batch`` of the prompts, and as many bare forwards, by turns.
-
-    A turn is some of the one and then some of the other, the first of each not timed: it finds the caches full of what
-    the other read.
+    """``rounds`` steps of the engine over the prompts.
 
     ``known`` : what each prompt's request says, as many tokens as `tokens_said`; with a draft of 0 it may be empty.
-    ``library`` : the model of the bare forwards, as its library loads it; None makes none.
     """
     engine = Engine(
         target,
@@ -111,27 +100,17 @@ def time_steps(
         config=at_once(target, prompts),
         draft=DraftConfig(num_speculative_tokens=shape.draft),
     )
-    num_tokens = tokens_said(rounds, shape.width)
-    rows = Rows(engine, prompts[: shape.batch], num_tokens + 2)
+    rows = Rows(engine, prompts, tokens_said(rounds, shape.width) + 2)
     rows.read_prompts()
-    forward = None if library is None else BareForward(library, shape, len(prompts[0]) + num_tokens // 2)
-    steps: list[float] = []
-    forwards: list[float] = []
-    num_steps = put_out = 0
-    while engine.has_work() and min(map(len, rows.outputs)) <= num_tokens - shape.width + 1:
-        turn = num_steps % _TURN
+    steps, put_out = list[float](), 0
+    for number in range(_UNTIMED + rounds):
         began = time.perf_counter()
         new = rows.step()
         synchronize(target.device)
-        if turn:
+        if number >= _UNTIMED:
             steps.append(time.perf_counter() - began)
             put_out += new
-        num_steps += 1
-        if turn == _TURN - 1 and forward is not None:
-            forwards += [forward.seconds() for _ in range(_TURN)][1:]
-    if forward is not None:
-        forwards += [forward.seconds() for _ in range(len(steps) - len(forwards) + 1)][1:]
-    return Timing(steps, forwards, rows.finish(), put_out)
+    return Timing(steps, rows.finish(), put_out)
 
 
 def pass_seconds(target: Target, shape: Shape, rounds: int) -> float:
@@ -228,51 +207,6 @@ def at_once(target: Target, prompts: Sequence[Tokens]) -> EngineConfig:
     return EngineConfig(max_num_seqs=target.num_slots, prefill_chunk_tokens=max(512, sum(map(len, prompts))))
 
 
-class BareForward:
-    """The model as its library runs it: its own attention over a cache of its own, nothing around it."""
-
-    def __init__(self, model: PreTrainedModel, shape: Shape, context: int) -> None:
-        """``context`` : tokens of each row before the pass."""
-        self._model = model
-        vocab_size = model.config.get_text_config().vocab_size
-        random = torch.Generator().manual_seed(0)
-        tokens = torch.randint(3, vocab_size, (shape.batch, context + shape.width), generator=random).to(model.device)
-        self._tokens = tokens[:, context:]
-        self._cache = (
-            DynamicCache()
-        )  # without the configuration it keeps what lies beyond a window: its end can be cropped
-        with torch.inference_mode(), OwnAttention(model):
-            model(input_ids=tokens[:, :context], past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-
-    @torch.inference_mode()
-    def seconds(self) -> float:
-        """Of one pass; the cache is as before."""
-        with OwnAttention(self._model):
-            synchronize(self._model.device)
-            began = time.perf_counter()
-            self._model(input_ids=self._tokens, past_key_values=self._cache, use_cache=True)
-            synchronize(self._model.device)
-            took = time.perf_counter() - began
-        self._cache.crop(-self._tokens.shape[1])
-        return took
-
-
-class OwnAttention:
-    """The model's attention as transformers chooses it, for a while."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._was = model.config._attn_implementation
-
-    def __enter__(self) -> None:
-        if self._was == ATTENTION_NAME:
-            self._model.set_attn_implementation("sdpa")
-
-    def __exit__(self, *_: object) -> None:
-        if self._was == ATTENTION_NAME:
-            self._model.set_attn_implementation(ATTENTION_NAME)
-
-
 def passes_of(target: Target) -> str:
     """How a target's passes are run, as it was opened."""
     if not isinstance(target, SlotTarget) or target.steps is None:
@@ -287,12 +221,6 @@ def weight_bytes(model: PreTrainedModel) -> int:
     if embedding is not None and (head is None or embedding.weight is not head.weight):
         weights -= embedding.weight.numel() * embedding.weight.element_size()  # a few rows of it are read
     return weights
-
-
-def cache_bytes(target: Target, shape: Shape) -> int:
-    """Bytes of the KV cache that a pass reads at least: what the rows hold."""
-    held = target.kv_cache.bytes_per_token if isinstance(target, SlotTarget) else 0
-    return held * shape.batch * shape.context
 
 
 def copy_bytes_per_second(device: torch.device, num_bytes: int) -> float:

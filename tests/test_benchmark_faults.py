@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.faults import __main__ as program
 from benchmarks.faults.__main__ import PROBLEMS
 from benchmarks.faults.remote import FAULTS, MEMBERS, NETWORK, STORE, drawn
 from benchmarks.history import History, family
 from benchmarks.processes import find_redis_server
-from benchmarks.report.service import faults_section, fleet_faults_section
+from benchmarks.report.__main__ import section
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,4 +105,4 @@ def test_faults_are_injected_and_nothing_is_wrong_afterwards(options: tuple[str,
     assert [row["rounds"] for row in result["rows"][:2]] == [1, 1]
     assert result["right"] > 0 and result["promised"] > 0
     assert json.loads((tmp_path / "faults.json").read_text())["right"] == result["right"]
-    assert "| log-junk |" in fleet_faults_section(result) or "requests-hostile" in faults_section(result)
+    assert "| server-kill-serving |" in section(program, [result]) or "| log-junk |" in section(program, [result])

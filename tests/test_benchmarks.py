@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,12 @@ import numpy as np
 import pytest
 from torch._C._autograd import DeviceType
 
+from benchmarks.contenders import ALL
 from benchmarks.coupled import REPEATS
 from benchmarks.index.measures import CONTEXT_TOKENS, sample_contexts
-from benchmarks.made_text import completions, sequences_within
+from benchmarks.made_text import completions
 from benchmarks.profile import summary
 from benchmarks.run import Option, Run, bootstrap, in_turn, table
-from benchmarks.sources import ALL, OFF, RECYCLING, RETRIEVAL, all_over_best
-from benchmarks.ways import Tally
 from ssd.retrieval.search import longest_match
 from tests.reference.drafting import make_snapshot
 
@@ -30,8 +30,7 @@ _STEPS = ("--context", "24", "--draft", "0", "3", "--rounds", "3")
 
 
 def same_outputs(found: Found) -> bool:
-    parts = [found, *found.get("rows", ()), *found.get("runs", ()), *found.get("workloads", ())]
-    return all(not part.get("mismatches", 0) for part in parts)
+    return all(not part.get("mismatches", part.get("num_different", 0)) for part in (found, *found["rows"]))
 
 
 def few_passes_when_asked_again(found: Found) -> bool:
@@ -49,8 +48,13 @@ def drafts_are_what_is_stored(found: Found) -> bool:
 
 
 PROGRAMS: tuple[tuple[str, Sequence[str], Callable[[Found], object]], ...] = (
-    ("overhead", ("--batch", "2", "--pairs", "2", "--max-tokens", "4"), same_outputs),
-    ("sources", ("--requests", "2", "--rounds", "1", "--max-tokens", "8", "--prompt-tokens", "48"), same_outputs),
+    ("contenders", ("--question", "overhead", "--batch", "2", "--rounds", "2", "--max-tokens", "4"), same_outputs),
+    (
+        "contenders",
+        ("--requests", "2", "--rounds", "1", "--max-tokens", "8", "--prompt-tokens", "48"),
+        lambda f: same_outputs(f) and {row["way"] for row in f["rows"]} >= {"retrieval", "draft head", ALL},
+    ),
+    ("exact", ("--dtype", "float32", "--prompts", "2", "--max-tokens", "6", "--rounds", "1"), same_outputs),
     ("evaluate", ("--workloads", "often", "--requests", "3", "--max-tokens", "16", "--rounds", "1"), same_outputs),
     ("growth", ("--requests", "6", "--repeated", "2", "--max-tokens", "8", "--window", "3"), same_outputs),
     (
@@ -74,7 +78,9 @@ PROGRAMS: tuple[tuple[str, Sequence[str], Callable[[Found], object]], ...] = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "arguments", "is_right"), PROGRAMS, ids=[name for name, *_ in PROGRAMS])
+@pytest.mark.parametrize(
+    ("program", "arguments", "is_right"), PROGRAMS, ids=[f"{name} {arguments[0]}" for name, arguments, _ in PROGRAMS]
+)
 def test_a_small_run_ends_with_its_result(
     program: str,
     arguments: Sequence[str],
@@ -114,18 +120,6 @@ def test_tables_turns_and_intervals() -> None:
     assert widths[1] < widths[0]
 
 
-def test_all_together_is_compared_with_the_best_source_alone() -> None:
-    def tally(seconds: float) -> Tally:
-        return Tally(seconds=seconds, cpu_s=2 * seconds, tokens=100, passes=50)
-
-    rounds = [
-        {OFF: tally(10.0), RETRIEVAL: tally(8.0), RECYCLING: tally(5.0), ALL: tally(seconds)} for seconds in (4.0, 5.0)
-    ]
-    found = all_over_best(rounds)
-    assert found == {"best": RECYCLING, "ratio": [1.125, 1.0, 1.25], "ratio_by_cpu_time": [1.125, 1.0, 1.25]}
-    assert all_over_best([{OFF: tally(1.0)}]) is None
-
-
 def test_a_profiled_step_of_two_kernels_is_busy_and_waits_for_the_host() -> None:
     def named(key: str, us: float, *, on: DeviceType = DeviceType.CPU, count: int = 2) -> Any:
         return SimpleNamespace(
@@ -145,8 +139,7 @@ def test_a_profiled_step_of_two_kernels_is_busy_and_waits_for_the_host() -> None
 
 def test_contexts_that_an_index_is_asked_for_occur_as_far_as_they_say() -> None:
     parts = [
-        [token for text in sequences_within(completions(2000, seed), 20_000) for token in (*text.tolist(), -1)]
-        for seed in (1, 2)
+        [token for text in islice(completions(2000, seed), 12) for token in (*text.tolist(), -1)] for seed in (1, 2)
     ]
     snapshot = make_snapshot(parts)
     contexts = sample_contexts(snapshot, 40, np.random.default_rng(0))

@@ -115,7 +115,7 @@ def run_whole(trace: Path, capsys: pytest.CaptureFixture[str], *more: str) -> di
 
 
 def run(trace: Path, capsys: pytest.CaptureFixture[str], *more: str) -> list[dict[str, Any]]:
-    results = run_whole(trace, capsys, *more)["results"]
+    results = run_whole(trace, capsys, *more)["rows"]
     return [{key: value for key, value in r.items() if not key.startswith("propose_us")} for r in results]
 
 
@@ -132,11 +132,11 @@ def test_two_runs_give_the_same_counts(trace: Path, capsys: pytest.CaptureFixtur
 
 def test_a_curve_has_a_result_for_each_setting(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_whole(trace, capsys, "--curve", "--price-by", "measured")
-    named = [(each["drafter"], each["setting"]) for each in result["results"]]
+    named = [(each["drafter"], each["setting"]) for each in result["rows"]]
     assert len(set(named)) == len(named)
     assert ("ssd", "priced by measured") in named
     assert [name for name, _ in named] == sorted((name for name, _ in named), key=DRAFTER_NAMES.index)
-    for each in result["results"]:
+    for each in result["rows"]:
         assert each["accepted_per_step"] == pytest.approx(each["mean_acceptance_length"] - 1)
         assert set(each["speed_up"]) == {"flat 32", "measured"}
         assert each["speed_up"]["flat 32"] == pytest.approx(each["mean_acceptance_length"])
@@ -180,12 +180,12 @@ def test_the_page_lays_every_drafter_beside_ours_at_its_best_and_as_it_comes() -
     sglang = [result("sglang", "default", 1.3, 1.2), result("sglang", "BFS 10, 7 nodes", 1.2, 1.4)]
     parameters = {"tokenizers": ["t"], "max_output_tokens": 8000, "draft": {"num_speculative_tokens": 64}}
     found = others_section(
-        {"results": [*ours, *arctic, *llama_cpp], "parameters": parameters},
-        {"results": [*ours, *sglang], "parameters": parameters},
+        {"rows": [*ours, *arctic, *llama_cpp], "parameters": parameters},
+        {"rows": [*ours, *sglang], "parameters": parameters},
     )
     lines = found.splitlines()
     assert "ours, paths, 3.00x; arctic, paths, 1.50x; llama.cpp, paths, 1.70x; ours, trees, 3.00x" in found
-    assert "Ahead of ours: none." in lines
+    assert "Ahead of ours: none." in found
     assert "| llama.cpp, paths | default ngram-mod | 1.10x | 2.00 | 4.0 | 5.0 |" in lines
     assert "| SGLang, trees | default | 1.30x | 2.00 | 4.0 | 5.0 |" in lines
     assert "lookup, draft 8" not in found and "the first 8,000 output tokens" in found

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.gpu_check [MODEL] [--call K | --parts PART...] [--real DIR] [--minutes M] [--out DIR]``
 
-- call 1, is it right: greedy output against ``model.generate`` and sampled output against no speculation, in three
-  types; the tests that do more on a GPU, our kernels against float32 among them.
+- call 1, is it right: output against ``model.generate`` and against no speculation, in three types; the tests that do
+  more on a GPU, our kernels against float32 among them.
 - call 2, is it fast: steps of an 8B and a 1B shape beside a copy of memory, repeats at batch 1, what drafting for 64
   rows takes, and speculation that gains nothing at batch 1 to 64.
 - call 3, why: steps under the profiler, growth, and a soak with cancellations and leaks.
@@ -27,15 +27,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.child import ROOT
 from benchmarks.models import model_name
-from benchmarks.run import head
+from benchmarks.run import head, table
 from ssd.bundled import MODEL_PATH
 
 Found = dict[str, Any]
@@ -61,26 +61,40 @@ class Mark:
             return None
         return self.value <= self.bound if self.at_most else self.value >= self.bound
 
-    def line(self) -> str:
+    def cells(self) -> dict[str, str]:
         """For people."""
         word = {None: "not measured", True: "met", False: "NOT MET"}[self.is_met]
         value = "-" if self.value is None else f"{self.value:g}"
-        return f"{word:<13} {self.name}: {value} ({'at most' if self.at_most else 'at least'} {self.bound:g})"
-
-    def to_json(self) -> dict[str, Any]:
-        """For the result."""
-        return {
-            "name": self.name,
-            "value": self.value,
-            "bound": self.bound,
-            "at_most": self.at_most,
-            "met": self.is_met,
-        }
+        return {"mark": self.name, "measured": value, "word": word,
+                "bound": f"{'at most' if self.at_most else 'at least'} {self.bound:g}"}  # fmt: skip
 
 
-def marks(results: Mapping[str, Found]) -> list[Mark]:
+def marks(results: Mapping[str, Found]) -> Iterator[Mark]:
     """All of them, from what the parts found; a part that was cut counts with what it had found."""
-    return [*_right(results), *_steps(results), *_drafting(results)]
+    for part in PARTS_THAT_PASS:
+        found = results.get(part)
+        value = None if found is None or "skipped" in found or "cut" in found else float(found["passed"])
+        yield Mark(f"{part} is right", value, 1.0)
+    for part, shape in (("speed-large", "large"), ("speed-small", "small")):
+        at = {(row["batch"], row["T"]): row for row in rows_of(results, part, "decode")}
+        plain = at.get((1, 1), {})
+        yield Mark(f"{shape} shape, plain decoding at batch 1, share of the copy rate", plain.get("of_copy"), 0.85)
+        for width, bound in ((16, 1.10), (64, 1.35)):
+            wide = at.get((1, width))
+            ratio = round(wide["step_ms_p50"] / plain["step_ms_p50"], 4) if wide and plain else None
+            yield Mark(f"{shape} shape, {width} positions over a plain step", ratio, bound, at_most=True)
+        share = plain.get("outside_pass_share")
+        yield Mark(f"{shape} shape, host time outside the pass, share of a step", share, 0.05, at_most=True)
+    shares = [row["drafting_share"] for row in rows_of(results, "speed-large", "profile")]
+    yield Mark("drafting for all rows, share of a step", max(shares, default=None), 0.03, at_most=True)
+    large = (results.get("speed-large") or {}).get("results", [])
+    repeats = next((each.get("repeated_requests") for each in large if each["benchmark"] == "growth"), None) or {}
+    yield Mark("repeats at batch 1 over speculation off", repeats.get("speedup_second"), 10.0)
+    for part, shape in (("overhead-large", "large"), ("overhead-small", "small")):
+        for traffic in ("cold", "adversarial"):
+            rows = rows_of(results, part, "overhead")
+            ratios = [row["over_off"][0] for row in rows if row["traffic"] == traffic]
+            yield Mark(f"{shape} shape, {traffic}, slowest batch over speculation off", min(ratios, default=None), 0.98)
 
 
 def read_results(directory: Path) -> Found:
@@ -100,47 +114,16 @@ def rows_of(results: Mapping[str, Found], part: str, program: str) -> list[dict[
     return [row for result in found if result["benchmark"] == program for row in result.get("rows", [])]
 
 
-def _right(results: Mapping[str, Found]) -> Iterator[Mark]:
-    for part in PARTS_THAT_PASS:
-        found = results.get(part)
-        value = None if found is None or "skipped" in found or "cut" in found else float(found["passed"])
-        yield Mark(f"{part} is right", value, 1.0)
-
-
-def _steps(results: Mapping[str, Found]) -> Iterator[Mark]:
-    for part, shape in (("speed-large", "large"), ("speed-small", "small")):
-        at = {(row["batch"], row["T"]): row for row in rows_of(results, part, "decode")}
-        plain = at.get((1, 1))
-        yield Mark(f"{shape} shape, plain decoding at batch 1, share of the copy rate", _of(plain, "of_copy"), 0.85)
-        for width, bound in ((16, 1.10), (64, 1.35)):
-            wide = at.get((1, width))
-            ratio = None if plain is None or wide is None else round(wide["step_ms_p50"] / plain["step_ms_p50"], 4)
-            yield Mark(f"{shape} shape, {width} positions over a plain step", ratio, bound, at_most=True)
-        share = _of(plain, "outside_pass_share")
-        yield Mark(f"{shape} shape, host time outside the pass, share of a step", share, 0.05, at_most=True)
-
-
-def _drafting(results: Mapping[str, Found]) -> Iterator[Mark]:
-    shares = [row["drafting_share"] for row in rows_of(results, "speed-large", "profile")]
-    yield Mark("drafting for all rows, share of a step", max(shares, default=None), 0.03, at_most=True)
-    large = (results.get("speed-large") or {}).get("results", [])
-    repeats = next((each.get("repeated_requests") for each in large if each["benchmark"] == "growth"), None)
-    yield Mark("repeats at batch 1 over speculation off", _of(repeats, "speedup_second"), 10.0)
-    for part, shape in (("overhead-large", "large"), ("overhead-small", "small")):
-        rows = rows_of(results, part, "overhead")
-        for traffic in ("cold", "adversarial"):
-            ratios = [row["tokens_ratio_p50"] for row in rows if row["traffic"] == traffic]
-            yield Mark(f"{shape} shape, {traffic}, slowest batch over speculation off", min(ratios, default=None), 0.98)
-
-
-def _of(row: Mapping[str, Any] | None, name: str) -> float | None:
-    return None if row is None or name not in row else float(row[name])
-
-
-def say(found: Iterable[Mark], show: Callable[[str], None] = print) -> None:
-    """A line each."""
-    for mark in found:
-        show(mark.line())
+def section(result: Found) -> str:
+    """The marks and the steps of the large shape, for docs/gpu.md."""
+    columns = (("mark", "{mark}"), (">measured", "{measured}"), (">bound", "{bound}"), ("", "{word}"))
+    steps = (
+        (">batch", "{batch}"), (">positions a row", "{T}"), (">step, ms", "{step_ms_p50:.2f}"),
+        (">pass alone, ms", "{pass_ms:.2f}"), (">of the copy rate", "{of_copy:.2f}"),
+    )  # fmt: skip
+    where = "{device}, {date}, torch {environment[versions][torch]}; steps of the large shape:".format_map(result)
+    shown = table(columns, [mark.cells() for mark in marks(result)])
+    return "\n".join([*shown, "", where, "", *table(steps, rows_of(result, "speed-large", "decode"))])
 
 
 _LEAST_SHARE = 0.4
@@ -165,7 +148,7 @@ SIZES: Final[dict[str, tuple[str, str]]] = {
         "--batch 64 --context 256 --index-tokens 1000000",
         "--batch 4 --context 32 --index-tokens 4000 --draft 0 3",
     ),
-    "overhead": ("--batch 1 4 16 64 --pairs 8", "--batch 1 --pairs 1 --max-tokens 4"),
+    "overhead": ("--batch 1 4 16 64 --rounds 8", "--batch 1 --rounds 1 --max-tokens 4"),
     "profile": ("--batch 1 32 --context 1024", "--batch 1 2 --context 64 --rounds 2 --draft 0 3"),
     "soak": ("--requests 2000 --reopened 4", "--requests 24 --reopened 2"),
 }
@@ -188,42 +171,40 @@ class Part:
     at_once: bool = False
 
 
-_GROWTH = "benchmarks.growth --streams mixed --sampling greedy {growth}"
+_EXACT = "benchmarks.exact {exact} --rounds 1 --device {device}"
+_GROWTH = "benchmarks.growth --streams mixed --sampling greedy {growth} --device {device}"
+_OVERHEAD = "benchmarks.contenders --question overhead {overhead} --device {device}"
 _PYTEST = "pytest -q -p no:cacheprovider -W default"  # of versions that are not ours no warning shall fail
-_TIMED = "benchmarks.decode --no-baselines {steps} --shape"
+_TIMED = "benchmarks.decode --no-baselines {steps} --device {device} --shape"
 PARTS: dict[str, Part] = {
     # The drafter's kernels are compiled for the CPU, once a machine.
     "kernels": Part(100, ("benchmarks.growth {model} --device cpu --requests 2 --repeated 2 --max-tokens 8",)),
-    "exactness": Part(70, ("benchmarks.exactness {model} {exact} --device {device}",)),
+    "exactness": Part(70, (_EXACT + " --model {model} --dtype float32 bfloat16 float16",)),
     "speed-large": Part(
         100,
         (
-            _TIMED + " {large} --batch 1 --draft {drafts} --device {device}",
-            _TIMED + " {large} --batch {batches} --draft 0 3 15 --device {device}",
+            _TIMED + " {large} --batch 1 --draft {drafts}",
+            _TIMED + " {large} --batch {batches} --draft 0 3 15",
             "benchmarks.growth --shape {large} --streams {repeats} --device {device}",
             "benchmarks.profile --shape {large} {drafting} --device {device}",
         ),
     ),
-    "overhead-large": Part(100, ("benchmarks.overhead --shape {large} {overhead} --device {device}",)),
-    "speed-small": Part(40, (_TIMED + " {small} --batch 1 --draft {drafts} --device {device}",)),
+    "overhead-large": Part(100, (_OVERHEAD + " --shape {large}",)),
+    "speed-small": Part(40, (_TIMED + " {small} --batch 1 --draft {drafts}",)),
     "tests": Part(160, tuple(f"{_PYTEST} tests/{name}.py" for name in TESTS), at_once=True),
     "soak": Part(50, ("benchmarks.gpu_check.soak {model} {soak} --device {device}",)),
-    "growth": Part(40, (_GROWTH + " {model} --dtype float32 --device {device}",)),
+    "growth": Part(40, (_GROWTH + " --model {model} --dtype float32",)),
     "profile": Part(50, ("benchmarks.profile --shape {large} {profile} --device {device} --traces {traces}",)),
     "growth-real": Part(
         50,
         (
-            _GROWTH + " {real} --dtype {served} --device {device}",
-            "benchmarks.exactness {real} {exact} --dtypes float32 --drafters ssd random --device {device}",
+            _GROWTH + " --model {real} --dtype {served}",
+            _EXACT + " --model {real} --dtype float32 --drafters ssd random",
         ),
     ),
-    "overhead-small": Part(50, ("benchmarks.overhead {model} {overhead} --dtype float32 --device {device}",)),
+    "overhead-small": Part(50, (_OVERHEAD + " --model {model} --dtype float32",)),
     "speed-variants": Part(
-        60,
-        tuple(
-            _TIMED + " {large} --batch 1 --draft 0 3 15 --device {device} " + option
-            for option in ("--enforce-eager", "--fuse-linears")
-        ),
+        60, tuple(_TIMED + " {large} --batch 1 --draft 0 3 15 --" + name for name in ("enforce-eager", "fuse-linears"))
     ),
 }  # fmt: skip
 """By their names, in the order of their worth."""
@@ -241,34 +222,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 where a part failed."""
     args = _parse(argv)
     if args.marks:
-        say(marks(read_results(args.out)))
+        _say(read_results(args.out))
         return 0
     names = tuple(args.parts or (CALLS[args.call - 1] if args.call else PARTS))
     minutes = args.minutes or (8.5 if args.call else 60.0)
-    print(f"gpu_check: {model_name(args.model)} on {args.device}; {', '.join(names)}")
-    print(f"some {sum(PARTS[part].seconds for part in names)} s, at most {60 * minutes:.0f}", flush=True)
+    print(f"gpu_check: {model_name(args.model)} on {args.device}; {', '.join(names)}; "
+          f"some {sum(PARTS[part].seconds for part in names)} s, at most {60 * minutes:.0f}", flush=True)  # fmt: skip
     result: Found = {**head("gpu_check"), "device": args.device}
-    path = None if args.out is None else args.out / f"gpu_check{f'-{args.call}' if args.call else ''}.json"
     ends = time.monotonic() + 60 * minutes
     for name in names:
-        found = _played(name, args, ends - time.monotonic())
+        result[name] = found = _played(name, args, ends - time.monotonic())
         words = [f"{key} {found[key]}" for key in ("skipped", "cut", "failure") if key in found]
-        print(
-            f"== {name}: {'passed' if found['passed'] else 'FAILED'}, {'; '.join(words)}".removesuffix(", "), flush=True
-        )
-        result[name] = found
+        print("; ".join([f"== {name}: {'passed' if found['passed'] else 'FAILED'}", *words]), flush=True)
         result["device"] = next((each["device"] for each in found["results"] if "device" in each), result["device"])
-        result["marks"] = [mark.to_json() for mark in marks(result)]
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        result["marks"] = [asdict(mark) | {"met": mark.is_met} for mark in marks(result)]
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+            path = args.out / f"gpu_check{f'-{args.call}' if args.call else ''}.json"
             path.write_text(json.dumps(result) + "\n")
-    failed = [part for part in names if not result[part]["passed"]]
-    measured = [mark for mark in marks(result) if mark.is_met is not None]
-    say(measured)
-    print(f"failed: {', '.join(failed)}" if failed else "all parts passed")
-    summary = {key: result[key] for key in ("benchmark", "date", "environment", "device")}
-    print(json.dumps({**summary, "failed": failed, "marks": [mark.to_json() for mark in measured]}))
-    return int(bool(failed))
+    _say(result)
+    result["failed"] = [part for part in names if not result[part]["passed"]]
+    print(f"failed: {', '.join(result['failed']) or 'none'}")
+    print(json.dumps({key: value for key, value in result.items() if key not in names}))
+    return int(bool(result["failed"]))
+
+
+def _say(result: Found) -> None:
+    for mark in marks(result):
+        print("{word:<13} {mark}: {measured} ({bound})".format_map(mark.cells()))
 
 
 def _played(name: str, args: argparse.Namespace, left: float) -> Found:
@@ -281,36 +262,24 @@ def _played(name: str, args: argparse.Namespace, left: float) -> Found:
     print(f"== {name}: some {part.seconds} s", flush=True)
     ends = time.monotonic() + min(left, _MOST_SHARE * part.seconds + 60)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        given = _given(args, Path(scratch))
+        given = {key: sizes[args.device == "cpu"] for key, sizes in SIZES.items()} | {
+            "model": shlex.quote(str(args.model)),
+            "real": shlex.quote(str(args.real)),
+            "device": args.device,
+            "traces": shlex.quote(str((args.out or Path(scratch)) / "traces")),
+            "served": "float32" if args.device == "cpu" else "bfloat16",
+        }
         started = []
         for number, command in enumerate(part.commands):
-            out = Path(scratch) / f"{number}.json"
-            started.append(Child(_words(command, given, out), out, args.device))
+            started.append(Child(shlex.split(command.format_map(given)), Path(scratch) / f"{number}.json", args.device))
             if not part.at_once:
                 started[-1].wait(ends - time.monotonic())
         for child in started:
             child.wait(ends - time.monotonic())
-            for key, text in child.failure.items():
-                found = found | {"passed": False, key: text}
-            found["results"].extend(child.results())
+            if child.failure:
+                found |= {"passed": False, **child.failure}
+            found["results"] += child.results()
     return found
-
-
-def _given(args: argparse.Namespace, scratch: Path) -> dict[str, str]:
-    column = int(args.device == "cpu")
-    traces = (args.out or scratch) / "traces"
-    return {name: sizes[column] for name, sizes in SIZES.items()} | {
-        "model": shlex.quote(str(args.model)),
-        "real": shlex.quote(str(args.real)),
-        "device": args.device,
-        "traces": shlex.quote(str(traces)),
-        "served": "float32" if column else "bfloat16",
-    }
-
-
-def _words(command: str, given: dict[str, str], out: Path) -> list[str]:
-    words = shlex.split(command.format_map(given))
-    return [sys.executable, "-m", *words, *([] if words[0] == "pytest" else ["--out", str(out)])]
 
 
 class Child:
@@ -319,11 +288,12 @@ class Child:
     ``failure`` : of one that has ended otherwise than it should, what is said of it.
     """
 
-    def __init__(self, command: Sequence[str], out: Path, device: str) -> None:
+    def __init__(self, words: Sequence[str], out: Path, device: str) -> None:
         self.failure: dict[str, str] = {}
-        self._command, self._out, self._log = command, out, out.with_suffix(".log")
+        self._words, self._out, self._log = words, out, out.with_suffix(".log")
         # Where there is a device, kernels are compiled, whatever tells the tests so.
         environment = os.environ | ({} if device == "cpu" else {"TRITON_INTERPRET": "0"})
+        command = [sys.executable, "-m", *words, *([] if words[0] == "pytest" else ["--out", str(out)])]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -334,13 +304,13 @@ class Child:
         if self._ends_within(max(0.0, seconds)):
             if self._process.returncode and not self.failure:
                 said = self._log.read_text(errors="replace").strip()[-_KEPT_CHARACTERS:]
-                self.failure = {"failure": f"{' '.join(self._command[2:])}: status {self._process.returncode}: {said}"}
+                self.failure = {"failure": f"{' '.join(self._words)}: status {self._process.returncode}: {said}"}
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
             self._ends_within(_GRACE_S)
-        self.failure = {"cut": f"{' '.join(self._command[2:])}: its time was over; what it had found stands"}
+        self.failure = {"cut": f"{' '.join(self._words)}: its time was over; what it had found stands"}
 
     def results(self) -> list[dict[str, Any]]:
         """What it wrote down, if it did."""

@@ -1,7 +1,7 @@
 """Does the real model speak, and does our engine say the same? ``python -m benchmarks.real_model.check [DIR]``.
 
 ``make real-model`` ends with it. Sentences whose end everybody knows must end so, greedily: weights or a tokenizer that
-were read wrongly do not know it. Then engines are compared as ``python -m benchmarks.exactness`` does it.
+were read wrongly do not know it. Then engines are compared as ``python -m benchmarks.exact`` does it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import exactness
+from benchmarks import exact
+from benchmarks.exactness import reference_greedy
 from benchmarks.models import default_directory
 from ssd.errors import SSDError
 from ssd.model.loading.load_target import load_model, open_target
@@ -31,12 +32,12 @@ def check(directory: Path) -> str:
     codec = TextCodec.load(str(directory))
     target = open_target(load_model(directory, dtype="float32", device="cpu"), num_slots=1, max_length=256)
     prompts = [codec.encode_prompt(text) for text, _ in KNOWN_ENDS]
-    said = exactness.reference_greedy(target, prompts, _MAX_TOKENS, codec.eos_token_ids)
+    said = reference_greedy(target, prompts, _MAX_TOKENS, codec.eos_token_ids)
     for (text, end), (tokens, _) in zip(KNOWN_ENDS, said, strict=True):
         if end not in codec.decode(tokens)[: 2 * len(end) + 8]:
             raise ValueError(f"{text!r} goes on with {codec.decode(tokens)!r}, not with {end!r}; make it anew")
-    asked = [str(directory), "--dtypes", "float32", "--prompts", "3", "--max-tokens", str(_MAX_TOKENS)]
-    if exactness.main(asked):
+    asked = [str(directory), "--dtype", "float32", "--prompts", "3", "--max-tokens", str(_MAX_TOKENS), "--rounds", "1"]
+    if exact.main(asked):
         raise ValueError("our engine says other tokens than transformers, or speculation changes some, see above")
     return f"{KNOWN_ENDS[0][0]!r} goes on with {codec.decode(said[0].token_ids)!r}"
 

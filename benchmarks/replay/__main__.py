@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ChildError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return run.end(results=run.rows)
+    return run.end()
 
 
 if __name__ == "__main__":

