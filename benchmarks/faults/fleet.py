@@ -10,11 +10,11 @@ import shutil
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from benchmarks.faults.proxy import FaultProxy
 from benchmarks.history import History, family, note, notes_on_disk
@@ -58,33 +58,21 @@ class SkippedError(Exception):
     """What a fault needs is not to be had here."""
 
 
-class Fault(NamedTuple):
-    """``inject`` returns when the fault is over; the load runs meanwhile.
-
-    ``is_alone`` : never combined with others, as it destroys what they are judged by.
-    """
-
-    name: str
-    inject: Callable[[Fleet], None]
-    needs_small_disk: bool = False
-    is_alone: bool = False
-
-
 @dataclass(slots=True)
 class Member:
-    """One server and what belongs to it. ``loads`` : one for each tenant. ``is_damaged`` : a fault destroyed files."""
+    """One server and what belongs to it. ``loads`` : one for each tenant. ``wire`` : None where there is no Redis."""
 
     server: Server
     directory: Path
     history: History
     loads: list[Load]
     wire: FaultProxy | None = None
-    is_damaged: bool = False
 
     @property
     def proxy(self) -> FaultProxy:
-        """Between it and Redis."""
-        assert self.wire is not None
+        """Between it and Redis. Raises SkippedError where there is none."""
+        if self.wire is None:
+            raise SkippedError("one server has no Redis")
         return self.wire
 
     @contextmanager
@@ -103,7 +91,15 @@ class Member:
     def close(self, *, kill_after_s: float | None = None) -> None:
         """SIGTERM, and a kill if it takes longer than that."""
         is_closed = self.server.terminate(kill_after_s=kill_after_s)
-        self.history.end_life(in_order=is_closed and not self.is_damaged)
+        self.history.end_life(in_order=is_closed)
+
+    def begin_anew(self) -> None:
+        """kill -9, and back with nothing."""
+        with self.outage():
+            self.kill()
+            self.history.lose_all()
+            empty(self.directory)
+            self.server.start()
 
     def revive(self) -> None:
         """If it ended by itself, start it again."""
@@ -114,8 +110,7 @@ class Member:
 class Fleet:
     """A context manager: all starts when it is entered and ends when it is left.
 
-    One server has neither Redis nor keys. Raises FileNotFoundError where more have no redis-server, SkippedError where
-    there can be no small disk.
+    One server has neither Redis nor keys. Raises FileNotFoundError where more have no redis-server.
     """
 
     def __init__(
@@ -125,11 +120,11 @@ class Fleet:
         questions: Sequence[Question],
         size: int,
         chance: random.Random,
-        *,
-        has_small_disk: bool = False,
     ) -> None:
         self.chance = chance
         self.members: list[Member] = []
+        self.has_small_disks = True
+        """Each a file system of its own; not where nothing may be mounted."""
         self._home, self._codec, self._num_redis = home, codec, 0
         self._stack = ExitStack()
         keys: Sequence[str | None] = KEYS if size > 1 else (None,)
@@ -142,8 +137,7 @@ class Fleet:
         for number, history in enumerate(family(size)):
             directory, options, wire = home / f"cache-{number}", ["--namespace", ALONE], None
             directory.mkdir(parents=True)
-            if has_small_disk:
-                self._mount(directory)
+            self.has_small_disks = self.has_small_disks and self._mounts(directory)
             if size > 1:
                 wire = FaultProxy(self.redis.port, seed=chance.randrange(1 << 32))
                 self._stack.callback(wire.close)
@@ -185,6 +179,10 @@ class Fleet:
         """The keys of both tenants' logs."""
         return [stream_key(self._codec.fingerprint, namespace) for namespace in self.namespaces]
 
+    def one(self) -> Member:
+        """One of the servers."""
+        return self.chance.choice(self.members)
+
     def some(self) -> list[Member]:
         """One or more of the servers."""
         return self.chance.sample(self.members, self.chance.randint(1, len(self.members)))
@@ -208,8 +206,7 @@ class Fleet:
     def restart_redis(self, *, is_empty: bool) -> None:
         """After a kill: with what it had written, or with nothing."""
         if is_empty:
-            for path in self.redis.directory.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            empty(self.redis.directory)
         self.redis.start()
 
     def new_standby(self) -> Redis:
@@ -240,8 +237,7 @@ class Fleet:
 
     def promise(self, member: Member) -> None:
         """What is on its disk now must be there at the end."""
-        if not member.is_damaged:
-            member.history.promise(number for _, number in self.notes_on_disk(member))
+        member.history.promise(number for _, number in self.notes_on_disk(member))
 
     def check(self) -> tuple[Counter[str], int, list[str]]:
         """Close all in order and read their directories: notes that are wrong, how many were promised, what is said."""
@@ -293,11 +289,12 @@ class Fleet:
         member.history.acknowledge(number)
         return body
 
-    def _mount(self, directory: Path) -> None:
+    def _mounts(self, directory: Path) -> bool:
         command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(directory)]
-        if shutil.which("mount") is None or not works(command):
-            raise SkippedError("a small disk needs the right to mount a tmpfs")
-        self._stack.callback(works, ["umount", "--lazy", str(directory)])
+        is_mounted = shutil.which("mount") is not None and works(command)
+        if is_mounted:
+            self._stack.callback(works, ["umount", "--lazy", str(directory)])
+        return is_mounted
 
     def _new_redis(self) -> Redis:
         self._num_redis += 1
@@ -321,6 +318,12 @@ def _drafts(server: Server, body: dict[str, object], key: str) -> bool:
                 for choice in json.loads(line[6:])["choices"]:
                     num_accepted += (choice.get("draft") or {"num_accepted": 0})["num_accepted"]
     return num_accepted >= _DRAFTED
+
+
+def empty(directory: Path) -> None:
+    """Remove all that is in it."""
+    for path in directory.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def works(command: Sequence[str]) -> bool:

@@ -59,7 +59,7 @@ def bits_per_byte(
     model: PreTrainedModel, documents: list[npt.NDArray[np.int64]], num_bytes: int, row_length: int
 ) -> float:
     """Cost of the held-out text, all documents end to end, cut into rows that are read without what came before."""
-    tokens = torch.from_numpy(np.concatenate(documents)).to(model.device)
+    tokens = torch.from_numpy(np.concatenate(documents))
     training = model.training
     model.eval()
     nats = 0.0
@@ -103,7 +103,7 @@ def gumbel(seed: int, position: int, num_rows: int, vocab_size: int) -> torch.Te
     return -torch.log(-torch.log(uniform))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def write(model: PreTrainedModel, prefixes: torch.Tensor, length: int, temperature: float, seed: int) -> Written:
     """Let the model go on from prefixes, int64[rows, start], to rows of ``length``; end-of-text does not stop it."""
     cache = DynamicCache(config=model.config)
