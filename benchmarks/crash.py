@@ -29,6 +29,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,6 +65,7 @@ _LONGEST = 600
 _ALPHABET = 40
 _WIDE_ID = 1 << 20  # in some sequences, so that segments of narrow and of wide ids are merged
 _TAIL_SEALS = 4  # the writer waits while more than this many seals are due
+_SHORT = 8  # sequences of a short life
 _WINDOW_S = 1.0  # a writer works so long at most
 _FRESH_EVERY = 20  # one kill in so many gets a new directory
 _NUM_PATTERNS = 20
@@ -128,28 +130,38 @@ class Tally:
 # The writer: a forked child
 
 
-def write(setting: Setting, directory: Path, first: int, chance: random.Random, close_after_s: float, say: Say) -> None:
-    """A server's life: open, append from number ``first`` on, close after ``close_after_s``."""
+def live(
+    setting: Setting, directory: Path, first: int, chance: random.Random, life_s: float, die_before: int, say: Say
+) -> None:
+    """A server's life: open, append from number ``first`` on, close after ``life_s``.
+
+    ``die_before`` : not 0 for a short life on one thread, with the same file operations every time, and killed before
+    that one.
+    """
     logging.getLogger("ssd.retrieval.merge_worker").setLevel(logging.ERROR)  # its process is killed on purpose
+    is_short = die_before > 0
+    if is_short:
+        _die_before_file_operation(directory, die_before)
     say("opening")
-    caches = CacheSet(setting.config(directory), FINGERPRINT)
+    caches = CacheSet(setting.config(directory), FINGERPRINT, inline=is_short)
     cache = caches.get()
     say("running")
     stops: list[int] = []  # where sequences first, first + 1, ... end in the ring
-    number = first
-    close_at = time.monotonic() + close_after_s
-    while time.monotonic() < close_at:
+    number, close_at = first, time.monotonic() + life_s
+    while number < first + _SHORT if is_short else time.monotonic() < close_at:
         say("appending", number)
         cache.append(setting.text(number))
         stops.append(cache.snapshot().tail_stop)
         number += 1
+        if is_short:
+            caches.maintain()
         while cache.stats().num_tail_tokens > _TAIL_SEALS * setting.index.seal_tokens:
             time.sleep(0.0005)
         draw = chance.random()
-        if draw < 0.03:
+        if number % 3 == 0 if is_short else draw < 0.03:
             caches.flush()
             say("durable", number - 1)
-        elif draw < 0.2:
+        elif not is_short and draw < 0.2:
             manifest = read_manifest(directory / DEFAULT_NAMESPACE, fingerprint=FINGERPRINT)
             if manifest is not None and manifest.segments:
                 newest = manifest.segments[-1]
@@ -159,27 +171,6 @@ def write(setting: Setting, directory: Path, first: int, chance: random.Random, 
     say("closing")
     caches.close()
     say("durable", number - 1)
-    say("failures", cache.stats().num_failures)
-    say("closed")
-
-
-def write_short(setting: Setting, directory: Path, first: int, die_before: int, say: Say) -> None:
-    """A life on one thread, the same file operations every time; killed before operation ``die_before``."""
-    _die_before_file_operation(directory, die_before)
-    say("opening")
-    caches = CacheSet(setting.config(directory), FINGERPRINT, inline=True)
-    cache = caches.get()
-    say("running")
-    for number in range(first, first + 8):
-        say("appending", number)
-        cache.append(setting.text(number))
-        caches.maintain()
-        if number % 3 == 0:
-            caches.flush()
-            say("durable", number)
-    say("closing")
-    caches.close()
-    say("durable", first + 7)
     say("failures", cache.stats().num_failures)
     say("closed")
 
@@ -351,24 +342,19 @@ def _check_counts(
     setting: Setting, numbers: Sequence[int], snapshot: Snapshot, tally: Tally, chance: random.Random
 ) -> None:
     """Compare counts by lookup with counts over the texts made again."""
-    if not numbers:
-        return
     close = np.array([SEPARATOR], np.int32)
-    text = np.concatenate([part for number in numbers for part in (setting.text(number), close)])
-    for i in range(_NUM_PATTERNS):
+    text = np.concatenate([close, *(part for number in numbers for part in (setting.text(number), close))])
+    for i in range(_NUM_PATTERNS if numbers else 0):
         start = chance.randrange(len(text))
         pattern = text[start : start + chance.randint(1, 8)].copy()
         if i % 5 == 0:
             pattern[chance.randrange(len(pattern))] = chance.randrange(_ALPHABET)  # may occur nowhere
-        if pattern.min() < 0:
-            continue
-        hits = np.ones(len(text) - len(pattern) + 1, np.bool_)
-        for offset, token in enumerate(pattern):
-            hits &= text[offset : offset + len(hits)] == token
-        match = longest_match(snapshot, pattern, len(pattern))
-        found = match.support if match.length == len(pattern) else 0
-        tally.problems["wrong_counts"] += found != int(hits.sum())
-        tally.num_checked_counts += 1
+        if pattern.min() >= 0:
+            windows = np.lib.stride_tricks.sliding_window_view(text, len(pattern))
+            match = longest_match(snapshot, pattern, len(pattern))
+            found = match.support if match.length == len(pattern) else 0
+            tally.problems["wrong_counts"] += found != int((windows == pattern).all(axis=1).sum())
+            tally.num_checked_counts += 1
 
 
 # The kills
@@ -385,7 +371,7 @@ def kill_at_every_operation(seed: int, home: Path, tally: Tally) -> int:
             if kind == "new":
                 store = Store(home / f"every-{operation}")
             first = store.durable + 1
-            child = Child(lambda say: write_short(setting, store.directory, first, operation, say))  # noqa: B023
+            child = Child(partial(live, setting, store.directory, first, random.Random(0), 0.0, operation))
             child.listen(time.monotonic() + 60, ("closed",))
             reached_end = child.phase == "closed"
             check(setting, store, child, child.kill() if reached_end else child.wait(), tally, chance)
@@ -403,7 +389,7 @@ def kill_at_random(setting: Setting, num_kills: int, home: Path, tally: Tally) -
         victim = chance.choices(("server", "worker", "both"), (0.6, 0.2, 0.2))[0]
         close_after_s, life = chance.uniform(0.0, _WINDOW_S), random.Random(chance.getrandbits(32))
         first = store.durable + 1
-        child = Child(lambda say: write(setting, store.directory, first, life, close_after_s, say))  # noqa: B023
+        child = Child(partial(live, setting, store.directory, first, life, close_after_s, 0))
         begins = chance.choices(("starting", "opening", "running", "closing"), (0.1, 0.2, 0.5, 0.2))[0]
         child.listen(time.monotonic() + 60, _PHASES[_PHASES.index(begins) :])
         kill_at = time.monotonic() + chance.uniform(0.0, _WINDOW_S if begins == "running" else _WINDOW_S / 4)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check.__main__ import PARTS, Part, main, marks, read_results
+from benchmarks.gpu_check import PARTS, main, marks, read_results
 
 
 def check(*options: str, out: Path) -> int:
@@ -17,7 +17,7 @@ def check(*options: str, out: Path) -> int:
 
 @pytest.mark.slow
 def test_parts_run_and_give_every_mark_its_value(tmp_path: Path) -> None:
-    parts = ("exactness", "speed-large", "overhead-large", "growth", "soak", "profile")
+    parts = ("exactness", "speed-large", "repeats", "drafting", "overhead-large", "growth", "soak", "profile")
     assert check("--parts", *parts, out=tmp_path) == 0
     result = read_results(tmp_path)
     assert [row["dtype"] for row in result["exactness"]["results"][0]["rows"]] == ["float32", "bfloat16", "float16"]
@@ -39,10 +39,10 @@ def test_a_part_that_fails_or_hangs_is_said_with_what_it_had_found_and_does_not_
 ) -> None:
     (tmp_path / "made_part.py").write_text(_SCRIPT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr("benchmarks.gpu_check.__main__._GRACE_S", 0.5)
+    monkeypatch.setattr("benchmarks.gpu_check._SECONDS", 3)
     for name, commands in {"soak": ("made_part 0",), "growth": ("made_part 60",), "profile": ()}.items():
-        monkeypatch.setitem(PARTS, name, Part(1, commands))
-    assert check("--parts", "soak", "growth", "profile", "--minutes", "0.05", out=tmp_path) == 1
+        monkeypatch.setitem(PARTS, name, (1, commands))
+    assert check("--parts", "soak", "growth", "profile", out=tmp_path) == 1
     said: dict[str, Any] = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
     assert said["failed"][:2] == ["soak", "growth"]
     result = read_results(tmp_path)

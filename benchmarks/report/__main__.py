@@ -85,7 +85,7 @@ def pages() -> dict[str, str]:
     for place, (write, names) in _REPLAYS.items():
         if len(results := list(_results(names))) == len(names.split()):
             found[place] = write(*results)
-    gpu_check = import_module("benchmarks.gpu_check.__main__")
+    gpu_check = import_module("benchmarks.gpu_check")
     if checked := gpu_check.read_results(RESULTS):
         found["docs/gpu.md", "gpu"] = gpu_check.section(checked)
     texts = {page: (ROOT / page).read_text() for page, _ in found}

@@ -1,6 +1,6 @@
 """Thousands of requests of many kinds on one engine, every seventh cancelled; then engines opened and closed.
 
-``python -m benchmarks.gpu_check.soak [MODEL] [--requests N] [--reopened N] [--out FILE]``
+``python -m benchmarks.gpu_soak [MODEL] [--requests N] [--reopened N] [--out FILE]``
 
 What a request is answered must always be the same. Memory must not grow from the first quarter on, when all has been at
 work once, and what an engine took must be given back when it is closed. The last line of stdout is one JSON object;
@@ -40,7 +40,7 @@ OPTIONS = {"requests": 2000, "reopened": Option(default=4, help="times that the 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    run = Run("gpu_soak", __doc__, argv, OPTIONS, has_model=True, program="gpu_check.soak")
+    run = Run("gpu_soak", __doc__, argv, OPTIONS, has_model=True)
     if run.args.dtype == "auto":
         run.args.dtype = "float32"
     codec, model = run.load()
