@@ -79,7 +79,7 @@ def marks(results: Mapping[str, Found]) -> Iterator[Mark]:
             yield Mark(f"{shape} shape, {width} positions over a plain step", ratio, bound, at_most=True)
         share = plain.get("outside_pass_share")
         yield Mark(f"{shape} shape, host time outside the pass, share of a step", share, 0.05, at_most=True)
-    shares = [row["drafting_share"] for row in rows_of(results, "drafting", "profile")]
+    shares = [row["drafting_share"] for row in rows_of(results, "drafting", "decode")]
     yield Mark("drafting for all rows, share of a step", max(shares, default=None), 0.03, at_most=True)
     repeats = [each["repeated_requests"]["speedup_second"] for each in results.get("repeats", {}).get("results", ())]
     yield Mark("repeats at batch 1 over speculation off", max(repeats, default=None), 10.0)
@@ -144,12 +144,12 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
         60, (f"{_STEPS} --shape 8b --batch 1 --draft 0 1 3 7 15 31 63", f"{_STEPS} --shape 8b --batch 8 32 64"),
     ),
     "repeats": (20, ("benchmarks.growth --shape 8b --streams --repeated 4 --max-tokens 256",)),
-    "drafting": (20, ("benchmarks.profile --shape 8b --batch 64 --context 256 --index-tokens 1000000",)),
+    "drafting": (20, (f"{_STEPS} --shape 8b --batch 64 --context 256 --draft 0 15 --index-tokens 1000000",)),
     "overhead-large": (100, (f"{_OVERHEAD} --shape 8b",)),
     "speed-small": (40, (f"{_STEPS} --shape 1b --batch 1 --draft 0 1 3 7 15 31 63",)),
     "soak": (50, ("benchmarks.gpu_soak",)),
     "growth": (40, (f"{_GROWTH} --dtype float32",)),
-    "profile": (50, ("benchmarks.profile --shape 8b --batch 1 32 --context 1024 --traces traces",)),
+    "profile": (50, (f"{_STEPS} --shape 8b --batch 1 32 --draft 0 15 --profiled 4 --traces traces",)),
     "growth-real": (50, (f"{_GROWTH} --model REAL", f"{_EXACT} --model REAL --dtype float32 --drafters ssd random")),
     "overhead-small": (50, (f"{_OVERHEAD} --dtype float32",)),
     "speed-variants": (
@@ -169,8 +169,7 @@ CALLS: Final[tuple[tuple[str, ...], ...]] = (
 SMALL: Final = {
     "exact": "--prompts 2 --max-tokens 8",
     "growth": "--requests 3 --repeated 2 --max-tokens 24",
-    "decode": "--shape tiny --context 64 --rounds 2 --copy-mb 16 --batch 1 --draft 0 3",
-    "profile": "--shape tiny --context 64 --rounds 2 --batch 2 --draft 0 3 --index-tokens 4000",
+    "decode": "--shape tiny --context 64 --rounds 2 --copy-mb 16 --batch 1 --draft 0 3 --index-tokens 4000",
     "contenders": "--batch 1 --rounds 1 --max-tokens 4",
     "gpu_soak": "--requests 24 --reopened 2",
 }

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from benchmarks.workloads import snippets
-from ssd.config import DraftConfig, EngineConfig, SamplingParams
+from ssd.config import EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest
-from ssd.drafting.protocol import EMPTY_DRAFT
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.protocol import EMPTY_DRAFT, Drafter
 from ssd.engine import Engine, Request
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.codec import TextCodec
 
 Tokens = npt.NDArray[np.int32]
-
-_UNTIMED: Final = 2
-"""Steps before those that are timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +43,20 @@ class Shape:
         return self.draft + 1
 
 
-class Timing(NamedTuple):
-    """Seconds of steps, what each row said, and tokens put out in the steps."""
+class KnownDrafter(SuffixDrafter):
+    """Looks up and judges as the default drafter does, then drafts what each request is known to say.
 
-    steps: list[float]
-    outputs: list[list[int]]
-    num_tokens: int
-
-
-class KnownText:
-    """Drafts what each request is known to say: every token is accepted, so steps differ in nothing but their width."""
+    So a step costs the host what it costs, every pass has the width that is asked for, and all of it is accepted.
+    """
 
     def __init__(self, known: Sequence[Sequence[int]], draft: int) -> None:
+        super().__init__()
         self._known = [np.array(text, np.int32) for text in known]
         self._draft = draft
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """The next ``draft`` tokens of each text."""
+        super().propose(requests)
         drafts = []
         for request in requests:
             done = len(request.context) - request.prompt_length
@@ -69,48 +64,11 @@ class KnownText:
             drafts.append(Draft(tokens, source="own") if len(tokens) else EMPTY_DRAFT)
         return drafts
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """There is nothing to learn."""
-
-    def finish(self, request_id: str) -> None:
-        """There is nothing to forget."""
-
 
 def synchronize(device: torch.device) -> None:
     """Wait for what the device was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def tokens_said(rounds: int, width: int) -> int:
-    """Most tokens that a row says in ``rounds`` timed steps, and in those that are not timed."""
-    return (rounds + _UNTIMED) * width
-
-
-def time_steps(
-    target: Target, prompts: Sequence[Tokens], shape: Shape, rounds: int, known: Sequence[Sequence[int]]
-) -> Timing:
-    """``rounds`` steps of the engine over the prompts.
-
-    ``known`` : what each prompt's request says, as many tokens as `tokens_said`; with a draft of 0 it may be empty.
-    """
-    engine = Engine(
-        target,
-        drafter=KnownText(known, shape.draft),
-        config=at_once(target, prompts),
-        draft=DraftConfig(num_speculative_tokens=shape.draft),
-    )
-    rows = Rows(engine, prompts, tokens_said(rounds, shape.width) + 2)
-    rows.read_prompts()
-    steps, put_out = list[float](), 0
-    for number in range(_UNTIMED + rounds):
-        began = time.perf_counter()
-        new = rows.step()
-        synchronize(target.device)
-        if number >= _UNTIMED:
-            steps.append(time.perf_counter() - began)
-            put_out += new
-    return Timing(steps, rows.finish(), put_out)
 
 
 def pass_seconds(target: Target, shape: Shape, rounds: int) -> float:
@@ -155,21 +113,33 @@ PARTS: Final = {
 """Parts of a step of the engine, and the method that is each."""
 
 
-def watch(owner: Any, methods: Mapping[str, str], around: Callable[[str], AbstractContextManager[Any]]) -> None:
-    """From now on each of ``owner``'s methods runs within ``around(its part)``."""
-    for part, path in methods.items():
-        holder = attrgetter(path.rpartition(".")[0])(owner) if "." in path else owner
-        _wrap(holder, path.rpartition(".")[2], partial(around, part))
+DRAFTING: Final = "drafting"
+"""The drafter's own calls, within other parts."""
 
 
-def _wrap(holder: Any, name: str, around: Callable[[], AbstractContextManager[Any]]) -> None:
-    method = getattr(holder, name)
+class Clock:
+    """Seconds of each part since it was cleared; parts are marked for a profiler too."""
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return method(*args, **kwargs)
+    def __init__(self, engine: Engine, drafter: Drafter) -> None:
+        """From now on."""
+        self.seconds: dict[str, float] = defaultdict(float)
+        for part, path in PARTS.items():
+            owner, _, name = path.rpartition(".")
+            self._watch(attrgetter(owner)(engine) if owner else engine, name, part)
+        for name in ("propose", "observe_scores", "learn_scores"):
+            self._watch(drafter, name, DRAFTING)
 
-    setattr(holder, name, watched)
+    def _watch(self, owner: Any, name: str, part: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            with record_function(part):
+                found = method(*args, **kwargs)
+            self.seconds[part] += time.perf_counter() - began
+            return found
+
+        setattr(owner, name, watched)
 
 
 class Rows:

@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.drafters import CurvePrice
 from benchmarks.replay import measure_cost
 from benchmarks.replay.job import CONTENDER_NAMES, settings_of
 from cache_builder.evaluation.costs import CostCurve, StepCosts, flat, read_step_costs
-from ssd.drafting.protocol import Draft
 from ssd.errors import ConfigError
 
 # Costs and prices
@@ -42,27 +40,13 @@ def test_a_measured_curve_is_written_and_read(tmp_path: Path, capsys: pytest.Cap
     assert min(result["ms_p50"]) > 0
 
 
-def test_prices_of_a_curve_follow_its_slope_and_what_recent_steps_gave() -> None:
-    pricing = CurvePrice(CostCurve("line", np.array([1.0, 2.0]), np.array([1.0, 1.5])), 3)
-    assert np.asarray(pricing.prices()) == pytest.approx(0.5)
-    for _ in range(2000):
-        pricing.learn(num_drafted=2, num_output=3)  # 3 tokens for a cost of 2
-    assert np.asarray(pricing.prices()) == pytest.approx(0.5 * (1 + 3) / (1 + 2))
-
-
-def test_a_draft_is_cut_where_the_rest_does_not_pay() -> None:
-    pricing = CurvePrice(CostCurve("line", np.array([1.0, 2.0]), np.array([1.0, 1.5])), 3)
-    draft = Draft(np.arange(3, dtype=np.int32), probabilities=np.array([0.9, 0.9, 0.1]))
-    assert pricing.paying(draft).token_ids.tolist() == [0, 1]
-
-
 # Settings
 
 
 @pytest.mark.parametrize("drafter", CONTENDER_NAMES)
 def test_settings_have_names_of_their_own_and_stay_within_the_limit(drafter: str) -> None:
     for curve in (False, True):
-        settings = settings_of(drafter, 12, curve=curve, tree=True, priced_by=[flat(32)])
+        settings = settings_of(drafter, 12, curve=curve, tree=True, costs=[flat(32)])
         assert len({setting.name for setting in settings}) == len(settings)
-        most = {"none": 0, "sglang": 11}.get(drafter, 12)  # its default has 12 with the token that they follow
+        most = {"sglang": 11}.get(drafter, 12)  # its default has 12 with the token that they follow
         assert max(setting.limit for setting in settings) == most
