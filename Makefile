@@ -184,7 +184,7 @@ bench-real: $(READY) real-model
 	$(BIN)/python -m benchmarks.exact $(REAL_MODEL) --prompts 4 --max-tokens 32 --rounds 7 \
 		--out benchmarks/results/exact-gemma.json
 	$(BIN)/python -m benchmarks.contenders --model $(REAL_MODEL) --requests 12 --out benchmarks/results/sources-gemma.json
-	$(BIN)/python -m benchmarks.coupled --model $(REAL_MODEL) --requests 4 --growth-requests 15 --max-tokens 32 \
+	$(BIN)/python -m benchmarks.coupled --model $(REAL_MODEL) --requests 4 --max-tokens 32 \
 		--group 2 --out benchmarks/results/coupled-gemma.json
 	$(BIN)/python -m benchmarks.evaluate $(REAL_MODEL) --requests 8 --max-tokens 32 --prompt-tokens 128 --rounds 1 \
 		--workloads mixed often --out benchmarks/results/evaluate-gemma.json

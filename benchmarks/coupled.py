@@ -1,14 +1,13 @@
-"""What does noise that requests share bring, where they ask the same, nearly the same, more and more, or nothing twice?
+"""What does noise that requests share bring, where they ask the same, nearly the same, or nothing twice?
 
-``python -m benchmarks.coupled [--model DIR] [--streams S...] [--temperatures T...] [--out FILE]``
+``python -m benchmarks.coupled [--model DIR] [--streams S] [--temperatures T...] [--out FILE]``
 
 Two engines answer the same questions one after the other, each beside speculation off: with coupled noise, and with a
-seed for every request as before. Nothing twice: prompts that are all new, on empty caches. Asked again: every
-prompt was answered once of every stream, then comes again with a stream that is drawn. Near-variants: the same prompts
-with a word or a number changed or a sentence added. Growth: the mixed stream of ``benchmarks.growth``, its first and
-its last fifth. Every timed output is compared with speculation off of the same noise. Ratios are of tokens/s within a
-group of requests, prompts included: medians over groups, with the least and the most; beside them ratios by CPU time,
-which other programs on the machine change less.
+seed for every request as before. Nothing twice: prompts that are all new, on empty caches. Asked again: every prompt was
+answered once of every stream, then comes again with a stream that is drawn. Near-variants: the same prompts with a word
+or a number changed or a sentence added. Every timed output is compared with speculation off of the same noise. Ratios
+are of tokens/s within a group of requests, prompts included: medians over groups, with the least and the most; beside
+them ratios by CPU time, which other programs on the machine change less.
 
 Prints a table; the last line of stdout is one JSON object.
 """
@@ -28,7 +27,7 @@ import numpy as np
 
 from benchmarks.run import SPREAD, Option, Run, in_turn, spread
 from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios
-from benchmarks.workloads import MIXED, NO_REPEATS, made_stream, snippets
+from benchmarks.workloads import NO_REPEATS, made_stream, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Request
 from ssd.retrieval.cache import CacheSet
@@ -36,15 +35,12 @@ from ssd.text.codec import TextCodec
 
 OFF, COUPLED, UNCOUPLED = NAMES = ("off", "coupled", "uncoupled")
 REPEATS, VARIANTS, NEW = "asked again", "near-variants", "nothing twice"
-FIRST_FIFTH, LAST_FIFTH = "growth, first fifth", "growth, last fifth"
 
 OPTIONS: dict[str, Any] = {
-    "streams": Option(default=[1, 4, 16], metavar="S", help="of noise"),
+    "streams": Option(default=4, metavar="S", help="of noise"),
     "temperatures": Option(default=[0.7, 1.0], metavar="T"),
     "top_p": 0.9,
     "requests": Option(default=25, help="prompts of a workload"),
-    "growth_requests": Option(default=120, least=0, help="of the growing stream, 0 for none"),
-    "growth_streams": Option(default=4, metavar="S", help="of noise there and on new text"),
     "max_tokens": Option(default=64, help="of each answer"),
     "prompt_tokens": Option(default=256, help="most of a prompt"),
     "group": Option(default=5, help="requests timed together"),
@@ -67,15 +63,15 @@ NOTE = (
     "`python -m benchmarks.coupled`, float32, {environment[cpu]}, {environment[cores]} cores; {measured}. One request "
     "at a time to each engine in turn, top-p {parameters[top_p]}, noise of the last {parameters[window]} tokens, rows "
     "with 4 streams. Asked again: every prompt was answered once of each stream before, and comes again with a stream "
-    "that is drawn. Near-variants: a word or a number changed, or a sentence added. Growth: the mixed stream of "
-    "`benchmarks.growth`. Medians over groups of requests (least ... most), prompts included. Seeds: the same "
+    "that is drawn. Near-variants: a word or a number changed, or a sentence added. "
+    "Medians over groups of requests (least ... most), prompts included. Seeds: the same "
     "requests, each with a seed of its own, as without coupling. All outputs are those of speculation off."
 )
 
 
 def is_shown(row: Mapping[str, Any]) -> bool:
     """On the page."""
-    return bool(row["streams"] == 4)
+    return row["streams"] == 4 and row["workload"] in (REPEATS, VARIANTS, NEW)
 
 
 _BATCH = 8
@@ -91,18 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differs."""
     run = Run("coupled", __doc__, argv, OPTIONS, COLUMNS, has_model=True)
     args = run.args
-    if 0 < args.growth_requests < 3:
-        run.parser.error("--growth-requests takes 0, or numbers from 3")
     codec, model = run.load()
     bench = Bench(model, codec, args)
     # New text first: what a pass costs is then measured alike by all, who later run passes of other widths.
     for temperature in args.temperatures:
         run.row(bench.new(temperature))
     for temperature in args.temperatures:
-        for num_streams in args.streams:
-            for row in bench.again(temperature, num_streams):
-                run.row(row)
-        for row in bench.growth(temperature) if args.growth_requests else ():
+        for row in bench.again(temperature):
             run.row(row)
     return run.end(
         compared_tokens=bench.comparison.num_tokens,
@@ -123,7 +114,7 @@ class Bench:
         root = f"benchmark {args.seed}".encode()  # the same for the same seed, so that a run can be repeated
         config = EngineConfig(
             max_num_seqs=_BATCH,
-            coupled_streams=max(*args.streams, args.growth_streams),
+            coupled_streams=args.streams,
             coupled_window=args.window,
             enable_prefix_caching=False,
         )
@@ -141,42 +132,30 @@ class Bench:
             for name in NAMES
         }
 
-    def again(self, temperature: float, num_streams: int) -> Iterator[dict[str, Any]]:
+    def again(self, temperature: float) -> Iterator[dict[str, Any]]:
         """Every prompt once for every stream; then each again, and then each nearly so, of a stream that is drawn."""
         room = self._args.prompt_tokens - _TOKENS_OF_A_CHANGE
         fitting = (text for text in snippets(self._args.seed) if len(self._codec.encode_prompt(text)) <= room)
         texts = list(islice(fitting, self._args.requests))
-        with self._scene(f"again-{temperature}-{num_streams}"):
+        with self._scene(f"again-{temperature}"):
             for name in (COUPLED, UNCOUPLED):
                 engine, prompts = self._engines[name], [self._codec.encode_prompt(text) for text in texts]
-                asked = [(prompt, stream) for stream in range(num_streams) for prompt in prompts]
+                asked = [(prompt, stream) for stream in range(self._args.streams) for prompt in prompts]
                 ask(engine, [self._request(*each, temperature, name) for each in asked])
                 if engine.caches is not None:
                     engine.caches.flush()
             variants = [near_variant(text, self._random) for text in texts]
             for workload, some in ((REPEATS, texts), (VARIANTS, variants)):
-                groups = self._timed([self._codec.encode_prompt(text) for text in some], temperature, num_streams)
-                yield _row(workload, temperature, num_streams, groups)
+                groups = self._timed([self._codec.encode_prompt(text) for text in some], temperature)
+                yield _row(workload, temperature, self._args.streams, groups)
 
     def new(self, temperature: float) -> dict[str, Any]:
         """Prompts of which none comes twice, on empty caches."""
         args = self._args
         prompts = made_stream(NO_REPEATS, self._codec, args.requests, args.seed + 1, args.prompt_tokens).prompts
         with self._scene(f"new-{temperature}"):
-            groups = self._timed(prompts, temperature, args.growth_streams)
-        return _row(NEW, temperature, args.growth_streams, groups)
-
-    def growth(self, temperature: float) -> Iterator[dict[str, Any]]:
-        """The mixed stream of ``benchmarks.growth``, its first and last fifth."""
-        args = self._args
-        prompts = made_stream(MIXED, self._codec, args.growth_requests, args.seed, args.prompt_tokens).prompts
-        fifth = max(1, len(prompts) // 5)
-        with self._scene(f"growth-{temperature}"):
-            first = self._timed(prompts[:fifth], temperature, args.growth_streams)
-            yield _row(FIRST_FIFTH, temperature, args.growth_streams, first)
-            self._timed(prompts[fifth:-fifth], temperature, args.growth_streams)
-            last = self._timed(prompts[-fifth:], temperature, args.growth_streams)
-            yield _row(LAST_FIFTH, temperature, args.growth_streams, last)
+            groups = self._timed(prompts, temperature)
+        return _row(NEW, temperature, args.streams, groups)
 
     @contextmanager
     def _scene(self, namespace: str) -> Iterator[None]:
@@ -190,13 +169,13 @@ class Bench:
             for engine in drafting:
                 engine.caches = None
 
-    def _timed(self, prompts: Sequence[list[int]], temperature: float, num_streams: int) -> list[Group]:
+    def _timed(self, prompts: Sequence[list[int]], temperature: float) -> list[Group]:
         """Every prompt once for each kind of noise, of a stream that is drawn; groups of requests in order."""
         groups: list[Group] = []
         for place, prompt in enumerate(prompts):
             if place % self._args.group == 0:
                 groups.append({name: {name: Tally(), OFF: Tally()} for name in (COUPLED, UNCOUPLED)})
-            stream = int(self._random.integers(num_streams))
+            stream = int(self._random.integers(self._args.streams))
             for name in in_turn((COUPLED, UNCOUPLED), place):
                 pair = {each: self._engines[each] for each in (name, OFF)}
                 asked = [self._request(prompt, stream, temperature, name)]

@@ -7,10 +7,9 @@ a small capacity keep it sealing, merging, evicting and replacing manifests. Thr
 append and what is on disk. It is killed at a random moment of its opening, its work or its closing, alone or with the
 rebuild process, or after the rebuild process was killed alone. Then this process opens the same directory and checks it
 against the texts made again from their numbers; the next child goes on from there, and some kills get a new directory.
-In between, files that no manifest names are torn, as a power failure leaves them.
-
-Before that, children of a short, single-threaded life are killed before each of their file operations in turn, each on
-a new directory and all on one. Ends stdout with one JSON line, and with exit status 1 if anything was wrong.
+In between, files that no manifest names are torn, as a power failure leaves them. What a directory may be in between
+two file operations is tried one by one in ``tests/test_crash.py``. Ends stdout with one JSON line, and with exit status
+1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +64,6 @@ _LONGEST = 600
 _ALPHABET = 40
 _WIDE_ID = 1 << 20  # in some sequences, so that segments of narrow and of wide ids are merged
 _TAIL_SEALS = 4  # the writer waits while more than this many seals are due
-_SHORT = 8  # sequences of a short life
 _WINDOW_S = 1.0  # a writer works so long at most
 _FRESH_EVERY = 20  # one kill in so many gets a new directory
 _NUM_PATTERNS = 20
@@ -124,44 +122,32 @@ class Tally:
     problems: Counter[str] = field(default_factory=Counter)
     num_checked_sequences: int = 0
     num_checked_counts: int = 0
-    num_lock_waits: int = 0
 
 
 # The writer: a forked child
 
 
-def live(
-    setting: Setting, directory: Path, first: int, chance: random.Random, life_s: float, die_before: int, say: Say
-) -> None:
-    """A server's life: open, append from number ``first`` on, close after ``life_s``.
-
-    ``die_before`` : not 0 for a short life on one thread, with the same file operations every time, and killed before
-    that one.
-    """
+def live(setting: Setting, directory: Path, first: int, chance: random.Random, life_s: float, say: Say) -> None:
+    """A server's life: open, append from number ``first`` on, close after ``life_s``."""
     logging.getLogger("ssd.retrieval.merge_worker").setLevel(logging.ERROR)  # its process is killed on purpose
-    is_short = die_before > 0
-    if is_short:
-        _die_before_file_operation(directory, die_before)
     say("opening")
-    caches = CacheSet(setting.config(directory), FINGERPRINT, inline=is_short)
+    caches = CacheSet(setting.config(directory), FINGERPRINT)
     cache = caches.get()
     say("running")
     stops: list[int] = []  # where sequences first, first + 1, ... end in the ring
     number, close_at = first, time.monotonic() + life_s
-    while number < first + _SHORT if is_short else time.monotonic() < close_at:
+    while time.monotonic() < close_at:
         say("appending", number)
         cache.append(setting.text(number))
         stops.append(cache.snapshot().tail_stop)
         number += 1
-        if is_short:
-            caches.maintain()
         while cache.stats().num_tail_tokens > _TAIL_SEALS * setting.index.seal_tokens:
             time.sleep(0.0005)
         draw = chance.random()
-        if number % 3 == 0 if is_short else draw < 0.03:
+        if draw < 0.03:
             caches.flush()
             say("durable", number - 1)
-        elif not is_short and draw < 0.2:
+        elif draw < 0.2:
             manifest = read_manifest(directory / DEFAULT_NAMESPACE, fingerprint=FINGERPRINT)
             if manifest is not None and manifest.segments:
                 newest = manifest.segments[-1]
@@ -173,23 +159,6 @@ def live(
     say("durable", number - 1)
     say("failures", cache.stats().num_failures)
     say("closed")
-
-
-def _die_before_file_operation(directory: Path, count: int) -> None:
-    """Have this process kill itself when it is about to touch ``directory`` for the ``count``-th time."""
-    events = {"open", "os.rename", "os.remove", "os.mkdir", "os.listdir", "os.scandir", "fcntl.flock", "mmap.__new__"}
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal count
-        if event not in events:
-            return
-        if isinstance(arguments[0], (str, os.PathLike)) and not os.fspath(arguments[0]).startswith(str(directory)):
-            return
-        count -= 1
-        if count == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
 
 
 class Child:
@@ -227,10 +196,6 @@ class Child:
         for process_id in (*others, self.process_id):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)
-        return self.wait()
-
-    def wait(self) -> bool:
-        """The child has ended or will by itself: hear its last words. False if it was not killed."""
         _, status = os.waitpid(self.process_id, 0)
         while self._hear():  # the rebuild process does not have the pipe, so it ends here
             pass
@@ -263,7 +228,7 @@ def check(setting: Setting, store: Store, child: Child, was_killed: bool, tally:
     tally.problems["writer_failures"] += child.num_failures + (not was_killed)
     try:
         _tear_leftovers(store.directory / DEFAULT_NAMESPACE, chance)
-        caches = _open(setting, store.directory, tally)
+        caches = _open(setting, store.directory)
     except Exception:
         traceback.print_exc()
         tally.problems["unreadable_stores"] += 1
@@ -281,7 +246,7 @@ def check(setting: Setting, store: Store, child: Child, was_killed: bool, tally:
     store.announced = store.durable  # the next writer goes on with the next number
 
 
-def _open(setting: Setting, directory: Path, tally: Tally) -> CacheSet:
+def _open(setting: Setting, directory: Path) -> CacheSet:
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
         try:
@@ -290,7 +255,6 @@ def _open(setting: Setting, directory: Path, tally: Tally) -> CacheSet:
             # Killed between fork and exec of its rebuild process: for a moment that has the lock too.
             if time.monotonic() > deadline:
                 raise
-            tally.num_lock_waits += 1
             time.sleep(0.01)
 
 
@@ -360,27 +324,6 @@ def _check_counts(
 # The kills
 
 
-def kill_at_every_operation(seed: int, home: Path, tally: Tally) -> int:
-    """Kill short lives before their first, second, ... file operation, until one gets to its end. Returns how many."""
-    setting = Setting(seed, IndexConfig(capacity_tokens=2048, seal_tokens=128, merge_fanout=2, dedup_block_tokens=0))
-    chance = random.Random(seed)
-    num_kills = 0
-    for kind in ("new", "same"):
-        store = Store(home / "every")
-        for operation in range(1, 1000):
-            if kind == "new":
-                store = Store(home / f"every-{operation}")
-            first = store.durable + 1
-            child = Child(partial(live, setting, store.directory, first, random.Random(0), 0.0, operation))
-            child.listen(time.monotonic() + 60, ("closed",))
-            reached_end = child.phase == "closed"
-            check(setting, store, child, child.kill() if reached_end else child.wait(), tally, chance)
-            if reached_end:
-                break
-            num_kills += 1
-    return num_kills
-
-
 def kill_at_random(setting: Setting, num_kills: int, home: Path, tally: Tally) -> None:
     """Kill writers of one store, and of some new ones, at random moments from their opening to their end."""
     chance, kept = random.Random(setting.seed), Store(home / "kept")
@@ -389,7 +332,7 @@ def kill_at_random(setting: Setting, num_kills: int, home: Path, tally: Tally) -
         victim = chance.choices(("server", "worker", "both"), (0.6, 0.2, 0.2))[0]
         close_after_s, life = chance.uniform(0.0, _WINDOW_S), random.Random(chance.getrandbits(32))
         first = store.durable + 1
-        child = Child(partial(live, setting, store.directory, first, life, close_after_s, 0))
+        child = Child(partial(live, setting, store.directory, first, life, close_after_s))
         begins = chance.choices(("starting", "opening", "running", "closing"), (0.1, 0.2, 0.5, 0.2))[0]
         child.listen(time.monotonic() + 60, _PHASES[_PHASES.index(begins) :])
         kill_at = time.monotonic() + chance.uniform(0.0, _WINDOW_S if begins == "running" else _WINDOW_S / 4)
@@ -426,16 +369,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="crash-", ignore_cleanup_errors=True) as home:
-        num_operations = kill_at_every_operation(args.seed, Path(home), tally)
-        run.say(f"killed before each of {num_operations} file operations")
         kill_at_random(Setting(args.seed, index), args.kills, Path(home), tally)
     return run.end(
         kills=args.kills,
-        kills_at_file_operations=num_operations,
         **{name: tally.problems[name] for name in PROBLEMS},
         checked_sequences=tally.num_checked_sequences,
         checked_counts=tally.num_checked_counts,
-        lock_waits=tally.num_lock_waits,
         is_wrong=any(tally.problems.values()),
     )
 

@@ -21,16 +21,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.run import ENGINE, Option, Run
-from benchmarks.workloads import MIXED, NO_REPEATS, Mix, Stream, made_stream, recorded_stream
-from ssd.text.codec import TextCodec
-
-MADE = {
-    "mixed": MIXED,
-    "new": NO_REPEATS,
-    "often": Mix(name="often", recurring=0.9, variant=0.05, pool_size=8),
-    "variants": Mix(name="variants", recurring=0.0, variant=0.9, pool_size=6),
-}
-"""Made of the standard library, by their names."""
+from benchmarks.workloads import MADE, open_stream
 
 OPTIONS: dict[str, Any] = {
     "workloads": Option(default=list(MADE), metavar="NAME"),
@@ -73,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = run.args
     codec, _ = run.load()
     for name in args.workloads:
-        stream = open_workload(name, codec, args.requests, args.seed, args.prompt_tokens)
+        stream = open_stream(name, codec, args.requests, args.seed, args.prompt_tokens)
         with tempfile.TemporaryDirectory() as directory:
             log = Path(directory) / f"{name}.jsonl"
             write_log(log, stream.prompts, args.max_tokens)
@@ -103,13 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.say(f"median error {error:.1%}")
     failed = any(row["mismatches"] for row in run.rows)
     return run.end(median_error=round(error, 4), is_wrong=failed)
-
-
-def open_workload(name: str, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:
-    """A made stream, or that of a recorded trace. Raises ConfigError where there is none of this name."""
-    if name in MADE:
-        return made_stream(MADE[name], codec, num_requests, seed, most_tokens)
-    return recorded_stream(name, codec, num_requests, most_tokens)
 
 
 def write_log(path: Path, prompts: Sequence[list[int]], max_tokens: int) -> None:

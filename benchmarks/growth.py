@@ -24,17 +24,14 @@ from transformers import PreTrainedModel
 
 from benchmarks.run import Option, Run
 from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, requests_of
-from benchmarks.workloads import MIXED, NO_REPEATS, Stream, cut, made_stream, recorded_stream, snippets
+from benchmarks.workloads import Stream, cut, open_stream, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 
-MADE = {"mixed": MIXED, "new": NO_REPEATS}
-"""Streams made of the standard library, by their names."""
-
 OPTIONS: dict[str, Any] = {
-    "streams": Option(default=list(MADE), several=True, metavar="NAME"),
+    "streams": Option(default=["mixed", "new"], several=True, metavar="NAME"),
     "sampling": Option(default=["greedy", "sampled"], choices=("greedy", "sampled")),
     "requests": Option(default=160, help="of each stream"),
     "repeated": Option(default=50, help="requests asked twice"),
@@ -110,13 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     differs = again["mismatches"] or any(row["mismatches"] for row in run.rows)
     is_wrong = bool(differs) and model.dtype == torch.float32
     return run.end(repeated_requests=again, is_wrong=is_wrong)
-
-
-def open_stream(name: str, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:
-    """A made stream, or that of a trace. Raises ConfigError where there is none of this name."""
-    if name in MADE:
-        return made_stream(MADE[name], codec, num_requests, seed, most_tokens)
-    return recorded_stream(name, codec, num_requests)
 
 
 def repeat(

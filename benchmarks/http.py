@@ -10,17 +10,13 @@ other is ``ssd-serve``, asked over keep-alive connections from here. Rounds alte
 
 Speculation is off: with drafts each side prices passes by what it measured itself, and so drafts differently.
 
-Every answer's text is compared with the engine's. Then a client asks short completions one after the other: alone,
-beside ``--connections`` idle ones of which every second has had an answer, and beside as many that sent half a head.
-Prints a table; the last line of stdout is one JSON object.
+Every answer's text is compared with the engine's. Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import resource
-import socket
 import sys
 import tempfile
 import threading
@@ -33,8 +29,6 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import numpy as np
 
 from benchmarks.processes import Server, headers_of
 from benchmarks.run import Option, Run
@@ -155,63 +149,10 @@ def measure(engine: Engine, port: int, kind: Kind, pool: list[list[tuple[int, ..
     }
 
 
-_OWN_FILES = 512
-_WAITING = ("--max-num-seqs", "2", "--max-model-len", "256", "--max-idle-seconds", "600", "--max-head-seconds", "600")
-_HALF = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
-
-
-def beside_connections(num_connections: int, num_requests: int) -> list[dict[str, Any]]:
-    """A client's milliseconds a request, and the server's KiB for each other connection; the last row alone again."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    number = min(num_connections, most - _OWN_FILES)
-    rows = []
-    with tempfile.TemporaryDirectory() as home, ExitStack() as stack:
-        server = Server(Path(home) / "server.log", "--device", "cpu", "--dtype", "float32", *_WAITING)
-        stack.callback(server.kill)
-        server.start()
-        _latencies(server, num_requests)  # warm
-        before = server.memory_mib()
-        for kind in ("none", "idle", "half a head", "none"):
-            held = number if kind != "none" else 0
-            with ExitStack() as opened:
-                for index in range(held):
-                    opened.enter_context(_connection(server.port, kind, index))
-                kib = (server.memory_mib() - before) * 1024 / held if held else 0.0
-                p50, p99 = np.percentile(_latencies(server, num_requests), (50, 99))
-            rows.append(
-                {"beside": kind, "connections": held, "p50_ms": round(float(p50), 2), "p99_ms": round(float(p99), 2)}
-                | {"kib_each": round(kib, 1)}
-            )
-    return rows
-
-
-def _connection(port: int, kind: str, index: int) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
-    if kind == "half a head":
-        connection.sendall(_HALF)
-    elif index % 2:
-        connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
-        if not connection.recv(4096).startswith(b"HTTP/1.1 200"):
-            raise ConnectionError("an idle connection was not answered")
-    return connection
-
-
-def _latencies(server: Server, num_requests: int) -> list[float]:
-    """Milliseconds of short completions, one after the other."""
-    found = []
-    for number in range(num_requests):
-        began = time.perf_counter()
-        server.post({"prompt": f"x = {number}\n", "max_tokens": 1, "temperature": 0})
-        found.append((time.perf_counter() - began) * 1000)
-    return found
-
-
 OPTIONS = {
     "rounds": Option(default=9, help="of each side"),
     "requests": Option(default=64, help="a round"),
     "kind": Option(default=[kind.name for kind in KINDS], choices=[kind.name for kind in KINDS]),
-    "connections": Option(default=10_000, least=0, help="beside a client; 0 for none"),
 }
 COLUMNS = (
     ("traffic", "{kind}"),
@@ -256,10 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if kind.name in args.kind:
                 run.row(measure(engine, server.port, kind, pool))
         run.ran_on(engine.target)
-    beside = beside_connections(args.connections, 200) if args.connections else []
-    for row in beside:
-        run.say("beside {connections} {beside}: {p50_ms} ms p50, {p99_ms} p99, {kib_each} KiB each".format_map(row))
-    return run.end(beside=beside)
+    return run.end()
 
 
 if __name__ == "__main__":

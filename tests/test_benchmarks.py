@@ -60,7 +60,7 @@ PROGRAMS: tuple[tuple[str, Sequence[str], Callable[[Found], object]], ...] = (
     ("growth", ("--requests", "6", "--repeated", "2", "--max-tokens", "8", "--window", "3"), same_outputs),
     (
         "coupled",
-        ("--requests", "3", "--growth-requests", "5", "--group", "2", "--streams", "1", "3", *_SMALL),
+        ("--requests", "3", "--group", "2", "--streams", "3", *_SMALL),
         few_passes_when_asked_again,
     ),
     (
@@ -76,7 +76,7 @@ PROGRAMS: tuple[tuple[str, Sequence[str], Callable[[Found], object]], ...] = (
     ("index.__main__", ("--tokens", "60000", "--static", "40000", "--seconds", "1"), drafts_are_what_is_stored),
     (
         "http",
-        ("--rounds", "1", "--requests", "4", "--kind", "one", "plain-stream", "--connections", "9"),
+        ("--rounds", "1", "--requests", "4", "--kind", "one", "plain-stream"),
         lambda f: len(f["rows"]) == 2,
     ),
 )

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.exactness import first_difference
 from benchmarks.run import ENGINE, Option, Run, describe
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.ways import ask, requests_of
@@ -66,13 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def changes(found: Answers, plain: Answers) -> dict[str, int]:
     """Answers compared, those that differ, and tokens up to the first difference of each, that one included."""
-    different = tokens = 0
-    for got, want in zip(found, plain, strict=True):
-        at = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
-        differs = at is not None or len(got) != len(want)
-        different += differs
-        tokens += len(want) if at is None else at + 1
-    return {"answers": len(plain), "different": different, "tokens": tokens}
+    places = [first_difference(got, want) for got, want in zip(found, plain, strict=True)]
+    tokens = [len(want) if at is None else at + 1 for at, want in zip(places, plain, strict=True)]
+    return {"answers": len(plain), "different": len(plain) - places.count(None), "tokens": sum(tokens)}
 
 
 def of_vllm(prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> dict[str, Answers]:
@@ -87,6 +84,7 @@ def of_vllm(prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> di
 def of_ours(codec: TextCodec, prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> dict[str, Answers]:
     """Ours; speculation is asked twice, the second time all was heard before."""
     found: dict[str, Answers] = {}
+    requests = requests_of(prompts, [SamplingParams(temperature=0.0, max_tokens=max_tokens)] * len(prompts))
     for what, limit, batch in (("plain", 0, 1), ("speculation", 16, 1), ("eight at a time", 0, BATCH)):
         with CacheSet(CacheConfig(), fingerprint=codec.fingerprint, inline=True) as caches:
             engine = Engine.from_pretrained(
@@ -94,14 +92,10 @@ def of_ours(codec: TextCodec, prompts: Sequence[Sequence[int]], max_tokens: int,
                 config=EngineConfig(max_num_seqs=batch, max_model_len=LENGTH, exact="on"),
                 draft=DraftConfig(num_speculative_tokens=limit),
             )  # fmt: skip
-            found[what] = _answers(engine, prompts, max_tokens)
+            found[what] = ask(engine, requests)
             if limit:
-                found["speculation, again"] = _answers(engine, prompts, max_tokens)
+                found["speculation, again"] = ask(engine, requests)
     return found
-
-
-def _answers(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answers:
-    return ask(engine, requests_of(prompts, [SamplingParams(temperature=0.0, max_tokens=max_tokens)] * len(prompts)))
 
 
 if __name__ == "__main__":
