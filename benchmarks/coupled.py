@@ -3,7 +3,7 @@
 ``python -m benchmarks.coupled [--model DIR] [--streams S] [--temperatures T...] [--out FILE]``
 
 Two engines answer the same questions one after the other, each beside speculation off: with coupled noise, and with a
-seed for every request as before. Nothing twice: prompts that are all new, on empty caches. Asked again: every prompt was
+seed for every request as before. Nothing twice: prompts all new, on empty caches. Asked again: every prompt was
 answered once of every stream, then comes again with a stream that is drawn. Near-variants: the same prompts with a word
 or a number changed or a sentence added. Every timed output is compared with speculation off of the same noise. Ratios
 are of tokens/s within a group of requests, prompts included: medians over groups, with the least and the most; beside

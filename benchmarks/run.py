@@ -233,12 +233,6 @@ def spread(values: Sequence[float], digits: int = 3) -> list[float]:
     return [round(float(value), digits) for value in (median(values), min(values), max(values))]
 
 
-def spread_text(values: Sequence[float], digits: int = 2) -> str:
-    """A `spread` as tables print it: ``1.23 (1.10 ... 1.34)``."""
-    middle, least, most = (f"{value:.{digits}f}" for value in values)
-    return f"{middle} ({least} ... {most})"
-
-
 def bootstrap(values: Sequence[float], seed: int = 0) -> list[float]:
     """The interval that holds 95 % of the medians of samples drawn with replacement (Efron 1979)."""
     drawn = np.random.default_rng(seed).choice(np.asarray(values), (_RESAMPLES, len(values)))

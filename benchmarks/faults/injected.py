@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Final, TypeVar
 
 import numpy as np
 import xxhash
 
-from benchmarks.faults.fleet import USER, Fleet, Member, SkippedError, works
+from benchmarks.faults.fleet import USER, Fleet, Member, SkippedError
 from benchmarks.faults.proxy import CLEAR, Weather
 from ssd.sharing.stream import FIELD
 
@@ -133,57 +131,21 @@ def disk_full(fleet: Fleet) -> None:
     filler.unlink()
 
 
-@_fault(SERVER)
-def disk_immutable(fleet: Fleet) -> None:
-    """Nothing can be created, renamed or removed in the directories for a while."""
-    directories = [path for path in fleet.one().directory.iterdir() if path.is_dir()]
-    if os.geteuid() != 0:
-        for directory in directories:
-            directory.chmod(0o500)
-        fleet.hold(4.0)
-        for directory in directories:
-            directory.chmod(0o700)
-        return
-    if not all(_chattr("+i", directory) for directory in directories):
-        raise SkippedError("root writes to every directory, and chattr +i does not work on this file system")
-    fleet.hold(4.0)
-    for directory in directories:
-        _chattr("-i", directory)
-
-
-def _chattr(flag: str, directory: Path) -> bool:
-    return shutil.which("chattr") is not None and works(["chattr", flag, str(directory)])
-
-
 _HEADER = 256  # bytes of a segment file
 _LEARNED_HEADER = 32
 
 
 @_fault(SERVER)
-def segment_truncated(fleet: Fleet) -> None:
-    """Mapped segments lose their second half."""
-    with _damaged(fleet) as segments:
-        for path in segments:
-            os.truncate(path, path.stat().st_size // 2)
-
-
-@_fault(SERVER)
-def segment_overwritten(fleet: Fleet) -> None:
-    """All but the header of mapped segments is written over with random bytes."""
-    with _damaged(fleet) as segments:
-        for path in segments:
-            with path.open("r+b") as file:
-                file.seek(_HEADER)
-                file.write(fleet.chance.randbytes(path.stat().st_size - _HEADER))
-
-
-@contextmanager
-def _damaged(fleet: Fleet) -> Iterator[list[Path]]:
-    """The segments of a server, once there is one; what they held is not promised, and it begins anew afterwards."""
+def segment_damaged(fleet: Fleet) -> None:
+    """Mapped segments lose their second half, or all but the header is written over; the server begins anew then."""
     member, deadline = fleet.one(), time.monotonic() + 20
-    while not (found := list(member.directory.glob("*/*.seg"))) and time.monotonic() < deadline:
+    while not (segments := list(member.directory.glob("*/*.seg"))) and time.monotonic() < deadline:
         time.sleep(0.1)
-    yield found
+    for number, path in enumerate(segments):
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            file.seek(_HEADER)
+            file.write(fleet.chance.randbytes(size - _HEADER)) if number % 2 else file.truncate(size // 2)
     fleet.hold(3.0)
     member.begin_anew()
 
@@ -204,7 +166,7 @@ def learned_hostile(fleet: Fleet) -> None:
         member.server.start()
 
 
-# Of the network between servers and Redis. Bytes of all kinds come to one cache in tests/test_sharing_by_proxy.py.
+# Of the network between servers and Redis, and of Redis; to one cache more of them come in tests/test_sharing_*.py.
 
 WRONG_ANSWERS: Final = (
     *(b"+OK\r\n", b"+\r\n", b":1\r\n", b":-1\r\n", b":x\r\n", b"$-1\r\n", b"*-1\r\n", b"*0\r\n", b"$5\r\nhello\r\n"),
@@ -294,19 +256,6 @@ def server_kill_unheard(fleet: Fleet) -> None:
         fleet.kill_server(member)
 
 
-# Of Redis and who administers it
-
-_DAY_MS = 86_400_000
-
-
-@_fault(STORE)
-def redis_pause(fleet: Fleet) -> None:
-    """CLIENT PAUSE: answers nobody for four seconds."""
-    with fleet.client() as client:
-        client.client_pause(4000)
-    fleet.hold(5.0)
-
-
 @_fault(STORE)
 def redis_stop(fleet: Fleet) -> None:
     """The process hangs, its connections open."""
@@ -352,17 +301,6 @@ def failover(fleet: Fleet) -> None:
 
 
 @_fault(STORE)
-def failover_to_the_past(fleet: Fleet) -> None:
-    """The standby that takes over lacks the newest entries, and has others at their ids' place."""
-    standby = fleet.new_standby()
-    with fleet.client(standby) as client:
-        client.replicaof("NO", "ONE")
-    fleet.hold(3.0)  # what is written now it will never have
-    fleet.switch_to(standby).kill()
-    fleet.hold(2.0)
-
-
-@_fault(STORE)
 def redis_full(fleet: Fleet, policy: str = "noeviction") -> None:
     """maxmemory is reached, and nothing may be evicted: no write is taken."""
     with fleet.client() as client:
@@ -391,29 +329,6 @@ def redis_rights(fleet: Fleet) -> None:
         client.execute_command("ACL", "DELUSER", USER)  # type: ignore[no-untyped-call]
         fleet.hold(0.8)
         fleet.give_rights(client)
-
-
-@_fault(STORE)
-def clock_back(fleet: Fleet) -> None:
-    """Ids of a day ahead are read, then a log begins anew with ids of now; and once more at the end of all ids."""
-    with fleet.client() as client:
-        for last in (f"{int(time.time() * 1000) + _DAY_MS}-0", f"{(1 << 64) - 1}-{(1 << 64) - 1}"):
-            for stream in fleet.streams:
-                client.delete(stream)
-                client.xadd(stream, {FIELD: b"junk"}, id=last)
-            fleet.hold(2.0)
-            client.delete(*fleet.streams)
-            fleet.hold(1.0)
-
-
-@_fault(STORE)
-def keys_of_another_kind(fleet: Fleet) -> None:
-    """Each key of ours holds a string for a while."""
-    with fleet.client() as client:
-        for key in [*fleet.streams, "ssd:1:generations"]:
-            client.set(key, "a string")
-        fleet.hold(3.0)
-        client.delete(*fleet.streams, "ssd:1:generations")
 
 
 @_fault(STORE)
