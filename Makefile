@@ -21,7 +21,7 @@ CLIENTS_READY := $(CLIENTS)/.ready
 CLIENTS_PINS := benchmarks/clients
 REAL := .venv-real
 REAL_READY := $(REAL)/.ready
-REAL_PINS := benchmarks/real_model
+REAL_PINS := benchmarks/real_model.txt
 REAL_MODEL := $(or $(SSD_REAL_MODEL),.real-model)
 REPLAY := --curve --max-draft 64 --jobs 2
 CURVES := $(REPLAY) --tokenizer llama2-32k llama3-128k --drafter ssd arctic --max-output-tokens 60000
@@ -196,19 +196,19 @@ bench-real: $(READY) real-model
 		--out benchmarks/results/overhead-gemma.json
 	$(BIN)/python -m benchmarks.report
 
-$(REAL_MODEL)/.checked: $(REAL_PINS)/convert.py | $(REAL_READY)
-	@$(PYTHON) -m benchmarks.real_model.terms
-	@$(REAL)/bin/python -m benchmarks.real_model.convert $(REAL_MODEL)
-	@$(REAL)/bin/python -m benchmarks.real_model.check $(REAL_MODEL)
+$(REAL_MODEL)/.checked: benchmarks/real_model.py | $(REAL_READY)
+	@$(PYTHON) -m benchmarks.real_model terms
+	@$(REAL)/bin/python -m benchmarks.real_model convert $(REAL_MODEL)
+	@$(REAL)/bin/python -m benchmarks.real_model check $(REAL_MODEL)
 	@touch $@
 
-$(REAL_READY): $(REAL_PINS)/requirements.txt
-	@$(PYTHON) -m benchmarks.real_model.terms
+$(REAL_READY): $(REAL_PINS)
+	@$(PYTHON) -m benchmarks.real_model terms
 	@echo "real-model: installing into $(REAL)"
 	@test -x $(REAL)/bin/python || $(PYTHON) -m venv $(REAL)
 	@export PIP_CONSTRAINT=constraints.txt \
 		&& $(REAL)/bin/pip install --quiet torch==2.13.0 \
-		&& $(REAL)/bin/pip install --quiet --requirement $(REAL_PINS)/requirements.txt --editable '.[engine]' \
+		&& $(REAL)/bin/pip install --quiet --requirement $(REAL_PINS) --editable '.[engine]' \
 		|| { echo "real-model: the installation failed, see above" >&2; exit 1; }
 	@touch $@
 

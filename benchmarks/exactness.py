@@ -18,7 +18,7 @@ import torch
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.protocol import Draft, Drafter, DraftRequest
+from ssd.drafting.protocol import Draft, Drafter, DraftRequest, NoDrafter
 from ssd.engine import Engine, Request
 from ssd.engine.sequence import secret_of
 from ssd.model.sampling.noise import gumbel_noise
@@ -40,7 +40,7 @@ Makers = Mapping[str, Callable[[], Drafter]]
 """Drafters that a setting may name beside the project's own: each run gets a fresh one."""
 
 
-class RandomDrafter:
+class RandomDrafter(NoDrafter):
     """Adversarial: drafts of random tokens, always as long as allowed."""
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
@@ -53,12 +53,6 @@ class RandomDrafter:
             Draft(self._random.integers(0, self._vocab_size, max(0, r.limit), np.int32), source="random")
             for r in requests
         ]
-
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Learns nothing."""
-
-    def finish(self, request_id: str) -> None:
-        """Keeps nothing."""
 
 
 class OracleDrafter(RandomDrafter):
@@ -167,17 +161,13 @@ def run(
     """
     batch_size = setting.batch_size if setting else 1
     draft = DraftConfig(num_speculative_tokens=setting.num_speculative_tokens if setting else 0)
-    drafter: Drafter
-    if setting is None:
-        drafter = make_drafter("none", draft)
-    elif makers is not None and setting.drafter in makers:
-        drafter = makers[setting.drafter]()
-    elif setting.drafter == "random":
-        drafter = RandomDrafter(target.vocab_size)
-    elif setting.drafter == "oracle":
-        drafter = OracleDrafter(answers or {}, target.vocab_size)
-    else:
-        drafter = make_drafter(setting.drafter, draft)
+    own: Makers = {
+        "random": lambda: RandomDrafter(target.vocab_size),
+        "oracle": lambda: OracleDrafter(answers or {}, target.vocab_size),
+        **(makers or {}),
+    }
+    name = "none" if setting is None else setting.drafter
+    drafter = own[name]() if name in own else make_drafter(name, draft)
     with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
         engine = Engine(
             target,

@@ -5,8 +5,8 @@
 A real server (bundled model, float32) with three keys, a small cache that fills and turns over, and clients that ask
 for completions and chats, greedy and sampled, with several choices, stops, penalties and grammars, whole or streamed,
 some with a ``cache_salt``; 15 % of the answers are left before they end. Every other answer is compared, tokens, text
-and reason, with the engine called directly without drafts. Meanwhile the server's memory is read. At the end the server
-must have ended all requests and close in order.
+and reason, with what the server said before, asked alone and without drafts. Meanwhile the server's memory is read. At
+the end it must have ended all requests and close in order.
 
 Exit status 1 where an answer was changed, a request failed, something was left behind, or memory grew: of the last
 quarter by more than 5 % (``--most-growth``) above that of the second.
@@ -47,7 +47,7 @@ COLUMNS: tuple[tuple[str, str], ...] = ()
 NOTE = (
     "`python -m benchmarks.soak` on {date}, {environment[cpu]}, {environment[cores]} cores: {parameters[seconds]:.0f} "
     "seconds, {parameters[clients]} clients under three keys. {answers:,} answers ({tokens:,} tokens) were compared "
-    "with the engine called directly without drafts: {changed} changed, {failed} failed; {left:,} were left before "
+    "with plain decoding: {changed} changed, {failed} failed; {left:,} were left before "
     "they ended. Memory of the last quarter was {growth:.2f} of the second's."
 )
 
@@ -65,16 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def soak(run: Run) -> dict[str, Any]:
     """What clients got of a server."""
     args, memory = run.args, list[tuple[int, float]]()
-    asked = questions(args.questions, args.max_tokens)
-    run.say(f"{len(asked)} questions answered by the engine called directly")
     with tempfile.TemporaryDirectory(prefix="soak-") as home:
         keys = Path(home) / "keys"
         keys.write_text("\n".join(_KEYS) + "\n")
         keys.chmod(0o600)
         server = Server(Path(home) / "server.log", *_SERVER, "--api-key-file", str(keys))
-        load = Load(server, asked, Traffic(keys=_KEYS, salts=("a", "b")))
+        load = Load(server, (), Traffic(keys=_KEYS, salts=("a", "b")))
         try:
             server.start()
+            load.questions = asked = questions(server, args.questions, args.max_tokens, _KEYS[0])
+            run.say(f"{len(asked)} questions answered without drafts")
             began = time.monotonic()
             with load.running(args.clients, seed=0):
                 while (passed := time.monotonic() - began) < args.seconds:

@@ -3,7 +3,7 @@
 ``python -m benchmarks.faults [--servers N] [--rounds N] [--seed S] [--only NAME ...]``
 
 Real servers (bundled model, float32) with durable caches, and clients that ask for answers of every kind, whole and
-streamed, leave some of them early and verify each against one that the engine gave before without speculation.
+streamed, leave some of them early and verify each against one that a server gave before without speculation.
 Beside their questions they send *notes*, texts with a number. Every note that was on disk before a fault, or was
 acknowledged before an orderly close, must afterwards be in the cache once, and none in another namespace.
 
@@ -154,12 +154,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = Run("faults", __doc__, argv, OPTIONS, COLUMNS, unsaid=("only", "patience"), under=("ssd", "server"))
     args = run.args
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of the proxies, which are meant to be in trouble
-    codec, asked = TextCodec.load(str(MODEL_PATH)), questions(_QUESTIONS, args.tokens)
-    run.say(f"{len(asked)} questions answered without speculation")
+    codec = TextCodec.load(str(MODEL_PATH))
     with (
         tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as home,
-        Fleet(Path(home), codec, asked, args.servers, random.Random(args.seed)) as fleet,
+        Fleet(Path(home), codec, args.servers, random.Random(args.seed)) as fleet,
     ):
+        asked = questions(fleet.members[0].server, _QUESTIONS, args.tokens, fleet.keys[0])
+        run.say(f"{len(asked)} questions answered without speculation")
+        for load in fleet.loads:
+            load.questions = asked
         for row in _played(fleet, args):
             run.row(row.facts())
             for reason in row.reasons[:5]:

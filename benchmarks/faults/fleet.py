@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from benchmarks.faults.proxy import FaultProxy
 from benchmarks.history import History, family, note, notes_on_disk
-from benchmarks.load import SERVER_OPTIONS, Load, Question, Traffic
+from benchmarks.load import SERVER_OPTIONS, Load, Traffic
 from benchmarks.processes import Redis, Server, headers_of
 from server.admission.registry import NamespaceNames
 from server.admission.rules import digest_of
@@ -28,7 +28,7 @@ from ssd.text.codec import TextCodec
 if TYPE_CHECKING:
     import redis
 
-KEYS: Final = ("key-of-the-first-tenant", "key-of-the-second-tenant")
+KEYS: Final[tuple[str, ...]] = ("key-of-the-first-tenant", "key-of-the-second-tenant")
 USER, PASSWORD = "ssd", "the password"
 RIGHTS: Final = (
     "~ssd:1:*",
@@ -117,7 +117,6 @@ class Fleet:
         self,
         home: Path,
         codec: TextCodec,
-        questions: Sequence[Question],
         size: int,
         chance: random.Random,
     ) -> None:
@@ -127,7 +126,7 @@ class Fleet:
         """Each a file system of its own; not where nothing may be mounted."""
         self._home, self._codec, self._num_redis = home, codec, 0
         self._stack = ExitStack()
-        keys: Sequence[str | None] = KEYS if size > 1 else (None,)
+        self.keys = keys = KEYS if size > 1 else (None,)
         names = NamespaceNames(_SECRET)
         self.namespaces = [ALONE if key is None else names.tenant(_BASE, f"key:{digest_of(key)}", 0) for key in keys]
         (home / "secret").write_bytes(_SECRET)
@@ -148,7 +147,7 @@ class Fleet:
             options += ["--cache-tokens", str(_CACHE_TOKENS)]
             one = Server(home / f"server-{number}.log", *_SERVER, *options)
             loads = [
-                Load(one, questions, Traffic(keys=(key,), history=history, namespace=namespace))
+                Load(one, (), Traffic(keys=(key,), history=history, namespace=namespace))
                 for namespace, key in zip(self.namespaces, keys, strict=True)
             ]
             self.members.append(Member(one, directory, history, loads, wire))
