@@ -23,7 +23,7 @@ REAL := .venv-real
 REAL_READY := $(REAL)/.ready
 REAL_PINS := benchmarks/real_model.txt
 REAL_MODEL := $(or $(SSD_REAL_MODEL),.real-model)
-REPLAY := --curve --max-draft 64 --jobs 2
+REPLAY := --max-draft 64 --jobs 2
 CURVES := $(REPLAY) --tokenizer llama2-32k llama3-128k --drafter ssd arctic --max-output-tokens 60000
 OTHERS := $(REPLAY) --tokenizer llama3-128k --max-output-tokens 5000 --drafter ssd arctic
 CHAINS := llama-cpp vllm-ngram prompt-lookup-hf
@@ -90,7 +90,8 @@ format: $(READY)
 # recorded traces and tokenizers; other people's drafters are asked where `make bench-peers` installed them.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.growth --out benchmarks/results/growth.json
-	$(BIN)/python -m benchmarks.replay.measure_cost --json
+	$(BIN)/python -m benchmarks.evaluate --save-cost benchmarks/results/verify-cost.json \
+		--out benchmarks/results/evaluate.json
 	$(BIN)/python -m benchmarks.decode --out benchmarks/results/decode.json
 	$(BIN)/python -m benchmarks.exact --out benchmarks/results/exact.json
 	$(BIN)/python -m benchmarks.contenders --question overhead --out benchmarks/results/overhead.json
@@ -107,7 +108,6 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.index --tokens 1000000 --out benchmarks/results/index-1m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --out benchmarks/results/index-16m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --out benchmarks/results/index-256m.json
-	$(BIN)/python -m benchmarks.evaluate --out benchmarks/results/evaluate.json
 	$(BIN)/python -m benchmarks.http --out benchmarks/results/http.json
 	$(BIN)/python -m benchmarks.soak --out benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results/faults.json

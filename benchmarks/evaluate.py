@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "max_tokens": Option(default=64, help="of an answer"),
     "prompt_tokens": Option(default=320, help="of a prompt, its end"),
     "rounds": 3,
+    "save_cost": Option(default=None, kind=Path, metavar="FILE", help="keep what passes cost, for `benchmarks.replay`"),
     "seed": 0,
 }
 UNDER = (*ENGINE, "cache_builder/evaluation")
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         OPTIONS,
         COLUMNS,
         has_model=True,
-        unsaid=("workloads",),
+        unsaid=("workloads", "save_cost"),
         under=UNDER,
     )
     args = run.args
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as directory:
             log = Path(directory) / f"{name}.jsonl"
             write_log(log, stream.prompts, args.max_tokens)
-            rounds = [evaluate(log, str(args.model), args.max_tokens) for _ in range(args.rounds)]
+            rounds = [evaluate(log, str(args.model), args.max_tokens, args.save_cost) for _ in range(args.rounds)]
         ways = [found["measured"]["temperatures"][0] for found in rounds]
         replayed = [found["measured"]["replayed"] for found in rounds]
         measured = median(way["output_speedup"] for way in ways)
@@ -103,10 +104,11 @@ def write_log(path: Path, prompts: Sequence[list[int]], max_tokens: int) -> None
             file.write(json.dumps({"token_ids": [*prompt, *[0] * max_tokens], "prompt_length": len(prompt)}) + "\n")
 
 
-def evaluate(log: Path, model: str, max_tokens: int) -> dict[str, Any]:
+def evaluate(log: Path, model: str, max_tokens: int, save_cost: Path | None) -> dict[str, Any]:
     """``ssd-cache evaluate LOG --measure MODEL`` of all requests, greedy. Raises SystemExit where it fails."""
     arguments = [sys.executable, "-m", "cache_builder", "evaluate", str(log), "--measure", model, "--temperature", "0"]
     limits = ["--measure-requests", "1000000", "--measure-tokens", str(max_tokens), "--measure-minutes", "600"]
+    limits += [] if save_cost is None else ["--save-cost", str(save_cost)]
     done = subprocess.run([*arguments, *limits, "--json"], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"ssd-cache evaluate ended with status {done.returncode}")

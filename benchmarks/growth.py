@@ -13,6 +13,7 @@ token. Prints a table and ends stdout with one JSON line; with ``--out`` a pictu
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,17 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.streams:
         stream = open_stream(name, codec, args.requests, args.seed, args.max_model_len - args.max_tokens)
         for sampling in args.sampling:
-            windows, comparison = run_stream(
-                model,
-                codec,
-                stream,
-                sampling,
-                args.max_tokens,
-                limit,
-                window=args.window,
-                batch=args.batch,
-                length=args.max_model_len,
-            )
+            windows, comparison = run_stream(model, codec, stream, sampling, args)
             found.append((run.row(summary(stream, sampling, windows, comparison)), windows))
     if args.out is not None and found:
         plot(found, len(args.sampling), args.out.with_suffix(".png"))
@@ -146,26 +137,20 @@ def repeat(
 
 
 def run_stream(
-    model: PreTrainedModel,
-    codec: TextCodec,
-    stream: Stream,
-    sampling: str,
-    max_tokens: int,
-    limit: int,
-    *,
-    window: int,
-    batch: int,
-    length: int,
+    model: PreTrainedModel, codec: TextCodec, stream: Stream, sampling: str, args: Namespace
 ) -> tuple[list[Window], Comparison]:
     """One stream, window by window, with speculation and without."""
     windows, comparison = [], Comparison()
-    params = [_params(sampling, max_tokens, index) for index in range(len(stream.prompts))]
+    drawn = {"temperature": 0.0} if sampling == "greedy" else {"temperature": 0.7, "top_p": 0.9}
+    # A seed of its own for each request: who asks the same again gets another sample, as on any service.
+    seeds = range(len(stream.prompts))
+    params = [SamplingParams(max_tokens=args.max_tokens, seed=seed, **drawn) for seed in seeds]
     requests = requests_of(stream.prompts, params)
     with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
-        on, off = _pair(model, codec, caches, batch, length, limit)
-        for number, first in enumerate(range(0, len(requests), window)):
+        on, off = _pair(model, codec, caches, args.batch, args.max_model_len, args.num_speculative_tokens)
+        for number, first in enumerate(range(0, len(requests), args.window)):
             cached = caches.get("default").snapshot().num_tokens
-            tallies = contest({"on": on, "off": off}, requests[first : first + window], number, comparison)
+            tallies = contest({"on": on, "off": off}, requests[first : first + args.window], number, comparison)
             windows.append(Window(cached, tallies["on"], tallies["off"]))
     return windows, comparison
 
@@ -179,13 +164,6 @@ def _pair(
         open_engine(model, name, slots=slots, length=length, draft=draft, config=config, codec=codec, caches=known)
         for name, known in (("ssd", caches), ("none", None))
     ]
-
-
-def _params(sampling: str, max_tokens: int, index: int) -> SamplingParams:
-    if sampling == "greedy":
-        return SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    # A seed of its own for each request: who asks the same again gets another sample, as on any service.
-    return SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.9, seed=index)
 
 
 def summary(stream: Stream, sampling: str, windows: Sequence[Window], comparison: Comparison) -> dict[str, Any]:

@@ -116,31 +116,22 @@ class _Found:
         return [Answer(tuple(self._ids[i]), self._texts[i], self._reasons[i]) for i in range(len(self._ids))]
 
 
-@dataclass(slots=True, kw_only=True)
-class Traffic:
-    """What clients ask with, beside their questions.
-
-    ``keys`` : of each request one; None sends none. ``salts`` : every fifth request has one of these. ``history`` :
-    gets notes, which are sent to ``namespace``.
-    """
-
-    keys: Sequence[str | None] = (None,)
-    salts: Sequence[str] = ()
-    history: History | None = None
-    namespace: str = ""
-
-
 @dataclass(slots=True)
 class Load:
     """Clients of one server: answers whole and streamed, some left before they end, and notes.
 
+    ``keys`` : of each request one; None sends none. ``salts`` : every fifth request has one of these. ``history`` :
+    gets notes, which are sent to ``namespace``.
     ``counts`` : "right", "changed", "cancelled", "noted", "failed" where the server ought to have answered, and
     "interrupted" where it was being killed. ``kinds`` : requests of each kind. ``num_tokens`` : of right answers.
     """
 
     server: Server
-    questions: Sequence[Question]
-    traffic: Traffic
+    questions: Sequence[Question] = ()
+    keys: Sequence[str | None] = (None,)
+    salts: Sequence[str] = ()
+    history: History | None = None
+    namespace: str = ""
     counts: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -178,7 +169,7 @@ class Load:
             self._is_down = False
 
     def _ask_until(self, stopping: threading.Event, chance: random.Random) -> None:
-        history = self.traffic.history
+        history = self.history
         while not stopping.is_set():
             if self._is_down:
                 time.sleep(0.05)
@@ -189,9 +180,9 @@ class Load:
                 self._count(question.kind, lambda: self._ask(question, chance))  # noqa: B023
 
     def _take_note(self, history: History, chance: random.Random) -> None:
-        number = history.begin(self.traffic.namespace)
+        number = history.begin(self.namespace)
         asked = {"prompt": note(number), "max_tokens": _NOTE_TOKENS, "temperature": 0, "ignore_eos": True}
-        key = chance.choice(self.traffic.keys)
+        key = chance.choice(self.keys)
         if self._count("note", lambda: "noted" if self.server.post(asked, key=key) else "failed"):
             history.acknowledge(number)
 
@@ -219,14 +210,14 @@ class Load:
 
     def _ask(self, question: Question, chance: random.Random) -> str:
         body, is_streamed, leaves = dict(question.body), chance.random() < 0.5, chance.random() < 0.15
-        if self.traffic.salts and chance.random() < 0.2:
-            body["cache_salt"] = chance.choice(self.traffic.salts)
+        if self.salts and chance.random() < 0.2:
+            body["cache_salt"] = chance.choice(self.salts)
         if is_streamed:
             body |= {"stream": True, "stream_options": {"include_usage": chance.random() < 0.5}}
         last_event = chance.randint(1, 12) if leaves else None
         found = _Found(len(question.answers))
         with closing(http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=_TIMEOUT_S)) as connection:
-            connection.request("POST", question.path, json.dumps(body), headers_of(chance.choice(self.traffic.keys)))
+            connection.request("POST", question.path, json.dumps(body), headers_of(chance.choice(self.keys)))
             if leaves and not is_streamed:
                 time.sleep(chance.random() * 0.3)
                 return "cancelled"

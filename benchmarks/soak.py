@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.load import SERVER_OPTIONS, Load, Traffic, questions
+from benchmarks.load import SERVER_OPTIONS, Load, questions
 from benchmarks.processes import Server
 from benchmarks.run import Option, Run
 
@@ -70,7 +70,7 @@ def soak(run: Run) -> dict[str, Any]:
         keys.write_text("\n".join(_KEYS) + "\n")
         keys.chmod(0o600)
         server = Server(Path(home) / "server.log", *_SERVER, "--api-key-file", str(keys))
-        load = Load(server, (), Traffic(keys=_KEYS, salts=("a", "b")))
+        load = Load(server, keys=_KEYS, salts=("a", "b"))
         try:
             server.start()
             load.questions = asked = questions(server, args.questions, args.max_tokens, _KEYS[0])

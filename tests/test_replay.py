@@ -12,12 +12,13 @@ import pytest
 
 from benchmarks.replay import digest
 from benchmarks.replay.__main__ import main
-from benchmarks.replay.job import OURS, OurDrafter, PeerDrafter, replay_stream, settings_of
+from benchmarks.replay.job import CONTENDER_NAMES, OURS, OurDrafter, PeerDrafter, replay_stream, settings_of
 from benchmarks.report.replay import others_section
 from benchmarks.walk import Counts
-from cache_builder.evaluation.costs import flat
+from cache_builder.evaluation.costs import CostCurve, StepCosts, flat, read_step_costs
 from cache_builder.evaluation.log import Row
 from ssd.config import DraftConfig, IndexConfig
+from ssd.errors import ConfigError
 from tests.test_peers import needs_peers
 
 
@@ -42,7 +43,7 @@ def figures(counts: Counts) -> tuple[Any, ...]:
 def test_settings_side_by_side_count_what_each_counts_alone() -> None:
     rows = as_rows(made_rows())
     options: dict[str, Any] = {"draft": DraftConfig(num_speculative_tokens=8), "index": IndexConfig(seal_tokens=64)}
-    settings = settings_of(OURS, 8, curve=True, tree=False, costs=[flat(32), flat(2)])
+    settings = settings_of(OURS, 8, tree=False, costs=[flat(32), flat(2)])
     with OurDrafter(settings, tree=False, **options) as contender:
         together = [figures(counts) for counts in replay_stream(rows, contender)]
     for setting, counts in zip(settings, together, strict=True):
@@ -54,7 +55,7 @@ def test_settings_side_by_side_count_what_each_counts_alone() -> None:
 @pytest.mark.parametrize("drafter", ["arctic", "vllm-ngram", "prompt-lookup-hf", "llama-cpp"])
 def test_settings_of_a_peer_side_by_side_count_what_each_counts_alone(drafter: str) -> None:
     rows = as_rows(made_rows())
-    settings = settings_of(drafter, 8, curve=True, tree=False, costs=[])
+    settings = settings_of(drafter, 8, tree=False, costs=[])
     with PeerDrafter(settings) as contender:
         together = [figures(counts) for counts in replay_stream(rows, contender)]
     with PeerDrafter(settings[-1:]) as alone:
@@ -149,3 +150,27 @@ def test_the_page_lays_every_drafter_beside_ours_at_its_best_and_as_it_comes() -
     assert "| llama.cpp, paths | default ngram-mod | 1.10x | 2.00 | 4.0 | 5.0 |" in lines
     assert "| SGLang, trees | default | 1.30x | 2.00 | 4.0 | 5.0 |" in lines
     assert "lookup, draft 8" not in found and "the first 8,000 output tokens" in found
+
+
+def test_speed_up_is_plain_cost_over_the_cost_of_the_steps() -> None:
+    line = CostCurve("line", np.array([1.0, 2.0]), np.array([1.0, 1.5]))
+    # Ten tokens in two steps without a draft (cost 1 each) and one that drafted four (cost 1 + 4 / 2).
+    assert StepCosts(line, "").speed_up(10, np.array([2, 0, 0, 0, 1])) == pytest.approx(10 / 5)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[", '{"widths": [1, 1], "costs": [1, 2]}', '{"widths": [1, 2], "costs": [2, 3]}'],
+    ids=["empty", "torn", "not rising", "not relative"],
+)  # fmt: skip
+def test_a_curve_that_cannot_be_used_says_how_to_measure_one(text: str, tmp_path: Path) -> None:
+    (tmp_path / "verify-cost.json").write_text(text)
+    with pytest.raises(ConfigError, match="save-cost"):
+        read_step_costs(tmp_path / "verify-cost.json")
+
+
+@pytest.mark.parametrize("drafter", CONTENDER_NAMES)
+def test_settings_have_names_of_their_own_and_stay_within_the_limit(drafter: str) -> None:
+    settings = settings_of(drafter, 12, tree=True, costs=[flat(32)])
+    assert len({setting.name for setting in settings}) == len(settings)
+    most = {"sglang": 11}.get(drafter, 12)  # its default has 12 with the token that they follow
+    assert max(setting.limit for setting in settings) == most

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from benchmarks.faults.proxy import FaultProxy
 from benchmarks.history import History, family, note, notes_on_disk
-from benchmarks.load import SERVER_OPTIONS, Load, Traffic
+from benchmarks.load import SERVER_OPTIONS, Load
 from benchmarks.processes import Redis, Server, headers_of
 from server.admission.registry import NamespaceNames
 from server.admission.rules import digest_of
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     import redis
 
 KEYS: Final[tuple[str, ...]] = ("key-of-the-first-tenant", "key-of-the-second-tenant")
-USER, PASSWORD = "ssd", "the password"
-RIGHTS: Final = (
-    "~ssd:1:*",
-    *("+xadd", "+xread", "+xrange", "+xrevrange", "+xtrim", "+ping", "+watch", "+multi", "+exec", "+del"),
-    *("+hmget", "+hincrby", "+hget", "+hset", "+unwatch"),
-)
-"""What docs/sharing.md says that a user needs."""
-
 _BASE = "fleet"
 _SECRET = b"the secret of the fleet"
 _CACHE_TOKENS = 1 << 20
@@ -124,7 +116,7 @@ class Fleet:
         self.members: list[Member] = []
         self.has_small_disks = True
         """Each a file system of its own; not where nothing may be mounted."""
-        self._home, self._codec, self._num_redis = home, codec, 0
+        self._codec = codec
         self._stack = ExitStack()
         self.keys = keys = KEYS if size > 1 else (None,)
         names = NamespaceNames(_SECRET)
@@ -132,7 +124,10 @@ class Fleet:
         (home / "secret").write_bytes(_SECRET)
         (home / "secret").chmod(0o600)
         if size > 1:
-            self.redis = self._new_redis()
+            (home / "redis").mkdir()
+            self.redis = Redis(home / "redis", *_PERSISTENT)
+            self._stack.callback(self.redis.kill)
+            self.redis.start()
         for number, history in enumerate(family(size)):
             directory, options, wire = home / f"cache-{number}", ["--namespace", ALONE], None
             directory.mkdir(parents=True)
@@ -140,14 +135,14 @@ class Fleet:
             if size > 1:
                 wire = FaultProxy(self.redis.port, seed=chance.randrange(1 << 32))
                 self._stack.callback(wire.close)
-                url = f"redis://{USER}:{PASSWORD.replace(' ', '%20')}@127.0.0.1:{wire.port}/0"
+                url = f"redis://127.0.0.1:{wire.port}/0"
                 options = ["--namespace", _BASE, "--secret-file", str(home / "secret"), "--redis", url]
                 options += [word for key in KEYS for word in ("--api-key", key)]
             options += ["--cache-dir", str(directory), "--rebuild-interval", "0.3"]
             options += ["--cache-tokens", str(_CACHE_TOKENS)]
             one = Server(home / f"server-{number}.log", *_SERVER, *options)
             loads = [
-                Load(one, (), Traffic(keys=(key,), history=history, namespace=namespace))
+                Load(one, keys=(key,), history=history, namespace=namespace)
                 for namespace, key in zip(self.namespaces, keys, strict=True)
             ]
             self.members.append(Member(one, directory, history, loads, wire))
@@ -191,41 +186,18 @@ class Fleet:
         time.sleep(seconds * self.chance.uniform(0.7, 1.3))
 
     @contextmanager
-    def client(self, server: Redis | None = None) -> Iterator[redis.Redis]:
+    def client(self) -> Iterator[redis.Redis]:
         """Somebody else who may do anything to Redis, by no proxy."""
         import redis
 
-        with closing(redis.Redis.from_url((server or self.redis).url, socket_timeout=30)) as client:
+        with closing(redis.Redis.from_url(self.redis.url, socket_timeout=30)) as client:
             yield client
-
-    def give_rights(self, client: redis.Redis) -> None:
-        """The servers' user has the password and the rights it should have."""
-        client.execute_command("ACL", "SETUSER", USER, "reset", "on", f">{PASSWORD}", *RIGHTS)  # type: ignore[no-untyped-call]
 
     def restart_redis(self, *, is_empty: bool) -> None:
         """After a kill: with what it had written, or with nothing."""
         if is_empty:
             empty(self.redis.directory)
         self.redis.start()
-
-    def new_standby(self) -> Redis:
-        """Another Redis that has all that the first one has, and goes on to follow it."""
-        standby = self._new_redis()
-        deadline = time.monotonic() + 20
-        with self.client(standby) as client:
-            client.replicaof("127.0.0.1", str(self.redis.port))
-            while client.info("replication").get("master_link_status") != "up":
-                if time.monotonic() > deadline:
-                    raise TimeoutError("the standby did not catch up")
-                time.sleep(0.05)
-        return standby
-
-    def switch_to(self, standby: Redis) -> Redis:
-        """The servers' new connections lead there. Returns the Redis that it was before."""
-        former, self.redis = self.redis, standby
-        for member in self.members:
-            member.proxy.target = standby.port
-        return former
 
     def kill_server(self, member: Member) -> None:
         """``kill -9`` in the middle of what it is doing, and a start; what was on disk before is promised."""
@@ -294,16 +266,6 @@ class Fleet:
         if is_mounted:
             self._stack.callback(works, ["umount", "--lazy", str(directory)])
         return is_mounted
-
-    def _new_redis(self) -> Redis:
-        self._num_redis += 1
-        directory = self._home / f"redis-{self._num_redis}"
-        directory.mkdir(parents=True)
-        user = ("--user", USER, "on", f">{PASSWORD}", *RIGHTS)
-        made = Redis(directory, *_PERSISTENT, *user)
-        self._stack.callback(made.kill)
-        made.start()
-        return made
 
 
 def _drafts(server: Server, body: dict[str, object], key: str) -> bool:

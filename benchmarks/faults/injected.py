@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import numpy as np
 import xxhash
 
-from benchmarks.faults.fleet import USER, Fleet, Member, SkippedError
+from benchmarks.faults.fleet import Fleet, Member, SkippedError
 from benchmarks.faults.proxy import CLEAR, Weather
 from ssd.sharing.stream import FIELD
 
@@ -288,19 +288,6 @@ def redis_kill_and_lose(fleet: Fleet) -> None:
 
 
 @_fault(STORE)
-def failover(fleet: Fleet) -> None:
-    """The standby takes over; connections to the former one stay, which now follows and takes no writes."""
-    standby = fleet.new_standby()
-    with fleet.client(standby) as client:
-        client.replicaof("NO", "ONE")
-    former = fleet.switch_to(standby)
-    with fleet.client(former) as client:
-        client.replicaof("127.0.0.1", str(standby.port))
-    fleet.hold(4.0)
-    former.kill()
-
-
-@_fault(STORE)
 def redis_full(fleet: Fleet, policy: str = "noeviction") -> None:
     """maxmemory is reached, and nothing may be evicted: no write is taken."""
     with fleet.client() as client:
@@ -315,20 +302,6 @@ def redis_full(fleet: Fleet, policy: str = "noeviction") -> None:
 def redis_evicting(fleet: Fleet) -> None:
     """maxmemory is reached, and our keys are evicted all the time."""
     redis_full(fleet, "allkeys-random")
-
-
-@_fault(STORE)
-def redis_rights(fleet: Fleet) -> None:
-    """Rights are taken away one after another: to write, to read, all of them, the password, the user itself."""
-    with fleet.client() as client:
-        for taken in (["-xadd"], ["-xread", "-xrange", "-xrevrange"], ["resetkeys"], ["-@all"], ["resetpass"], ["off"]):
-            client.execute_command("ACL", "SETUSER", USER, *taken)  # type: ignore[no-untyped-call]
-            for member in fleet.members:
-                member.proxy.cut()  # all have to log in again
-            fleet.hold(0.8)
-        client.execute_command("ACL", "DELUSER", USER)  # type: ignore[no-untyped-call]
-        fleet.hold(0.8)
-        fleet.give_rights(client)
 
 
 @_fault(STORE)

@@ -1,6 +1,6 @@
 """How many tokens does a verify step emit? Drafters replayed on recorded outputs, no model needed.
 
-``python -m benchmarks.replay [TRACE...] --tokenizer DIR... [--drafter NAME...] [--curve] [--tree] [--out FILE]``
+``python -m benchmarks.replay [TRACE...] --tokenizer DIR... [--drafter NAME...] [--tree] [--out FILE]``
 
 The recorded output is what the target says. Drafting starts at the end of the prompt; a step emits the accepted part
 of the draft and one token more. After a row its tokens enter the index, which does its upkeep at once, so nothing is
@@ -31,7 +31,6 @@ OPTIONS: dict[str, Any] = {
     "drafter": Option(default=[OURS], choices=CONTENDER_NAMES),
     "max_draft": Option(default=16, metavar="K", help="draft limit in tokens; with --tree, in nodes"),
     "tree": Option(default=False, help="let drafters give trees"),
-    "curve": Option(default=False, help="other people's drafters from their frugal settings to their generous ones"),
     "max_output_tokens": Option(default=None, kind=int, metavar="N", help="of each trace; stop before the row that "
         "would exceed it"),
     "jobs": Option(default=1, metavar="N", help="processes, each with one trace and tokenizer at a time"),
@@ -55,7 +54,6 @@ def _plan(args: Any) -> Plan:
         draft=DraftConfig(num_speculative_tokens=args.max_draft),
         index=IndexConfig(),
         costs=[flat(_FLAT_WIDTH), read_step_costs(MEASURED_PATH).curve],
-        curve=args.curve,
         tree=args.tree,
         max_output_tokens=args.max_output_tokens,
     )
@@ -80,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "drafters": list(plan.drafters),
             "draft": asdict(plan.draft),
             "index": asdict(plan.index),
-            **{name: getattr(plan, name) for name in ("curve", "tree", "max_output_tokens")},
+            **{name: getattr(plan, name) for name in ("tree", "max_output_tokens")},
         }
         for some in run_all(plan, traces, tokenizers, args.jobs):
             for result in some:

@@ -25,7 +25,7 @@ from ssd.retrieval.cache import CacheSet
 
 OURS = "ssd"
 MEASURED_PATH = Path(__file__).parents[1] / "results" / "verify-cost.json"
-"""The cost curve that `benchmarks.replay.measure_cost` measured."""
+"""The cost curve of passes that `benchmarks.evaluate --save-cost` measured."""
 PEERS = {
     "arctic": "arctic",
     "vllm-ngram": "vllm-ngram",
@@ -48,7 +48,11 @@ DEFAULT = "default"
 ARCTIC_DEFAULT = "factor 1, p 0.1"
 
 _SGLANG_NODES = 11  # its 12 count the token that they follow
-_SGLANG_BREADTH = 10
+_SGLANG_WAYS = (
+    ("BFS", 10, 0, (2, 4, 7, 11, 15, 31, 63)), ("BFS", 1, 0, (3, 7)), ("PROB", 10, 0, (7, 15)),
+    ("BFS", 10, 1, (7, 15, 31)),
+)  # fmt: skip
+"""Match type, breadth, whether prompts enter the trie, nodes: the best of 21 tried on agent_tools."""
 _LLAMA_CPP_LIMITS = {
     "ngram-mod": 64,
     "ngram-simple": 48,
@@ -58,15 +62,9 @@ _LLAMA_CPP_LIMITS = {
     "lookup": 3,
 }
 _LLAMA_CPP_SIZES = (
-    ("ngram-mod", (3, 0, 64)),
-    ("ngram-mod", (8, 0, 16)),
-    ("ngram-simple", (2, 4, 1)),
-    ("ngram-simple", (2, 8, 1)),
-    ("ngram-simple", (3, 8, 1)),
-    ("ngram-map-k", (2, 4, 1)),
-    ("ngram-map-k", (3, 8, 1)),
-    ("ngram-map-k4v", (2, 8, 1)),
-)
+    ("ngram-mod", 3, 0, 64), ("ngram-mod", 8, 0, 16), ("ngram-simple", 2, 4, 1), ("ngram-simple", 2, 8, 1),
+    ("ngram-simple", 3, 8, 1), ("ngram-map-k", 2, 4, 1), ("ngram-map-k", 3, 8, 1), ("ngram-map-k4v", 2, 8, 1),
+)  # fmt: skip
 """n_match, n_min, n_max of ngram-mod, size_n, size_m, min_hits of the others: the best of 52 tried on agent_tools."""
 
 
@@ -83,67 +81,40 @@ class Setting:
     """Of somebody else's, as `benchmarks.peers` takes them."""
 
 
-def settings_of(drafter: str, max_draft: int, *, curve: bool, tree: bool, costs: Sequence[CostCurve]) -> list[Setting]:
-    """The settings to run a drafter with: all of its curve, or its default; ours at the prices of ``costs``."""
+def settings_of(drafter: str, max_draft: int, *, tree: bool, costs: Sequence[CostCurve]) -> list[Setting]:
+    """The settings to run a drafter with, from frugal to generous: ours at the prices of ``costs``; others by default,
+    and with what did best of those tried on agent_tools."""
+
+    def known(name: str, limit: int, **knobs: float | str) -> Setting:
+        return Setting(drafter, name, limit, knobs=knobs)
+
     if drafter == OURS:
         return [Setting(drafter, PRICED_BY + each.name, max_draft, curve=each) for each in costs]
     if drafter == "arctic":
-        pairs = [(factor, least) for least in _LEAST_PROBABILITIES for factor in _FACTORS] if curve else [(1.0, 0.1)]
         return [
-            Setting(
-                drafter,
-                f"factor {factor:g}, p {least:g}",
-                max_draft,
-                knobs={"max_spec_factor": factor, "min_token_prob": least, "use_tree_spec": tree},
-            )
-            for factor, least in pairs
-        ]
+            known(f"factor {factor:g}, p {least:g}", max_draft, max_spec_factor=factor, min_token_prob=least,
+                  use_tree_spec=tree)
+            for least in _LEAST_PROBABILITIES
+            for factor in _FACTORS
+        ]  # fmt: skip
     if drafter == "sglang":
-        return _sglang_settings(max_draft, curve=curve)
-    if drafter == "llama-cpp":
-        return _llama_cpp(max_draft, curve=curve)
-    lengths = sorted({length for length in _LENGTHS if length < max_draft} | {max_draft}) if curve else [max_draft]
-    return [Setting(drafter, f"draft {length}", length) for length in lengths]
-
-
-def _sglang_settings(max_draft: int, *, curve: bool) -> list[Setting]:
-    """As its server drafts by default; for a curve also more and fewer nodes, without those that only fill up, by
-    frequency in place of recency, as paths, and with prompts in the trie: what did best of 21 tried on agent_tools."""
-    default = Setting("sglang", DEFAULT, min(_SGLANG_NODES, max_draft), knobs={"padded": 1})
-    if not curve:
-        return [default]
-    ways = [
-        *(("BFS", _SGLANG_BREADTH, 0, nodes) for nodes in (2, 4, 7, _SGLANG_NODES, 15, 31, 63)),
-        *(("BFS", 1, 0, nodes) for nodes in (3, 7)),
-        *(("PROB", _SGLANG_BREADTH, 0, nodes) for nodes in (7, 15)),
-        *(("BFS", _SGLANG_BREADTH, 1, nodes) for nodes in (7, 15, 31)),
-    ]
-    found: list[Setting] = [default]
-    for match_type, breadth, prompts, nodes in ways:
-        if nodes <= max_draft:
-            name = f"{match_type} {breadth}, {nodes} nodes{', prompts' if prompts else ''}"
-            knobs: dict[str, float | str] = {"match_type": match_type, "max_bfs_breadth": breadth, "prompts": prompts}
-            found.append(Setting("sglang", name, nodes, knobs=knobs))
-    return found
-
-
-def _llama_cpp(max_draft: int, *, curve: bool) -> list[Setting]:
-    """Each of its drafters by default; for a curve also with other sizes and shorter and longer drafts."""
-    found: list[Setting] = [
-        Setting("llama-cpp", f"{DEFAULT} {name}", min(limit, max_draft), knobs={"type": name})
-        for name, limit in _LLAMA_CPP_LIMITS.items()
-    ]
-    if not curve:
+        found = [known(DEFAULT, min(_SGLANG_NODES, max_draft), padded=1)]
+        for kind, breadth, prompts, sizes in _SGLANG_WAYS:
+            for nodes in (size for size in sizes if size <= max_draft):
+                name = f"{kind} {breadth}, {nodes} nodes{', prompts' if prompts else ''}"
+                found.append(known(name, nodes, match_type=kind, max_bfs_breadth=breadth, prompts=prompts))
         return found
-    found += [
-        Setting("llama-cpp", f"lookup, draft {length}", length, knobs={"type": "lookup"})
-        for length in (1, 2, 5, 8, 16)
-        if length <= max_draft
-    ]
-    for name, (first, second, third) in _LLAMA_CPP_SIZES:
-        knobs: dict[str, float | str] = {"type": name, "first": first, "second": second, "third": third}
-        found.append(Setting("llama-cpp", f"{name} {first}/{second}/{third}", max_draft, knobs=knobs))
-    return found
+    if drafter == "llama-cpp":
+        found = [
+            known(f"{DEFAULT} {name}", min(most, max_draft), type=name) for name, most in _LLAMA_CPP_LIMITS.items()
+        ]
+        found += [known(f"lookup, draft {most}", most, type="lookup") for most in (1, 2, 5, 8, 16) if most <= max_draft]
+        for name, first, second, third in _LLAMA_CPP_SIZES:
+            title = f"{name} {first}/{second}/{third}"
+            found.append(known(title, max_draft, type=name, first=first, second=second, third=third))
+        return found
+    lengths = sorted({length for length in _LENGTHS if length < max_draft} | {max_draft})
+    return [known(f"draft {length}", length) for length in lengths]
 
 
 Result = dict[str, Any]
@@ -160,7 +131,6 @@ class Plan:
     draft: DraftConfig
     index: IndexConfig
     costs: Sequence[CostCurve]
-    curve: bool = False
     tree: bool = False
     max_output_tokens: int | None = None
 
@@ -280,7 +250,7 @@ def _contenders(plan: Plan, rows: Sequence[Row]) -> Iterator[OurDrafter | PeerDr
     """One after another, so that no two hold their memories at once."""
     limit = plan.draft.num_speculative_tokens
     for drafter in plan.drafters:
-        settings = settings_of(drafter, limit, curve=plan.curve, tree=plan.tree, costs=plan.costs)
+        settings = settings_of(drafter, limit, tree=plan.tree, costs=plan.costs)
         if drafter == OURS:
             yield OurDrafter(settings, draft=plan.draft, index=plan.index, tree=plan.tree)
         elif drafter == "sglang":
