@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -33,7 +33,6 @@ from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios
 from benchmarks.workloads import MIXED, NO_REPEATS, made_stream
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.engine import Engine
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
@@ -46,32 +45,12 @@ Round = Mapping[str, Tally]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """What drafts, or, by ``take_out`` of an engine that was opened, what does not."""
+    """What drafts."""
 
     name: str
     draft: DraftConfig = field(default_factory=DraftConfig)
     has_head: bool = False
     keeps_prompts: bool = False
-    take_out: Callable[[Engine, SuffixDrafter], None] | None = None
-
-
-def _no_guesses(_: Engine, drafter: SuffixDrafter) -> None:
-    drafter.observe_scores = lambda scored: None  # type: ignore[method-assign]
-
-
-def _no_distrust(engine: Engine, _: SuffixDrafter) -> None:
-    engine._proposals._kept_shares.share = lambda temperature: 1.0  # type: ignore[method-assign]
-
-
-def _no_rest(engine: Engine, _: SuffixDrafter) -> None:
-    throttle = engine._proposals._throttle
-    throttle.due = lambda rows: [True] * len(rows)  # type: ignore[method-assign]
-    throttle.tells = lambda *, has_drafts: True  # type: ignore[method-assign]
-
-
-def _no_cut(engine: Engine, _: SuffixDrafter) -> None:
-    prices = engine._proposals._price_list
-    prices.paying_width = lambda drafts, shares: max(len(draft.token_ids) for draft in drafts)  # type: ignore[method-assign]
 
 
 _SOURCES: Final = (
@@ -79,15 +58,6 @@ _SOURCES: Final = (
     Way(name="recycling", draft=DraftConfig(retrieval=False)),
     Way(name="draft head", draft=DraftConfig(retrieval=False, recycling=False), has_head=True),
     Way(name=ALL, has_head=True),
-)
-_MECHANISMS: Final = (
-    Way(name="without index, own text", draft=DraftConfig(retrieval=False)),
-    Way(name="without recycling", draft=DraftConfig(recycling=False)),
-    Way(name="without guesses", take_out=_no_guesses),
-    Way(name="without trees", draft=DraftConfig(draft_shape="chain")),
-    Way(name="without trust by temperature", take_out=_no_distrust),
-    Way(name="without rest of fruitless rows", take_out=_no_rest),
-    Way(name="without cut to what pays", take_out=_no_cut),
 )
 
 
@@ -112,7 +82,9 @@ QUESTIONS: Final = {
     ),
     "mechanisms": Question(
         ways=(
-            *(replace(way, keeps_prompts=True) for way in _MECHANISMS),
+            Way(name="without index, own text", draft=DraftConfig(retrieval=False), keeps_prompts=True),
+            Way(name="without recycling", draft=DraftConfig(recycling=False), keeps_prompts=True),
+            Way(name="without trees", draft=DraftConfig(draft_shape="chain"), keeps_prompts=True),
             Way(name="without kept prompts"),
             Way(name=ALL, keeps_prompts=True),
         ),
@@ -201,15 +173,11 @@ def _opened(
     length = question.prompt_tokens + question.max_tokens + 8
     if way is None:
         return open_engine(model, "none", slots=batch, length=length, codec=codec)
-    drafter = SuffixDrafter(retrieval=way.draft.retrieval, recycling=way.draft.recycling)
     config = EngineConfig(max_num_seqs=batch, enable_prefix_caching=way.keeps_prompts)
     with_head = head if way.has_head else None
-    engine = open_engine(
-        model, drafter, slots=batch, length=length, draft=way.draft, config=config, head=with_head, codec=codec
+    return open_engine(
+        model, "ssd", slots=batch, length=length, draft=way.draft, config=config, head=with_head, codec=codec
     )
-    if way.take_out is not None:
-        way.take_out(engine, drafter)
-    return engine
 
 
 def _rounds(

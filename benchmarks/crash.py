@@ -18,7 +18,6 @@ import contextlib
 import logging
 import os
 import random
-import select
 import signal
 import sys
 import tempfile
@@ -29,6 +28,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
@@ -168,17 +169,16 @@ class Child:
         self.phase = "starting"
         self.durable = self.announced = -1
         self.num_failures = 0
-        self._heard = b""
-        self._pipe, pipe = os.pipe()
+        self._pipe, pipe = Pipe(duplex=False)
         self.process_id = os.fork()
         if self.process_id == 0:
-            os.close(self._pipe)
+            self._pipe.close()
             self._live(work, pipe)
-        os.close(pipe)
+        pipe.close()
 
-    def _live(self, work: Callable[[Say], None], pipe: int) -> NoReturn:
+    def _live(self, work: Callable[[Say], None], pipe: Connection) -> NoReturn:
         try:
-            work(lambda *words: os.write(pipe, " ".join(map(str, words)).encode() + b"\n"))
+            work(lambda *words: pipe.send(words))
             signal.pause()
         except BaseException:
             traceback.print_exc()
@@ -188,7 +188,7 @@ class Child:
     def listen(self, until: float, phases: Sequence[str] = ()) -> None:
         """Take in what the child says, until ``until`` (time.monotonic), or it ends, or it says one of ``phases``."""
         while self.phase not in phases and (left_s := until - time.monotonic()) > 0:
-            if select.select([self._pipe], [], [], left_s)[0] and not self._hear():
+            if self._pipe.poll(left_s) and not self._hear():
                 return
 
     def kill(self, *others: int) -> bool:
@@ -199,23 +199,23 @@ class Child:
         _, status = os.waitpid(self.process_id, 0)
         while self._hear():  # the rebuild process does not have the pipe, so it ends here
             pass
-        os.close(self._pipe)
+        self._pipe.close()
         return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
     def _hear(self) -> bool:
-        data = os.read(self._pipe, 1 << 16)
-        *lines, self._heard = (self._heard + data).split(b"\n")
-        for line in lines:
-            word, *number = line.decode().split()
-            if word == "durable":
-                self.durable = int(number[0])
-            elif word == "appending":
-                self.announced = int(number[0])
-            elif word == "failures":
-                self.num_failures = int(number[0])
-            else:
-                self.phase = word
-        return bool(data)
+        try:
+            word, *number = self._pipe.recv()
+        except (EOFError, OSError):  # its last word may be half a one
+            return False
+        if word == "durable":
+            self.durable = number[0]
+        elif word == "appending":
+            self.announced = number[0]
+        elif word == "failures":
+            self.num_failures = number[0]
+        else:
+            self.phase = word
+        return True
 
 
 # The checker

@@ -73,43 +73,36 @@ def soak(
     """``number`` requests drawn from the questions, twice as many waiting as there are slots."""
     chance = random.Random(0)
     answers: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-    counts: Counter[str] = Counter()
     asked: dict[str, int] = {}
     said: dict[str, list[int]] = defaultdict(list)
-    held = [device_memory(engine.target.device)]
-    num_asked = num_ended = 0
-    while num_ended < number:
+    held, reasons, num_asked = [device_memory(engine.target.device)], Counter[FinishReason](), 0
+    while num_asked < number or asked:
         while num_asked < number and len(asked) < 2 * _SLOTS:
             index = chance.randrange(len(questions))
-            (request,) = requests_of([questions[index][0]], [questions[index][1]], num_asked)
-            engine.submit(request)
-            asked[request.request_id] = index
+            engine.submit(requests_of([questions[index][0]], [questions[index][1]], num_asked)[0])
+            asked[str(num_asked)] = index
             num_asked += 1
         for output in engine.step():
             name = output.request_id
             said[name] += output.token_ids
             if output.finish_reason is not None:
-                num_ended += 1
+                reasons[output.finish_reason] += 1
                 index, tokens = asked.pop(name), tuple(said.pop(name))
-                if output.finish_reason is FinishReason.CANCELLED:
-                    counts["cancelled"] += 1
-                else:
-                    counts["answers"] += 1
-                    counts["changed"] += output.finish_reason is FinishReason.ERROR
+                if output.finish_reason is not FinishReason.CANCELLED:
                     answers[index].add(tokens)
             elif int(name) % _CANCELLED == 0 and chance.random() < 0.2:
                 engine.cancel(name)
         caches.maintain()
-        if 4 * num_ended >= number * len(held):
+        if 4 * reasons.total() >= number * len(held):
             held.append(device_memory(engine.target.device))
-    engine.step()  # the last cancellations
-    violations = engine.check()
+    violations, changed = engine.check(), reasons[FinishReason.ERROR]
     for index, different in answers.items():  # now that every slot is free
         right, *others = sorted(different)
-        counts["changed"] += sum(differs(engine.target, *questions[index], other, right) for other in others)
+        changed += sum(differs(engine.target, *questions[index], other, right) for other in others)
     return {
-        **{name: counts[name] for name in ("answers", "cancelled", "changed")},
-        "unfinished": len(asked) + len(violations),
+        "answers": number - reasons[FinishReason.CANCELLED],
+        "changed": changed,
+        "unfinished": len(violations),
         "memory": held,
         "growth": round(held[-1]["allocated"] / held[1]["allocated"], 4) if held[1]["allocated"] else 1.0,
     }
@@ -117,16 +110,16 @@ def soak(
 
 def _questions(codec: TextCodec) -> list[tuple[list[int], SamplingParams]]:
     """Prompts with sampling whose answer is always the same: greedy or with a seed."""
-    found = []
-    for index, text in enumerate(snippets(5)[:60]):
-        kinds = (
-            SamplingParams(max_tokens=24, temperature=0.0),
-            SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, top_k=50, seed=index),
-            SamplingParams(max_tokens=40, temperature=0.0, repetition_penalty=1.1),
-            SamplingParams(max_tokens=24, temperature=1.0, seed=index, logprobs=3),
-        )
-        found.append((codec.encode_prompt(text)[-(40 + 5 * index) :], kinds[index % len(kinds)]))
-    return found
+    kinds: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1},
+        {"temperature": 0.0, "repetition_penalty": 1.1},
+        {"temperature": 1.0, "seed": 2, "logprobs": 3},
+    )
+    return [
+        (codec.encode_prompt(text)[-(40 + 5 * index) :], SamplingParams(max_tokens=24, **kinds[index % len(kinds)]))
+        for index, text in enumerate(snippets(5)[:60])
+    ]
 
 
 def device_memory(device: torch.device) -> dict[str, int]:

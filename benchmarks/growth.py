@@ -141,10 +141,12 @@ def run_stream(
 ) -> tuple[list[Window], Comparison]:
     """One stream, window by window, with speculation and without."""
     windows, comparison = [], Comparison()
-    drawn = {"temperature": 0.0} if sampling == "greedy" else {"temperature": 0.7, "top_p": 0.9}
+    temperature, top_p = (0.0, 1.0) if sampling == "greedy" else (0.7, 0.9)
     # A seed of its own for each request: who asks the same again gets another sample, as on any service.
     seeds = range(len(stream.prompts))
-    params = [SamplingParams(max_tokens=args.max_tokens, seed=seed, **drawn) for seed in seeds]
+    params = [
+        SamplingParams(max_tokens=args.max_tokens, temperature=temperature, top_p=top_p, seed=seed) for seed in seeds
+    ]
     requests = requests_of(stream.prompts, params)
     with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
         on, off = _pair(model, codec, caches, args.batch, args.max_model_len, args.num_speculative_tokens)

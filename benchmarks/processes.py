@@ -123,18 +123,8 @@ class Redis:
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.directory = directory
-        self._command = [
-            executable,
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--dir",
-            str(directory),
-            *options,
-        ]
+        where = ("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory))
+        self._command = [executable, *where, "--save", "", *options]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:

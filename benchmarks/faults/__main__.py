@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -74,7 +74,7 @@ NOTE = (
 class Row:
     """What came of one round."""
 
-    def __init__(self, faults: Sequence[str] = ()) -> None:
+    def __init__(self, faults: Sequence[str]) -> None:
         self.name = " + ".join(faults) or "orderly close"
         self.num_promised = 0
         self.counts: Counter[str] = Counter()
@@ -138,17 +138,6 @@ class Row:
         }
 
 
-def _played(fleet: Fleet, args: argparse.Namespace) -> Iterator[Row]:
-    kinds = KINDS if args.servers > 1 else (SERVER,)
-    for number, faults in enumerate(drawn(args.rounds, args.seed, kinds, args.only)):
-        row = Row(faults)
-        row.play(fleet, args, f"{args.seed}-{number}")
-        yield row
-    row = Row()
-    row.check(fleet)
-    yield row
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Inject, verify, print. Returns the exit status."""
     run = Run("faults", __doc__, argv, OPTIONS, COLUMNS, unsaid=("only", "patience"), under=("ssd", "server"))
@@ -163,7 +152,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.say(f"{len(asked)} questions answered without speculation")
         for load in fleet.loads:
             load.questions = asked
-        for row in _played(fleet, args):
+        rounds = drawn(args.rounds, args.seed, KINDS if args.servers > 1 else (SERVER,), args.only)
+        for number, faults in enumerate([*rounds, ()]):
+            row = Row(faults)
+            if faults:
+                row.play(fleet, args, f"{args.seed}-{number}")
+            else:
+                row.check(fleet)
             run.row(row.facts())
             for reason in row.reasons[:5]:
                 run.say(f"    {reason}")

@@ -30,31 +30,23 @@ _MAKERS: Final[dict[str, Callable[..., LocalPeer]]] = {
 }
 
 
-class _Request:
-    """A running request and how much of its text the peer was told."""
+class _Asker:
+    """One setting on a running request. ``known`` : how much of the text each peer was told, by its id."""
 
-    def __init__(self, peer: LocalPeer, request_id: str, text: TokenIds, prompt_length: int) -> None:
-        self.peer, self.request_id, self.text = peer, request_id, text
-        self._known = prompt_length
-        peer.start(request_id, text[:prompt_length])
+    def __init__(
+        self, peer: LocalPeer, request_id: str, text: TokenIds, known: dict[int, int], asked: tuple[int, Setting]
+    ) -> None:
+        self._peer, self._request_id, self._text, self._known, self._asked = peer, request_id, text, known, asked
 
     def advance(self, position: int) -> None:
         """Tell the peer the text up to ``position``."""
-        if position > self._known:
-            self.peer.add(self.request_id, self.text[self._known : position])
-            self._known = position
-
-
-class _Asker:
-    """One setting."""
-
-    def __init__(self, request: _Request, max_tokens: int, setting: Setting) -> None:
-        self._request, self._max_tokens, self._setting = request, max_tokens, setting
+        if position > (known := self._known[id(self._peer)]):
+            self._peer.add(self._request_id, self._text[known:position])
+            self._known[id(self._peer)] = position
 
     def ask(self, position: int) -> Proposal:
-        request = self._request
-        request.advance(position)
-        return request.peer.speculate(request.request_id, request.text[:position], self._max_tokens, self._setting)
+        self.advance(position)
+        return self._peer.speculate(self._request_id, self._text[:position], *self._asked)
 
     def tell(self, num_accepted: int) -> None:
         """The text says it all."""
@@ -83,13 +75,16 @@ class Server:
         gc.disable()  # not inside a timed call
         try:
             peers = [self._of_setting(*setting) for setting in settings]
-            distinct = {id(peer): peer for peer in peers}
-            requests = {key: _Request(peer, request_id, text, prompt_length) for key, peer in distinct.items()}
-            askers = [_Asker(requests[id(peer)], *each) for peer, each in zip(peers, settings, strict=True)]
+            known = {id(peer): prompt_length for peer in peers}
+            distinct = {id(peer): peer for peer in peers}.values()
+            for peer in distinct:
+                peer.start(request_id, text[:prompt_length])
+            askers = [_Asker(peer, request_id, text, known, asked) for peer, asked in zip(peers, settings, strict=True)]
             steps = walk(text.tolist(), prompt_length, askers)
-            for request in requests.values():
-                request.advance(len(text))
-                request.peer.stop(request_id)
+            for asker in askers:
+                asker.advance(len(text))
+            for peer in distinct:
+                peer.stop(request_id)
         finally:
             gc.enable()
         return steps
