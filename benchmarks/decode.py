@@ -166,7 +166,7 @@ NOTE = (
 
 def is_shown(row: Mapping[str, Any]) -> bool:
     """On the page, which has fewer widths."""
-    return row["T"] in (1, 4, 16)
+    return row["T"] in (1, 16)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

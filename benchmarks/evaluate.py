@@ -40,13 +40,12 @@ COLUMNS = (
     (">predicted", "{predicted:.2f}x"),
     (">error", "{error:+.1%}"),
     (">tokens a step", "{tokens_per_step:.2f}"),
-    (">replayed", "{predicted_tokens_per_step:.2f}"),
 )
-EACH = "{model}: median error {median_error:.1%}, {parameters[requests]} greedy requests a workload."
+EACH = "{model}: median error {median_error:.1%}."
 NOTE = (
     "`python -m benchmarks.evaluate`, float32, {environment[cpu]}, {environment[cores]} cores, caches empty at first, "
-    "all outputs equal; {measured}. Measured is the time of the output with speculation off over that with it on. What "
-    "the model's own candidates add is in the prediction, and not in the replayed tokens a step."
+    "all outputs equal; {measured}. Measured: seconds of output with speculation off over those with it on. "
+    "{parameters[requests]} greedy requests a workload."
 )
 
 

@@ -45,11 +45,10 @@ OPTIONS: dict[str, Any] = {
 }
 COLUMNS = (
     ("model", "{model}"),
-    ("stream", "{shares}"),
+    ("stream", "{stream}"),
     ("sampling", "{sampling}"),
     (">on / off, first fifth", "{speedup_first:.2f}x"),
     (">last fifth", "{speedup_last:.2f}x"),
-    (">min - max", "{speedup_min:.2f}-{speedup_max:.2f}"),
     (">tokens a pass, first", "{acceptance_length_first:.2f}"),
     (">last", "{acceptance_length_last:.2f}"),
 )

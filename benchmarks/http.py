@@ -165,8 +165,7 @@ COLUMNS = (
 NOTE = (
     "`python -m benchmarks.http` on {date}, {environment[cpu]}, {environment[cores]} cores, {model}: one client that "
     "asks for one token, or 32 for whole answers, as streams too; differences in ms or as a share. Medians of "
-    "{parameters[rounds]} rounds of {parameters[requests]} requests, in turn with the same to an engine in the "
-    "client's process, which share the machine; all texts are compared."
+    "{parameters[rounds]} rounds in turn with an engine in the client's process; all texts are equal."
 )
 
 

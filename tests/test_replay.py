@@ -145,10 +145,10 @@ def test_the_page_lays_every_drafter_beside_ours_at_its_best_and_as_it_comes() -
         {"rows": [*ours, *sglang], "parameters": parameters},
     )
     lines = found.splitlines()
-    assert "ours, paths, 3.00x; arctic, paths, 1.50x; llama.cpp, paths, 1.70x; ours, trees, 3.00x" in found
+    assert "| arctic, paths | 1.50x | factor 1, p 0.1 | 1.50x | 2.00 | 5.0 |" in lines
     assert "Ahead of ours: none." in found
-    assert "| llama.cpp, paths | default ngram-mod | 1.10x | 2.00 | 4.0 | 5.0 |" in lines
-    assert "| SGLang, trees | default | 1.30x | 2.00 | 4.0 | 5.0 |" in lines
+    assert "| llama.cpp, paths | 1.70x | default ngram-mod | 1.10x | 2.00 | 5.0 |" in lines
+    assert "| SGLang, trees | 1.30x | default | 1.30x | 2.00 | 5.0 |" in lines
     assert "lookup, draft 8" not in found and "the first 8,000 output tokens" in found
 
 

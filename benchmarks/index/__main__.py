@@ -123,8 +123,7 @@ COLUMNS = (
 NOTE = (
     "`python -m benchmarks.index`, {environment[cpu]}, {environment[cores]} cores, made text of {parameters[vocab]:,} "
     "ids, one thread; contexts of 64 tokens never asked before, half of them present, of the other half only the last "
-    "1 to 10 tokens. Bytes: all that a process grew by (of static files it maps them). Upkeep at 10,000 new tokens a "
-    "second; reopened from disk, to the first draft."
+    "1 to 10 tokens. Bytes: all that a process grew by. Upkeep at 10,000 new tokens a second."
 )
 OPTIONS: dict[str, Any] = {
     "tokens": Option(default=1_000_000, least=_LEAST_TOKENS, help="size of the ring, filled"),

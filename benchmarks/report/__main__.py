@@ -113,14 +113,14 @@ def section(program: Any, results: Sequence[Result]) -> str:
     """
     is_shown = getattr(program, "is_shown", lambda row: True)
     rows = [
-        {"model": result.get("model", "bundled model"), **row}
+        {"model": result.get("model", "bundled").split()[0], **row}
         for result in results
         for row in result.get("rows", [result])
         if is_shown(row)
     ]
     # Not what all rows have alike, nor a figure that none has.
     columns = [each for each in program.COLUMNS if len({*(cells_of([each], row)[0] for row in rows)}) > 1]
-    measured = "; ".join(dict.fromkeys(f"{each.get('model', 'bundled model')}, {each.get('date')}" for each in results))
+    measured = "; ".join(dict.fromkeys(f"{each.get('model', 'bundled model')} {each.get('date')}" for each in results))
     each = " ".join(getattr(program, "EACH", "").format_map(result) for result in results).strip()
     note = " ".join(filter(None, (each, program.NOTE.format_map({**results[0], "measured": measured}))))
     return "\n".join([*table(columns, rows), "", note]) if columns else note

@@ -44,66 +44,66 @@ def _traces(result: Result) -> list[str]:
 
 
 def curve_section(path: Result, tree: Result) -> str:
-    """Against the strongest other drafter at the best of its settings, trace by trace."""
-    rows = [
-        {
-            "trace": trace or "**all**",
-            "ups": [best_speed_up(kind["rows"], who, trace) for kind in (path, tree) for who in (OURS, "arctic")],
+    """Against the strongest other drafter at the best of its settings."""
+    rows = []
+    for kind, found in (("paths", path["rows"]), ("trees", tree["rows"])):
+        ours, theirs = (best_speed_up(found, drafter) for drafter in (OURS, "arctic"))
+        over = {
+            trace: best_speed_up(found, OURS, trace) / best_speed_up(found, "arctic", trace) for trace in _traces(path)
         }
-        for trace in [*_traces(path), None]
-    ]
-    titles = ("paths, ours", "arctic's", "trees, ours", "arctic's")
-    columns = [("trace", "{trace}"), *((f">{title}", f"{{ups[{place}]:.2f}}x") for place, title in enumerate(titles))]
+        (worst, least), *_, (best, most) = sorted(over.items(), key=lambda item: item[1])
+        ends = f"{least:.2f}x ({worst}) ... {most:.2f}x ({best})"
+        rows.append({"kind": kind, "ours": ours, "theirs": theirs, "ends": ends})
+    columns: Columns = (
+        ("", "{kind}"), (">ours", "{ours:.2f}x"), (">arctic's", "{theirs:.2f}x"), (">ratio by trace", "{ends}"),
+    )  # fmt: skip
     parameters = path["parameters"]
     note = (
-        "Speed-up over plain decoding at the measured cost of a pass, the time of proposals left out; of arctic the "
-        f"best of its settings in hindsight. Geometric means over {', '.join(parameters['tokenizers'])}; the first "
-        f"{parameters['max_output_tokens']:,} output tokens of each trace, draft limit "
-        f"{parameters['draft']['num_speculative_tokens']}. `make bench`."
+        "Speed-up over plain decoding at the measured cost of a pass, proposals left out; arctic at the best of its "
+        f"settings in hindsight. Geometric means: {len(_traces(path))} traces, {', '.join(parameters['tokenizers'])}, "
+        f"{parameters['max_output_tokens']:,} output tokens, drafts of {parameters['draft']['num_speculative_tokens']}."
     )
     return "\n".join([*table(columns, rows), "", note])
 
 
 def others_section(path: Result, tree: Result) -> str:
-    """All drafters beside each other, at their best; then each as its makers set it."""
-    best: dict[str, float] = {}
+    """All drafters beside each other, at the best of their settings and as their makers set them."""
     ahead, rows = [], []
     for kind, result in (("paths", path), ("trees", tree)):
         for drafter in dict.fromkeys(row["drafter"] for row in result["rows"]):
             name = f"{_NAMES.get(drafter, drafter)}, {kind}"
-            best[name] = best_speed_up(result["rows"], drafter)
-            for trace in _traces(path):
-                ratio = best_speed_up(result["rows"], drafter, trace) / best_speed_up(result["rows"], OURS, trace)
-                ahead += [f"{name} on {trace} ({ratio:.2f}x)"] if ratio > 1 else []
             of_it = [
                 row for row in result["rows"] if row["drafter"] == drafter and _is_default(drafter, row["setting"])
             ]
-            for setting in dict.fromkeys(row["setting"] for row in of_it):
-                some = [row for row in of_it if row["setting"] == setting]
-                rows.append(
-                    {
-                        "drafter": name,
-                        "setting": setting,
-                        "up": _mean(row["speed_up"][_MEASURED] for row in some),
-                        "tokens": _mean(row["mean_acceptance_length"] for row in some),
-                        "drafted": np.mean([row["drafted_per_step"] for row in some]),
-                        "us": np.median([row["propose_us_p50"] for row in some]),
-                    }
-                )
+            by_setting = [
+                [r for r in of_it if r["setting"] == each] for each in dict.fromkeys(r["setting"] for r in of_it)
+            ]
+            ups = [(_mean(row["speed_up"][_MEASURED] for row in some), some) for some in by_setting]
+            row: dict[str, Any] = {"drafter": name, "best": best_speed_up(result["rows"], drafter)}
+            if ups:
+                up, some = max(ups, key=lambda each: each[0])
+                tokens = _mean(each["mean_acceptance_length"] for each in some)
+                us = np.median([each["propose_us_p50"] for each in some])
+                row |= {"setting": some[0]["setting"], "up": up, "tokens": tokens, "us": us}
+            rows.append(row)
+            over = {
+                trace: best_speed_up(result["rows"], drafter, trace) / best_speed_up(result["rows"], OURS, trace)
+                for trace in _traces(path)
+            }
+            if those := [trace for trace, ratio in over.items() if ratio > 1]:
+                ahead.append(f"{name} by up to {max(over.values()):.2f}x on {', '.join(those)}")
     columns: Columns = (
         ("drafter", "{drafter}"),
-        ("setting", "{setting}"),
+        (">speed-up, best settings in hindsight", "{best:.2f}x"),
+        ("default", "{setting}"),
         (">speed-up", "{up:.2f}x"),
         (">tokens a step", "{tokens:.2f}"),
-        (">drafted a step", "{drafted:.1f}"),
         (">us", "{us:.1f}"),
     )
-    shown = "; ".join(f"{name}, {up:.2f}x" for name, up in best.items())
     note = (
-        f"Each as its makers set it; us: the drafter's own call, the median of the middle trace. The best of its "
-        f"settings in hindsight for each trace: {shown}. Ahead of ours: {'; '.join(ahead) or 'none'}. "
-        f"{', '.join(path['parameters']['tokenizers'])}, the first {path['parameters']['max_output_tokens']:,} output "
-        "tokens of each trace, so less was said before than above."
+        "Default: as its makers set it, of several the best; us: the drafter's own call, median of the middle trace. "
+        f"Ahead of ours: {'; '.join(ahead) or 'none'}. {', '.join(path['parameters']['tokenizers'])}, the first "
+        f"{path['parameters']['max_output_tokens']:,} output tokens of each trace."
     )
     return "\n".join([*table(columns, rows), "", note])
 
