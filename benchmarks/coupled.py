@@ -4,8 +4,8 @@
 
 Two engines answer the same questions one after the other, each beside speculation off: with coupled noise, and with a
 seed for every request as before. Nothing twice: prompts all new, on empty caches. Asked again: every prompt was
-answered once of every stream, then comes again with a stream that is drawn. Near-variants: the same prompts with a word
-or a number changed or a sentence added. Every timed output is compared with speculation off of the same noise. Ratios
+answered once of every stream, then comes again with a stream that is drawn. Near-variants: the same prompts with a name
+changed. Every timed output is compared with speculation off of the same noise. Ratios
 are of tokens/s within a group of requests, prompts included: medians over groups, with the least and the most; beside
 them ratios by CPU time, which other programs on the machine change less.
 
@@ -15,8 +15,6 @@ Prints a table; the last line of stdout is one JSON object.
 from __future__ import annotations
 
 import argparse
-import keyword
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +25,7 @@ import numpy as np
 
 from benchmarks.run import SPREAD, Option, Run, in_turn, spread
 from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios
-from benchmarks.workloads import NO_REPEATS, made_stream, snippets
+from benchmarks.workloads import NO_REPEATS, made_stream, renamed, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Request
 from ssd.retrieval.cache import CacheSet
@@ -63,7 +61,7 @@ NOTE = (
     "`python -m benchmarks.coupled`, float32, {environment[cpu]}, {environment[cores]} cores; {measured}. One request "
     "at a time to each engine in turn, top-p {parameters[top_p]}, noise of the last {parameters[window]} tokens, rows "
     "with 4 streams. Asked again: every prompt was answered once of each stream before, and comes again with a stream "
-    "that is drawn. Near-variants: a word or a number changed, or a sentence added. "
+    "that is drawn. Near-variants: little is changed. "
     "Medians over groups of requests (least ... most), prompts included. Seeds: the same "
     "requests, each with a seed of its own, as without coupling. All outputs are those of speculation off."
 )
@@ -144,7 +142,7 @@ class Bench:
                 ask(engine, [self._request(*each, temperature, name) for each in asked])
                 if engine.caches is not None:
                     engine.caches.flush()
-            variants = [near_variant(text, self._random) for text in texts]
+            variants = [renamed(text, self._random) for text in texts]
             for workload, some in ((REPEATS, texts), (VARIANTS, variants)):
                 groups = self._timed([self._codec.encode_prompt(text) for text in some], temperature)
                 yield _row(workload, temperature, self._args.streams, groups)
@@ -207,35 +205,6 @@ def _row(workload: str, temperature: float, streams: int, groups: Sequence[Group
             "over_off_by_cpu_time": spread(ratios(own, name, OFF, "tokens_per_cpu_s")),
         }
     return row
-
-
-_WORD = re.compile(r"\b[A-Za-z_][A-Za-z_0-9]{3,}\b")
-_NUMBER = re.compile(r"\b[0-9]+\b")
-_WORDS = ("value", "item", "name", "result", "index", "count", "first", "other")
-_SENTENCES = (
-    "# This part is called by the tests too.",
-    "# Keep this in step with the documentation.",
-    "# The order of the arguments matters here.",
-    "# Nothing else in the module depends on it.",
-)
-
-
-def near_variant(text: str, random: np.random.Generator) -> str:
-    """``text`` with one word or one number changed, or with a sentence as a line of its own, at a random place.
-
-    Which of these, each is as likely; a text without a number or a word gets a sentence.
-    """
-    kind = int(random.integers(3))
-    new = str(random.choice(_WORDS)) if kind else str(random.integers(10, 99))
-    found = _WORD.finditer(text) if kind else _NUMBER.finditer(text)
-    places = [each for each in found if not keyword.iskeyword(each[0]) and each[0] != new]
-    if kind < 2 and places:
-        chosen = places[int(random.integers(len(places)))]
-        return text[: chosen.start()] + new + text[chosen.end() :]
-    lines = text.split("\n")
-    at = int(random.integers(len(lines) - 1))
-    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
-    return "\n".join([*lines[:at], indent + str(random.choice(_SENTENCES)), *lines[at:]])
 
 
 if __name__ == "__main__":

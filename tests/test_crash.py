@@ -34,7 +34,7 @@ def test_nothing_sealed_is_lost_at_random_moments() -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert {name: result[name] for name in PROBLEMS} == dict.fromkeys(PROBLEMS, 0)
     assert result["kills"] == 8
-    assert result["checked_sequences"] > 0 and result["checked_counts"] > 0
+    assert result["checked_sequences"] > 0
 
 
 def test_a_text_follows_from_its_number_and_is_never_cut() -> None:

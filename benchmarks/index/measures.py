@@ -6,9 +6,9 @@ import ctypes
 import gc
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.processes import children_of
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import Drafter, DraftRequest, make_drafter
 from ssd.retrieval.cache import CacheSet, SuffixCache
@@ -180,13 +181,11 @@ FINGERPRINT: Final = "0" * 32
 LAST_COMPLETIONS: Final = 2
 """Appended at the very end and together less than a seal, so that the tail is not empty."""
 TOKENS_PER_S: Final = 10_000
-_REBUILD_PROCESS: Final = b"ssd.retrieval.merge_worker"
 _SLOW_TOKENS: Final = 1 << 21
 _SETTLED_S: Final = 1.5  # longer than the interval in which the cache looks for something to do
 _PAGE_BYTES: Final = 4096
 _PATIENCE_S: Final = 10.0
 _MARK_TOKENS: Final = 3
-_LOOK_FOR_PROCESS_S: Final = 0.5
 
 
 def resident_bytes(process: int | str = "self") -> int:
@@ -206,41 +205,24 @@ def resident_bytes(process: int | str = "self") -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
 
 
-def rebuild_process() -> int | None:
-    """The process that merges segments, if this one has started it and it runs."""
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            for child in (task / "children").read_text().split():
-                if _REBUILD_PROCESS in Path(f"/proc/{child}/cmdline").read_bytes():
-                    return int(child)
-        except OSError:  # a thread or a process that has just ended
-            continue
-    return None
+def _stats() -> list[list[str]]:
+    """Fields of the stat file from the state on, of each process that merges segments."""
+    found = []
+    for worker in children_of(os.getpid()):
+        with suppress(OSError):  # it has just ended
+            found.append(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split())
+    return found
 
 
-def _stat(*place: object) -> list[str]:
-    """Fields of a process' or a thread's stat file from the state on; none when it is gone."""
-    try:
-        return Path("/proc", *map(str, place), "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _is_working(process: int | None) -> bool:
-    """Whether it runs, is ready to run, or waits for a disk: all but sleeping for its next job."""
-    fields = _stat(process) if process is not None else []
-    return bool(fields) and fields[0] in "RD"
+def _is_working() -> bool:
+    """Whether one runs, is ready to run, or waits for a disk: all but sleeping for its next job."""
+    return any(fields[0] in "RD" for fields in _stats())
 
 
 def _upkeep_s() -> tuple[float, float]:
-    """Processor time used so far by the rebuild process, and by the cache's threads in this one."""
-
-    def used(*place: object) -> float:
-        fields = _stat(*place)
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
-
-    threads = [t.native_id for t in threading.enumerate() if t.name.startswith("ssd-") and t.native_id is not None]
-    return used(rebuild_process()), sum(used("self", "task", thread) for thread in threads)
+    """Processor time used so far by the processes that merge, and by all threads of this one but the caller's."""
+    workers = sum(int(fields[11]) + int(fields[12]) for fields in _stats()) / os.sysconf("SC_CLK_TCK")
+    return workers, time.process_time() - time.thread_time()
 
 
 def warm_up() -> tuple[int, int]:
@@ -256,9 +238,8 @@ def warm_up() -> tuple[int, int]:
                 cache.append(np.arange(8000, dtype=np.int32))
                 cache.flush()
             Prober().one(np.arange(64, dtype=np.int32), cache.snapshot())
-            process = rebuild_process()
-            of_rebuild = 0 if process is None else resident_bytes(process)
-    return resident_bytes(), of_rebuild
+            of_workers = sum(map(resident_bytes, children_of(os.getpid())))
+    return resident_bytes(), of_workers
 
 
 def fill(
@@ -285,8 +266,7 @@ def fill(
     for segment in snapshot.segments:
         for array in (segment.text, segment.order, segment.fence):
             int(array[:: _PAGE_BYTES // array.itemsize].sum())
-    process = rebuild_process()
-    grown = resident_bytes() - idle[0] + (0 if process is None else max(0, resident_bytes(process) - idle[1]))
+    grown = resident_bytes() - idle[0] + max(0, sum(map(resident_bytes, children_of(os.getpid()))) - idle[1])
     held = sum(part.nbytes for s in snapshot.segments for part in (s.text, s.order, s.fence))
     return snapshot, {
         "segments": len(snapshot.segments),
@@ -319,7 +299,7 @@ def _settle(cache: SuffixCache) -> None:
     while time.monotonic() - since < _SETTLED_S:
         time.sleep(0.05)
         stats = cache.stats()
-        if stats.generation != generation or stats.num_tail_tokens or _is_working(rebuild_process()):
+        if stats.generation != generation or stats.num_tail_tokens or _is_working():
             generation, since = stats.generation, time.monotonic()
 
 
@@ -336,7 +316,7 @@ def watch_traffic(
     fresh_ms, resting_us, merging_us = list[float](), list[float](), list[float]()
     append_s, arrived, marked, turns = 0.0, 0, 0, 0
     before, stats = _upkeep_s(), cache.stats()
-    process, looked_at, began = rebuild_process(), time.monotonic(), time.perf_counter()
+    began = time.perf_counter()
     while time.perf_counter() - began < seconds:
         tokens = next(stream).copy()
         place, run = len(tokens) // 2, np.arange(_MARK_TOKENS, dtype=np.int32) + vocabulary + _MARK_TOKENS * marked
@@ -352,12 +332,10 @@ def watch_traffic(
         fresh_ms.append((time.perf_counter() - at) * 1e3)
         arrived += len(tokens)
         while time.perf_counter() < began + arrived / TOKENS_PER_S:
-            if time.monotonic() - looked_at > _LOOK_FOR_PROCESS_S:
-                process, looked_at = rebuild_process(), time.monotonic()
             turns += 1
-            was_working = _is_working(process)
+            was_working = _is_working()
             took = prober.one(contexts[turns % len(contexts)].tokens, cache.snapshot())[0]
-            (merging_us if was_working and _is_working(process) else resting_us).append(took)
+            (merging_us if was_working and _is_working() else resting_us).append(took)
             time.sleep(0.001)
     elapsed = time.perf_counter() - began
     shares = [(now - then) / elapsed for now, then in zip(_upkeep_s(), before, strict=True)] + [append_s / elapsed]
