@@ -5,11 +5,9 @@
 Two engines answer the same questions one after the other, each beside speculation off: with coupled noise, and with a
 seed for every request as before. Nothing twice: prompts all new, on empty caches. Asked again: every prompt was
 answered once of every stream, then comes again with a stream that is drawn. Near-variants: the same prompts with a name
-changed. Every timed output is compared with speculation off of the same noise. Ratios
-are of tokens/s within a group of requests, prompts included: medians over groups, with the least and the most; beside
-them ratios by CPU time, which other programs on the machine change less.
-
-Prints a table; the last line of stdout is one JSON object.
+changed. Every timed output is compared with speculation off of the same noise. Ratios are of tokens/s within a group of
+requests, prompts included: medians over groups, with the least and the most; beside them ratios by CPU time, which
+other programs on the machine change less. Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from benchmarks.run import SPREAD, Option, Run, in_turn, spread
 from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios
-from benchmarks.workloads import NO_REPEATS, made_stream, renamed, snippets
+from benchmarks.workloads import NO_REPEATS, cut, made_stream, renamed, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Request
 from ssd.retrieval.cache import CacheSet
@@ -74,8 +72,6 @@ def is_shown(row: Mapping[str, Any]) -> bool:
 
 _BATCH = 8
 """Requests answered together where nothing is timed."""
-_TOKENS_OF_A_CHANGE = 24
-"""Most that a near-variant is longer by: a prompt that was cut would lose what was changed."""
 
 Group = dict[str, dict[str, Tally]]
 """What each kind of noise took of a group of requests: of its own engine and of speculation off."""
@@ -132,20 +128,18 @@ class Bench:
 
     def again(self, temperature: float) -> Iterator[dict[str, Any]]:
         """Every prompt once for every stream; then each again, and then each nearly so, of a stream that is drawn."""
-        room = self._args.prompt_tokens - _TOKENS_OF_A_CHANGE
-        fitting = (text for text in snippets(self._args.seed) if len(self._codec.encode_prompt(text)) <= room)
-        texts = list(islice(fitting, self._args.requests))
+        args, texts = self._args, snippets(self._args.seed)[: self._args.requests]
+        variants = [renamed(text, self._random) for text in texts]
+        prompts, changed = ([cut(self._codec, text, args.prompt_tokens) for text in some] for some in (texts, variants))
         with self._scene(f"again-{temperature}"):
             for name in (COUPLED, UNCOUPLED):
-                engine, prompts = self._engines[name], [self._codec.encode_prompt(text) for text in texts]
-                asked = [(prompt, stream) for stream in range(self._args.streams) for prompt in prompts]
+                engine = self._engines[name]
+                asked = [(prompt, stream) for stream in range(args.streams) for prompt in prompts]
                 ask(engine, [self._request(*each, temperature, name) for each in asked])
                 if engine.caches is not None:
                     engine.caches.flush()
-            variants = [renamed(text, self._random) for text in texts]
-            for workload, some in ((REPEATS, texts), (VARIANTS, variants)):
-                groups = self._timed([self._codec.encode_prompt(text) for text in some], temperature)
-                yield _row(workload, temperature, self._args.streams, groups)
+            for workload, some in ((REPEATS, prompts), (VARIANTS, changed)):
+                yield _row(workload, temperature, args.streams, self._timed(some, temperature))
 
     def new(self, temperature: float) -> dict[str, Any]:
         """Prompts of which none comes twice, on empty caches."""

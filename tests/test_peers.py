@@ -1,19 +1,23 @@
-"""Peers: the process behind them, children that fail, and each peer where its environment is installed."""
+"""Peers: texts walked with drafts, the process behind a peer, children that fail, each peer where it is installed."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.child import ChildEnded, ChildError
 from benchmarks.peers import PEER_NAMES, Peer, PeerUnavailable
 from benchmarks.peers.client import environment
 from benchmarks.peers.local import Setting
 from benchmarks.peers.process import TEXT, WAYS, Server
-from benchmarks.walk import Proposal
+from benchmarks.walk import Proposal, agreeing, walk
+from tests.reference import walk as reference
 
 needs_peers = pytest.mark.skipif(
     not (environment() / ".ready").exists(), reason="the peers are not installed: run `make bench-peers`"
@@ -60,6 +64,62 @@ def test_a_recorded_request_is_decoded_under_several_settings_at_once() -> None:
     assert (two.drafted.tolist(), two.accepted.tolist()) == ([2, 2], [2, 0])
     assert two.ns.tolist() == [2000, 2000]
     assert echo.running == []
+
+
+# A text walked with drafts
+
+TOKENS = st.lists(st.integers(0, 2), max_size=8)
+TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Tokens and parents of a tree of at most eight nodes; siblings may be equal."""
+    token_ids = draw(TOKENS)
+    return token_ids, [draw(st.integers(-1, index - 1)) for index in range(len(token_ids))]
+
+
+class Scripted:
+    """Drafts what it is told to, by position, and notes what it is told back."""
+
+    def __init__(self, drafts: Sequence[tuple[list[int], list[int]]]) -> None:
+        self.drafts = drafts
+        self.asked: list[int] = []
+        self.told: list[int] = []
+
+    def draft(self, position: int) -> tuple[list[int], list[int]]:
+        return self.drafts[position % len(self.drafts)]
+
+    def ask(self, position: int) -> Proposal:
+        self.asked.append(position)
+        token_ids, parents = self.draft(position)
+        return Proposal(7, token_ids, parents)
+
+    def tell(self, num_accepted: int) -> None:
+        self.told.append(num_accepted)
+
+
+@given(trees(), TEXTS, st.integers(0, 12))
+def test_a_tree_is_verified_as_its_branches_are(tree: tuple[list[int], list[int]], text: list[int], at: int) -> None:
+    position = min(at, len(text))
+    assert agreeing(*tree, text, position) == reference.longest_agreeing(*tree, text[position:])
+    chain = range(-1, len(tree[0]) - 1)
+    assert agreeing(tree[0], None, text, position) == agreeing(tree[0], chain, text, position)
+
+
+@given(st.lists(st.lists(trees(), min_size=1, max_size=4), max_size=3), TEXTS, st.integers(0, 12))
+def test_drafters_side_by_side_are_each_walked_as_alone(
+    drafts: list[list[tuple[list[int], list[int]]]], text: list[int], at: int
+) -> None:
+    prompt_length = min(at, len(text))
+    askers = [Scripted(some) for some in drafts]
+    together = walk(text, prompt_length, askers)
+    for asker, steps in zip(askers, together, strict=True):
+        expected = reference.decode(text, prompt_length, asker.draft)
+        assert list(zip(steps.drafted.tolist(), steps.accepted.tolist(), strict=True)) == expected
+        assert int(steps.accepted.sum()) + len(steps.accepted) == len(text) - prompt_length
+        assert asker.asked == sorted(asker.asked)
+        assert len(asker.told) == len(asker.asked) == len(steps.ns)
 
 
 # Children, with interpreters of our own behind them
