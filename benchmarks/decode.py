@@ -89,7 +89,6 @@ def time_generate(
         found[name] = {
             "tokens_per_s": round(num_tokens / median(seconds[name][1:]), 2),
             "engine_over_it": round(median(ratios), 3),
-            "engine_over_it_min_max": [round(min(ratios), 3), round(max(ratios), 3)],
             "equal_to_eager": texts[name] == texts.get("eager"),
         }
     return found

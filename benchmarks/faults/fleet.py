@@ -105,13 +105,7 @@ class Fleet:
     One server has neither Redis nor keys. Raises FileNotFoundError where more have no redis-server.
     """
 
-    def __init__(
-        self,
-        home: Path,
-        codec: TextCodec,
-        size: int,
-        chance: random.Random,
-    ) -> None:
+    def __init__(self, home: Path, codec: TextCodec, size: int, chance: random.Random) -> None:
         self.chance = chance
         self.members: list[Member] = []
         self.has_small_disks = True

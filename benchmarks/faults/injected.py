@@ -11,9 +11,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final, TypeVar
 
-import numpy as np
-import xxhash
-
 from benchmarks.faults.fleet import Fleet, Member, SkippedError
 from benchmarks.faults.proxy import CLEAR, Weather
 from ssd.sharing.stream import FIELD
@@ -132,7 +129,6 @@ def disk_full(fleet: Fleet) -> None:
 
 
 _HEADER = 256  # bytes of a segment file
-_LEARNED_HEADER = 32
 
 
 @_fault(SERVER)
@@ -148,22 +144,6 @@ def segment_damaged(fleet: Fleet) -> None:
             file.write(fleet.chance.randbytes(size - _HEADER)) if number % 2 else file.truncate(size // 2)
     fleet.hold(3.0)
     member.begin_anew()
-
-
-@_fault(SERVER)
-def learned_hostile(fleet: Fleet) -> None:
-    """Between two lives, what was learned is replaced by numbers of the worst kind under a right checksum."""
-    member = fleet.one()
-    with member.outage():
-        fleet.promise(member)
-        member.close()
-        for path in member.directory.glob("*/learned.bin"):
-            content = path.read_bytes()[:-8]
-            num_floats = (len(content) - _LEARNED_HEADER) // 4
-            worst = fleet.chance.choice([float("nan"), float("inf"), 1e30, -1e30, 0.0, 1e-30])
-            content = content[:_LEARNED_HEADER] + np.full(num_floats, worst, "<f4").tobytes()
-            path.write_bytes(content + xxhash.xxh3_64_intdigest(content).to_bytes(8, "little"))
-        member.server.start()
 
 
 # Of the network between servers and Redis, and of Redis; to one cache more of them come in tests/test_sharing_*.py.

@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -149,10 +149,6 @@ def digests(trace: Path, tokenizer: Path, max_output_tokens: int) -> list[str]:
     return [f"{tokenizer.parent.name} {trace_name(trace)} {name} {way().line()}" for name, way in ways.items()]
 
 
-def _digests_of(arguments: tuple[Path, Path, int]) -> list[str]:
-    return digests(*arguments)
-
-
 def main(arguments: Iterable[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -165,10 +161,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
     options = parser.parse_args(None if arguments is None else list(arguments))
     traces = [find_trace(name) for name in options.traces or all_traces()]
     tokenizers = [find_tokenizer(name) for name in options.tokenizer]
-    pairs = [(trace, tokenizer, options.max_output_tokens) for tokenizer, trace in product(tokenizers, traces)]
+    every = [trace for _ in tokenizers for trace in traces], [each for each in tokenizers for _ in traces]
     # Kernels do not survive a fork.
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        for lines in pool.map(_digests_of, pairs):
+        for lines in pool.map(digests, *every, repeat(options.max_output_tokens)):
             print(*lines, sep="\n", flush=True)
     return 0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
-from itertools import product
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ class OurDrafter(AbstractContextManager["OurDrafter"]):
     """Ours under several settings over one index, whose upkeep is done at once: nothing depends on time."""
 
     def __init__(self, settings: Sequence[Setting], *, draft: DraftConfig, index: IndexConfig, tree: bool) -> None:
-        self.settings = settings
+        self.settings, self.made_of = settings, dict[str, Any]()
         self._caches = CacheSet(CacheConfig(index=index), "0" * 32, inline=True)
         self._decoders = []
         warm_up()
@@ -161,9 +161,6 @@ class OurDrafter(AbstractContextManager["OurDrafter"]):
         cache.maintain()
         return found
 
-    def describe(self) -> dict[str, Any]:
-        return {}
-
 
 class PeerDrafter(AbstractContextManager["PeerDrafter"]):
     """Somebody else's drafter under several settings, in its own process and environment."""
@@ -172,7 +169,7 @@ class PeerDrafter(AbstractContextManager["PeerDrafter"]):
         """``options`` : the peer's own, see `Peer`. Raises PeerUnavailable where it is not installed."""
         self.settings = settings
         self._peer = Peer(PEERS[settings[0].drafter], **options)
-        self._options = options
+        self.made_of: dict[str, Any] = {**self._peer.versions, **options}
         self._asked = [(setting.limit, setting.knobs) for setting in settings]
 
     def __exit__(self, *_: object) -> None:
@@ -180,9 +177,6 @@ class PeerDrafter(AbstractContextManager["PeerDrafter"]):
 
     def replay(self, request_id: str, row: Row) -> list[Steps]:
         return self._peer.replay(request_id, row.text(), len(row.context), self._asked)
-
-    def describe(self) -> dict[str, Any]:
-        return {"versions": self._peer.versions, **self._options}
 
 
 def replay_stream(rows: Sequence[Row], contender: OurDrafter | PeerDrafter) -> list[Counts]:
@@ -213,12 +207,7 @@ def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
                         **(found := summary(counts, plan.costs)),
                         "oracle_tokens_per_step": oracle,
                         "of_oracle": None if oracle is None else round(found["mean_acceptance_length"] / oracle, 4),
-                        "configuration": {
-                            "draft": asdict(plan.draft),
-                            "index": asdict(plan.index),
-                            "max_output_tokens": plan.max_output_tokens,
-                            **contender.describe(),
-                        },
+                        "made_of": contender.made_of,
                     }
                 )
     return [result for drafter in plan.drafters for result in results[drafter]]
@@ -226,17 +215,13 @@ def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
 
 def run_all(plan: Plan, traces: Sequence[Path], tokenizers: Sequence[Path], num_jobs: int) -> Iterator[list[Result]]:
     """`run` for every tokenizer and trace, in order, in ``num_jobs`` processes; the results do not depend on it."""
-    pairs = [(plan, trace, tokenizer) for tokenizer, trace in product(tokenizers, traces)]
+    every = [trace for _ in tokenizers for trace in traces], [each for each in tokenizers for _ in traces]
     if num_jobs == 1:
-        yield from map(_run_one, pairs)
+        yield from map(partial(run, plan), *every)
         return
     # Kernels and a pool of threads do not survive a fork.
     with ProcessPoolExecutor(num_jobs, get_context("spawn")) as pool:
-        yield from pool.map(_run_one, pairs)
-
-
-def _run_one(arguments: tuple[Plan, Path, Path]) -> list[Result]:
-    return run(*arguments)
+        yield from pool.map(partial(run, plan), *every)
 
 
 def oracle_of(rows: Sequence[Row], limit: int) -> float | None:

@@ -58,18 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             ("vllm", of_vllm(prompts, args.max_tokens, dtype)),
             ("ssd", of_ours(codec, prompts, args.max_tokens, dtype)),
         ):
+            plain = answers.pop("plain")
             for what, found in answers.items():
-                if what != "plain":
-                    run.row({"engine": name, "dtype": dtype, "what": what, **changes(found, answers["plain"])})
+                places = [first_difference(got, want) for got, want in zip(found, plain, strict=True)]
+                # Up to the first difference of each, that one included: what follows is another text.
+                tokens = sum(len(want) if at is None else at + 1 for at, want in zip(places, plain, strict=True))
+                different = len(plain) - places.count(None)
+                where = {"engine": name, "dtype": dtype, "what": what}
+                run.row({**where, "answers": len(plain), "different": different, "tokens": tokens})
     is_wrong = any(row["different"] for row in run.rows if row["engine"] == "ssd")
     return run.end(environment={**describe(), "vllm": versions()}, is_wrong=is_wrong)
-
-
-def changes(found: Answers, plain: Answers) -> dict[str, int]:
-    """Answers compared, those that differ, and tokens up to the first difference of each, that one included."""
-    places = [first_difference(got, want) for got, want in zip(found, plain, strict=True)]
-    tokens = [len(want) if at is None else at + 1 for at, want in zip(places, plain, strict=True)]
-    return {"answers": len(plain), "different": len(plain) - places.count(None), "tokens": sum(tokens)}
 
 
 def of_vllm(prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> dict[str, Answers]:
