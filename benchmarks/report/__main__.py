@@ -118,8 +118,9 @@ def section(program: Any, results: Sequence[Result]) -> str:
         for row in result.get("rows", [result])
         if is_shown(row)
     ]
-    # Not what all rows have alike, nor a figure that none has.
-    columns = [each for each in program.COLUMNS if len({*(cells_of([each], row)[0] for row in rows)}) > 1]
+    # Not what all rows have alike, unless it is that nothing went wrong, nor a figure that none has.
+    said = {each: {cells_of([each], row)[0] for row in rows} for each in program.COLUMNS}
+    columns = [each for each, cells in said.items() if len(cells) > 1 or cells == {"0"}]
     measured = "; ".join(dict.fromkeys(f"{each.get('model', 'bundled model')} {each.get('date')}" for each in results))
     each = " ".join(getattr(program, "EACH", "").format_map(result) for result in results).strip()
     note = " ".join(filter(None, (each, program.NOTE.format_map({**results[0], "measured": measured}))))
