@@ -21,9 +21,9 @@ CLIENTS_READY := $(CLIENTS)/.ready
 CLIENTS_PINS := benchmarks/clients
 REAL := .venv-real
 REAL_READY := $(REAL)/.ready
-REAL_PINS := benchmarks/real_model
+REAL_PINS := benchmarks/real_model.txt
 REAL_MODEL := $(or $(SSD_REAL_MODEL),.real-model)
-REPLAY := --curve --price-by measured flat --max-draft 64 --jobs 2
+REPLAY := --max-draft 64 --jobs 2
 CURVES := $(REPLAY) --tokenizer llama2-32k llama3-128k --drafter ssd arctic --max-output-tokens 60000
 OTHERS := $(REPLAY) --tokenizer llama3-128k --max-output-tokens 5000 --drafter ssd arctic
 CHAINS := llama-cpp vllm-ngram prompt-lookup-hf
@@ -90,11 +90,12 @@ format: $(READY)
 # recorded traces and tokenizers; other people's drafters are asked where `make bench-peers` installed them.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.growth --out benchmarks/results/growth.json
-	$(BIN)/python -m benchmarks.replay.measure_cost --json
+	$(BIN)/python -m benchmarks.evaluate --save-cost benchmarks/results/verify-cost.json \
+		--out benchmarks/results/evaluate.json
 	$(BIN)/python -m benchmarks.decode --out benchmarks/results/decode.json
 	$(BIN)/python -m benchmarks.exact --out benchmarks/results/exact.json
-	$(BIN)/python -m benchmarks.overhead --out benchmarks/results/overhead.json
-	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
+	$(BIN)/python -m benchmarks.contenders --question overhead --out benchmarks/results/overhead.json
+	$(BIN)/python -m benchmarks.contenders --out benchmarks/results/sources.json
 	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
 		if [ -e $(PEERS_READY) ]; then \
@@ -105,9 +106,8 @@ bench: $(READY)
 		fi; \
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
 	$(BIN)/python -m benchmarks.index --tokens 1000000 --out benchmarks/results/index-1m.json
-	$(BIN)/python -m benchmarks.index --tokens 16000000 --peers --out benchmarks/results/index-16m.json
+	$(BIN)/python -m benchmarks.index --tokens 16000000 --out benchmarks/results/index-16m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --out benchmarks/results/index-256m.json
-	$(BIN)/python -m benchmarks.evaluate --out benchmarks/results/evaluate.json
 	$(BIN)/python -m benchmarks.http --out benchmarks/results/http.json
 	$(BIN)/python -m benchmarks.soak --out benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results/faults.json
@@ -183,8 +183,8 @@ real-model: $(REAL_MODEL)/.checked
 bench-real: $(READY) real-model
 	$(BIN)/python -m benchmarks.exact $(REAL_MODEL) --prompts 4 --max-tokens 32 --rounds 7 \
 		--out benchmarks/results/exact-gemma.json
-	$(BIN)/python -m benchmarks.sources --model $(REAL_MODEL) --requests 12 --out benchmarks/results/sources-gemma.json
-	$(BIN)/python -m benchmarks.coupled --model $(REAL_MODEL) --requests 4 --growth-requests 15 --max-tokens 32 \
+	$(BIN)/python -m benchmarks.contenders --model $(REAL_MODEL) --requests 12 --out benchmarks/results/sources-gemma.json
+	$(BIN)/python -m benchmarks.coupled --model $(REAL_MODEL) --requests 4 --max-tokens 32 \
 		--group 2 --out benchmarks/results/coupled-gemma.json
 	$(BIN)/python -m benchmarks.evaluate $(REAL_MODEL) --requests 8 --max-tokens 32 --prompt-tokens 128 --rounds 1 \
 		--workloads mixed often --out benchmarks/results/evaluate-gemma.json
@@ -192,23 +192,23 @@ bench-real: $(READY) real-model
 		--requests 16 --window 4 --repeated 8 --out benchmarks/results/growth-gemma.json
 	$(BIN)/python -m benchmarks.decode --model $(REAL_MODEL) --batch 1 4 --rounds 16 --baseline-rounds 3 \
 		--out benchmarks/results/decode-gemma.json
-	$(BIN)/python -m benchmarks.overhead --model $(REAL_MODEL) --batch 1 4 --pairs 12 \
+	$(BIN)/python -m benchmarks.contenders --question overhead --model $(REAL_MODEL) --batch 1 4 --rounds 12 \
 		--out benchmarks/results/overhead-gemma.json
 	$(BIN)/python -m benchmarks.report
 
-$(REAL_MODEL)/.checked: $(REAL_PINS)/convert.py | $(REAL_READY)
-	@$(PYTHON) -m benchmarks.real_model.terms
-	@$(REAL)/bin/python -m benchmarks.real_model.convert $(REAL_MODEL)
-	@$(REAL)/bin/python -m benchmarks.real_model.check $(REAL_MODEL)
+$(REAL_MODEL)/.checked: benchmarks/real_model.py | $(REAL_READY)
+	@$(PYTHON) -m benchmarks.real_model terms
+	@$(REAL)/bin/python -m benchmarks.real_model convert $(REAL_MODEL)
+	@$(REAL)/bin/python -m benchmarks.real_model check $(REAL_MODEL)
 	@touch $@
 
-$(REAL_READY): $(REAL_PINS)/requirements.txt
-	@$(PYTHON) -m benchmarks.real_model.terms
+$(REAL_READY): $(REAL_PINS)
+	@$(PYTHON) -m benchmarks.real_model terms
 	@echo "real-model: installing into $(REAL)"
 	@test -x $(REAL)/bin/python || $(PYTHON) -m venv $(REAL)
 	@export PIP_CONSTRAINT=constraints.txt \
 		&& $(REAL)/bin/pip install --quiet torch==2.13.0 \
-		&& $(REAL)/bin/pip install --quiet --requirement $(REAL_PINS)/requirements.txt --editable '.[engine]' \
+		&& $(REAL)/bin/pip install --quiet --requirement $(REAL_PINS) --editable '.[engine]' \
 		|| { echo "real-model: the installation failed, see above" >&2; exit 1; }
 	@touch $@
 

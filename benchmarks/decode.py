@@ -1,12 +1,15 @@
-"""How long is a step, and how much of it is the model?
+"""How long is a step, how much of it is the model, and where does the rest go?
 
-``python -m benchmarks.decode [MODEL] [--batch B...] [--context L...] [--draft K...] [--shape tiny|1b|8b] [--json]``
+``python -m benchmarks.decode [MODEL] [--batch B...] [--draft K...] [--shape tiny|1b|8b] [--profiled N]``
 
-For every (batch, context, T = 1 + K): engine steps whose drafts are what the model will say, so that every token is
-accepted; by turns with them bare forwards of the same shape, as transformers runs it; then passes alone, launched one
-behind the other. K = 0 is plain decoding. Outputs of every K must be those of K = 0. Beside them ``model.generate`` on
-one of the prompts, and a copy of memory, which tells what the device can move. Prints a table; the last line of stdout
-is one JSON object.
+For every (batch, context, T = 1 + K): engine steps that draft as served, but for what the model will say, so that every
+token is accepted, and each of their parts; then passes alone, launched one behind the other. K = 0 is plain decoding.
+Outputs of every K must be those of K = 0. With ``--profiled`` more steps under torch's profiler: a device's time by
+groups of kernels and its waits for the host, or operators by groups, and with ``--traces`` a trace for a browser. With
+``--shape tiny`` nearly all but the launch is the host's own.
+
+Beside them ``model.generate`` on one of the prompts, and a copy of memory, which tells what the device can move. Prints
+a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,28 +30,35 @@ import numpy as np
 import torch
 from transformers import CompileConfig, PreTrainedModel
 
+from benchmarks.profile import profiled, shown
 from benchmarks.run import Option, Run
 from benchmarks.steps import (
-    OwnAttention,
+    DRAFTING,
+    PARTS,
+    Clock,
+    KnownDrafter,
+    Rows,
     Shape,
-    Timing,
     Tokens,
-    cache_bytes,
+    at_once,
     copy_bytes_per_second,
     pass_seconds,
     passes_of,
     prompts_of,
     synchronize,
     texts_of,
-    time_steps,
-    tokens_said,
     weight_bytes,
 )
-from ssd.config import DraftConfig, EngineConfig, SamplingParams
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
+from ssd.retrieval.cache import CacheSet
+
+_UNTIMED = 6
+"""Steps before those that are timed: they record shapes and fill caches."""
 
 
 def time_generate(
@@ -55,35 +68,29 @@ def time_generate(
 
     A round runs all ways in turn, the engine without drafts first: ``engine_over_it`` compares within rounds.
     """
-    ways: dict[str, Callable[[], list[int]]] = {"engine": lambda: _complete(target, prompt, num_tokens)}
-    for name, options in _options(model).items():
-        ways[name] = lambda options=options: _generate(model, prompt, num_tokens, options)  # type: ignore[misc]
-    found: dict[str, dict[str, Any]] = {}
-    rates: dict[str, list[float]] = {name: [] for name in ways}
+    ways: dict[str, Callable[[], list[int]]] = {"engine": partial(_complete, target, prompt, num_tokens)}
+    ways |= {name: partial(_generate, model, prompt, num_tokens, how) for name, how in _options(model).items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    errors: dict[str, str] = {}
     texts: dict[str, list[int]] = {}
-    for number in range(rounds + 1):
+    for _ in range(rounds + 1):  # the first one warms up
         for name, way in ways.items():
-            if "error" in found.get(name, {}):
-                continue
-            synchronize(model.device)
-            began = time.perf_counter()
-            try:
-                texts[name] = way()
-            except Exception as error:  # a compiler may be missing, or a model refuse the cache: not this run's problem
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-                found[name] = {"tokens_per_s": None, "error": reason}
-                continue
-            if number:  # the first one warms up
-                rates[name].append(num_tokens / (time.perf_counter() - began))
-    for name, measured in rates.items():
-        if "error" not in found.get(name, {}):
-            ratios = [ours / theirs for ours, theirs in zip(rates["engine"], measured, strict=True)]
-            found[name] = {
-                "tokens_per_s": round(median(measured), 2),
-                "engine_over_it": round(median(ratios), 3),
-                "engine_over_it_min_max": [round(min(ratios), 3), round(max(ratios), 3)],
-                "equal_to_eager": texts[name] == texts.get("eager"),
-            }
+            if name not in errors:
+                synchronize(model.device)
+                began = time.perf_counter()
+                try:
+                    texts[name] = way()
+                except Exception as error:  # a compiler may be missing, or a model refuse the cache
+                    errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+                seconds[name].append(time.perf_counter() - began)
+    found: dict[str, dict[str, Any]] = {name: {"tokens_per_s": None, "error": why} for name, why in errors.items()}
+    for name in ways.keys() - errors.keys():
+        ratios = [theirs / ours for ours, theirs in zip(seconds["engine"][1:], seconds[name][1:], strict=True)]
+        found[name] = {
+            "tokens_per_s": round(num_tokens / median(seconds[name][1:]), 2),
+            "engine_over_it": round(median(ratios), 3),
+            "equal_to_eager": texts[name] == texts.get("eager"),
+        }
     return found
 
 
@@ -108,15 +115,14 @@ def _options(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
 
 def _generate(model: PreTrainedModel, prompt: Tokens, num_tokens: int, options: dict[str, Any]) -> list[int]:
     ids = torch.from_numpy(prompt.astype("int64"))[None].to(model.device)
-    with OwnAttention(model):
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            **options,
-        )
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        **options,
+    )
     synchronize(model.device)
     said: list[int] = output[0, ids.shape[1] :].tolist()
     return said
@@ -130,24 +136,40 @@ OPTIONS: dict[str, Any] = {
     "copy_mb": Option(default=256, help="size of the copy that tells the memory's speed"),
     "baseline_tokens": 128,
     "baseline_rounds": 7,
+    "profiled": Option(default=0, least=0, help="steps under the profiler"),
+    "traces": Option(default=None, kind=Path, metavar="DIR", help="for a trace of each shape"),
+    "index_tokens": Option(default=0, least=0, help="of other text that the index holds"),
     "enforce_eager": Option(default=False, help="record no CUDA graphs"),
-    "no_baselines": Option(default=False, help="leave bare forwards and model.generate out"),
+    "no_baselines": Option(default=False, help="leave model.generate out"),
 }
 COLUMNS = (
     (">batch", "{batch}"),
-    (">context", "{context}"),
-    (">T", "{T}"),
-    (">step ms", "{step_ms_p50:.3f}"),
-    (">pass ms", "{pass_ms:.3f}"),
-    (">forward ms", "{forward_ms_p50}"),
+    (">positions a row", "{T}"),
+    (">step ms", "{step_ms_p50:.2f}"),
+    (">pass alone ms", "{pass_ms:.2f}"),
     (">of copy rate", "{of_copy:.3f}"),
-    (">tokens/s", "{tokens_per_s:.1f}"),
+    (">drafting", "{drafting_share:.1%}"),
+    (">tokens/s", "{tokens_per_s:,.0f}"),
 )
+EACH = (
+    "Without drafts, a whole request beside `model.generate` by turns, prompt included: "
+    "{baselines[eager][engine_over_it]:.2f}x eager, {baselines[prompt lookup][engine_over_it]:.2f}x prompt lookup, "
+    "{baselines[static cache][engine_over_it]:.2f}x static cache."
+)
+NOTE = (
+    "`python -m benchmarks.decode`, {environment[cpu]}, {threads} threads, every drafted token the model's own; "
+    "{measured}."
+)
+
+
+def is_shown(row: Mapping[str, Any]) -> bool:
+    """On the page, which has fewer widths."""
+    return row["T"] in (1, 16)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where a verify step changed a token in float32."""
-    unsaid = set(OPTIONS) - {"batch", "context", "draft", "rounds"}
+    unsaid = set(OPTIONS) - {"batch", "context", "draft", "rounds", "index_tokens"}
     run = Run("decode", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True, unsaid=tuple(unsaid))
     args = run.args
     gc.collect()  # the model of an earlier run may refer to itself
@@ -158,25 +180,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = open_target(
         model,
         num_slots=max(args.batch),
-        max_length=max(args.context) + max(args.baseline_tokens, tokens_said(args.rounds, max(args.draft) + 1)) + 8,
-        max_draft_tokens=max(args.draft),
+        max_length=max(args.context) + max(args.baseline_tokens, _tokens_said(args, max(args.draft) + 1)) + 12,
+        max_draft_tokens=max(1, *args.draft),
+        keeps_top=True,
         enforce_eager=args.enforce_eager,
     )
     run.ran_on(target)
     copied = copy_bytes_per_second(target.device, args.copy_mb << 20)
     num_changed = 0
-    for batch, context in product(args.batch, args.context):
-        for draft in sorted({0, *args.draft}):
-            shape, known = Shape(batch, context, draft), list[list[int]]()
-            num_tokens = tokens_said(args.rounds, shape.width)
-            prompts = prompts_of(text, batch, max(8, context - num_tokens // 2))
-            if draft:  # the text the drafts are taken from begins where this prompt ends
-                known = time_steps(target, prompts, Shape(batch, context, 0), num_tokens, [], None).outputs
-            timing = time_steps(target, prompts, shape, args.rounds, known or [[] for _ in prompts], library)
-            pairs = zip(timing.outputs, known, strict=True) if draft else ()
-            num_changed += sum(said[: len(text)] != text[: len(said)] for said, text in pairs)
-            if draft in args.draft:
-                run.row(_row(target, shape, timing, num_bytes, copied))
+    for batch, context, draft in product(args.batch, args.context, args.draft):
+        shape = Shape(batch, context, draft)
+        row, outputs, plain = measure(target, text, shape, args)
+        step = row["step_ms_p50"] / 1e3
+        row["of_copy"] = round(num_bytes / copied / step, 4)
+        num_changed += sum(said[: len(want)] != want[: len(said)] for said, want in zip(outputs, plain, strict=True))
+        run.row(row)
+        if args.profiled:
+            run.say(shown(row["profiled"]))
     baselines: dict[str, dict[str, Any]] = {}
     if library is not None:
         (prompt,) = prompts_of(text, 1, args.context[0])
@@ -189,29 +209,74 @@ def main(argv: Sequence[str] | None = None) -> int:
         weight_bytes=num_bytes,
         copy_bytes_per_s=round(copied),
         changed_outputs=num_changed,
-        rows=run.rows,
         baselines=baselines,
         is_wrong=num_changed > 0 and target.dtype == torch.float32,
     )
 
 
-def _row(target: Target, shape: Shape, timing: Timing, num_bytes: int, copied: float) -> dict[str, Any]:
-    step, alone = median(timing.steps), pass_seconds(target, shape, min(8, len(timing.steps)))
-    over = [a / b for a, b in zip(timing.steps, timing.forwards, strict=False)]
-    return {
+def measure(
+    target: Target, text: Sequence[int], shape: Shape, args: Namespace
+) -> tuple[dict[str, Any], list[list[int]], list[list[int]]]:
+    """A row of the result, what each of the engine's rows said, and what plain decoding says; that is in the index."""
+    num_tokens = _tokens_said(args, shape.width)
+    prompts = prompts_of(text, shape.batch, max(8, shape.context - num_tokens // 2))
+    plain: list[list[int]] = [[] for _ in prompts]
+    if shape.draft:
+        plain = Rows(_engine(target, prompts, KnownDrafter(plain, 0), None, 0), prompts, num_tokens + 2).finish()
+    random = np.random.default_rng(1)
+    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+        for _ in range(-(-args.index_tokens // 2048)):
+            other = random.integers(3, target.vocab_size, 2048).astype(np.int32)
+            caches.get("default").append(other, prompt_length=0)
+        for prompt, said in zip(prompts, plain, strict=True):
+            caches.get("default").append(np.append(prompt, np.array(said, np.int32)), prompt_length=len(prompt))
+        caches.flush()
+        drafter = KnownDrafter(plain, shape.draft)
+        engine = _engine(target, prompts, drafter, caches, shape.draft)
+        clock, rows = Clock(engine, drafter), Rows(engine, prompts, num_tokens + 2)
+        rows.read_prompts()
+        seconds, put_out = list[float](), 0
+        for number in range(_UNTIMED + args.rounds):
+            if number == _UNTIMED:
+                clock.seconds.clear()
+            began = time.perf_counter()
+            new = rows.step()
+            synchronize(target.device)
+            if number >= _UNTIMED:
+                seconds.append(time.perf_counter() - began)
+                put_out += new
+        parts = {part: clock.seconds[part] for part in (*PARTS, DRAFTING)}
+        seen: dict[str, Any] = {}
+        if args.profiled:
+            trace = args.traces and args.traces / f"trace-b{shape.batch}-t{shape.width}.json.gz"
+            seen = {"profiled": profiled(rows.step, args.profiled, target.device, trace)}
+        outputs = rows.finish()
+    step, alone = median(seconds), pass_seconds(target, shape, min(8, len(seconds)))
+    row = {
         "batch": shape.batch,
         "context": shape.context,
         "T": shape.width,
         "step_ms_p50": round(step * 1e3, 4),
-        "step_ms_p10_p90": [round(float(x) * 1e3, 4) for x in np.percentile(timing.steps, [10, 90])],
+        "step_ms_p10_p90": [round(float(x) * 1e3, 4) for x in np.percentile(seconds, [10, 90])],
         "pass_ms": round(alone * 1e3, 4),
         "outside_pass_share": round(1 - alone / step, 4),
-        "forward_ms_p50": round(median(timing.forwards) * 1e3, 4) if over else None,
-        "step_over_forward_p50": round(median(over), 4) if over else None,
-        "tokens_per_s": round(timing.num_tokens / len(timing.steps) / step, 2),
-        "of_copy": round(num_bytes / copied / step, 4),
-        "of_copy_with_cache": round((num_bytes + cache_bytes(target, shape)) / copied / step, 4),
+        "parts_ms": {part: round(1e3 * taken / len(seconds), 4) for part, taken in parts.items()},
+        "drafting_share": round(parts[DRAFTING] / sum(seconds), 4),
+        "tokens_per_s": round(put_out / len(seconds) / step, 2),
+        **seen,
     }
+    return row, outputs, plain if shape.draft else outputs
+
+
+def _engine(target: Target, prompts: Sequence[Tokens], drafter: Drafter, caches: CacheSet | None, draft: int) -> Engine:
+    # A step that only decodes asks its drafter too, and gets nothing.
+    most = DraftConfig(num_speculative_tokens=max(1, draft))
+    return Engine(target, drafter=drafter, caches=caches, config=at_once(target, prompts), draft=most)
+
+
+def _tokens_said(args: Namespace, width: int) -> int:
+    """Most tokens that a row says in all steps."""
+    return int((_UNTIMED + args.rounds + args.profiled) * width)
 
 
 if __name__ == "__main__":

@@ -21,16 +21,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.run import ENGINE, Option, Run
-from benchmarks.workloads import MIXED, NO_REPEATS, Mix, Stream, made_stream, recorded_stream
-from ssd.text.codec import TextCodec
-
-MADE = {
-    "mixed": MIXED,
-    "new": NO_REPEATS,
-    "often": Mix(name="often", recurring=0.9, variant=0.05, pool_size=8),
-    "variants": Mix(name="variants", recurring=0.0, variant=0.9, pool_size=6),
-}
-"""Made of the standard library, by their names."""
+from benchmarks.workloads import MADE, open_stream
 
 OPTIONS: dict[str, Any] = {
     "workloads": Option(default=list(MADE), metavar="NAME"),
@@ -38,15 +29,23 @@ OPTIONS: dict[str, Any] = {
     "max_tokens": Option(default=64, help="of an answer"),
     "prompt_tokens": Option(default=320, help="of a prompt, its end"),
     "rounds": 3,
+    "save_cost": Option(default=None, kind=Path, metavar="FILE", help="keep what passes cost, for `benchmarks.replay`"),
     "seed": 0,
 }
 UNDER = (*ENGINE, "cache_builder/evaluation")
 COLUMNS = (
-    ("workload", "{workload}: {shares}"),
+    ("model", "{model}"),
+    ("workload", "{workload}"),
     (">measured", "{measured:.2f}x"),
     (">predicted", "{predicted:.2f}x"),
     (">error", "{error:+.1%}"),
-    (">tokens a step, measured / replayed", "{tokens_per_step:.2f} / {predicted_tokens_per_step:.2f}"),
+    (">tokens a step", "{tokens_per_step:.2f}"),
+)
+EACH = "{model}: median error {median_error:.1%}."
+NOTE = (
+    "`python -m benchmarks.evaluate`, float32, {environment[cpu]}, {environment[cores]} cores, caches empty at first, "
+    "all outputs equal; {measured}. Measured: seconds of output with speculation off over those with it on. "
+    "{parameters[requests]} greedy requests a workload."
 )
 
 
@@ -59,17 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         OPTIONS,
         COLUMNS,
         has_model=True,
-        unsaid=("workloads",),
+        unsaid=("workloads", "save_cost"),
         under=UNDER,
     )
     args = run.args
     codec, _ = run.load()
     for name in args.workloads:
-        stream = open_workload(name, codec, args.requests, args.seed, args.prompt_tokens)
+        stream = open_stream(name, codec, args.requests, args.seed, args.prompt_tokens)
         with tempfile.TemporaryDirectory() as directory:
             log = Path(directory) / f"{name}.jsonl"
             write_log(log, stream.prompts, args.max_tokens)
-            rounds = [evaluate(log, str(args.model), args.max_tokens) for _ in range(args.rounds)]
+            rounds = [evaluate(log, str(args.model), args.max_tokens, args.save_cost) for _ in range(args.rounds)]
         ways = [found["measured"]["temperatures"][0] for found in rounds]
         replayed = [found["measured"]["replayed"] for found in rounds]
         measured = median(way["output_speedup"] for way in ways)
@@ -94,14 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     error = median(abs(row["error"]) for row in run.rows)
     run.say(f"median error {error:.1%}")
     failed = any(row["mismatches"] for row in run.rows)
-    return run.end(workloads=run.rows, median_error=round(error, 4), is_wrong=failed)
-
-
-def open_workload(name: str, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:
-    """A made stream, or that of a recorded trace. Raises ConfigError where there is none of this name."""
-    if name in MADE:
-        return made_stream(MADE[name], codec, num_requests, seed, most_tokens)
-    return recorded_stream(name, codec, num_requests, most_tokens)
+    return run.end(median_error=round(error, 4), is_wrong=failed)
 
 
 def write_log(path: Path, prompts: Sequence[list[int]], max_tokens: int) -> None:
@@ -111,10 +103,11 @@ def write_log(path: Path, prompts: Sequence[list[int]], max_tokens: int) -> None
             file.write(json.dumps({"token_ids": [*prompt, *[0] * max_tokens], "prompt_length": len(prompt)}) + "\n")
 
 
-def evaluate(log: Path, model: str, max_tokens: int) -> dict[str, Any]:
+def evaluate(log: Path, model: str, max_tokens: int, save_cost: Path | None) -> dict[str, Any]:
     """``ssd-cache evaluate LOG --measure MODEL`` of all requests, greedy. Raises SystemExit where it fails."""
     arguments = [sys.executable, "-m", "cache_builder", "evaluate", str(log), "--measure", model, "--temperature", "0"]
     limits = ["--measure-requests", "1000000", "--measure-tokens", str(max_tokens), "--measure-minutes", "600"]
+    limits += [] if save_cost is None else ["--save-cost", str(save_cost)]
     done = subprocess.run([*arguments, *limits, "--json"], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"ssd-cache evaluate ended with status {done.returncode}")

@@ -1,9 +1,4 @@
-"""Is the output unchanged? Compare engines with plain decoding: tokens and log-probabilities, by ``==``.
-
-``python -m benchmarks.exactness [MODEL] [--dtypes float32 ...] [--drafters NAME...] [--prompts N] [--out FILE]``
-
-In each type the same bits as without speculation, of every pair of drafter, draft limit and batch size in float32, of
-one setting in the others; greedy and sampled; greedy in float32 against ``generate`` too. Status 1 where they differ.
+"""Engines compared with plain decoding: tokens and log-probabilities, by ``==``.
 
 Near-ties are let pass in one place, `is_near_tie`, and only where the arithmetic is not ours or not exact: against
 ``generate`` of transformers, and with targets whose `Exactness` does not hold. There two passes over the same tokens
@@ -13,7 +8,6 @@ round differently, and where the two best scores, noise included, are within ``T
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -21,22 +15,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.run import Option, Run
-from benchmarks.steps import passes_of
-from benchmarks.workloads import snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.protocol import Draft, Drafter, DraftRequest
+from ssd.drafting.protocol import Draft, Drafter, DraftRequest, NoDrafter
 from ssd.engine import Engine, Request
 from ssd.engine.sequence import secret_of
-from ssd.model.loading.load_target import DTYPES, load_model, open_target
 from ssd.model.sampling.sampler import TokenLogprobs, gumbel_noise
 from ssd.model.sampling.target_tokens import truncated_scores
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
-from ssd.text.codec import TextCodec
 
 TIE_MARGIN = 1e-4
 _NUM_TOP = 2
@@ -50,7 +39,7 @@ Makers = Mapping[str, Callable[[], Drafter]]
 """Drafters that a setting may name beside the project's own: each run gets a fresh one."""
 
 
-class RandomDrafter:
+class RandomDrafter(NoDrafter):
     """Adversarial: drafts of random tokens, always as long as allowed."""
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
@@ -63,12 +52,6 @@ class RandomDrafter:
             Draft(self._random.integers(0, self._vocab_size, max(0, r.limit), np.int32), source="random")
             for r in requests
         ]
-
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Learns nothing."""
-
-    def finish(self, request_id: str) -> None:
-        """Keeps nothing."""
 
 
 class OracleDrafter(RandomDrafter):
@@ -177,17 +160,13 @@ def run(
     """
     batch_size = setting.batch_size if setting else 1
     draft = DraftConfig(num_speculative_tokens=setting.num_speculative_tokens if setting else 0)
-    drafter: Drafter
-    if setting is None:
-        drafter = make_drafter("none", draft)
-    elif makers is not None and setting.drafter in makers:
-        drafter = makers[setting.drafter]()
-    elif setting.drafter == "random":
-        drafter = RandomDrafter(target.vocab_size)
-    elif setting.drafter == "oracle":
-        drafter = OracleDrafter(answers or {}, target.vocab_size)
-    else:
-        drafter = make_drafter(setting.drafter, draft)
+    own: Makers = {
+        "random": lambda: RandomDrafter(target.vocab_size),
+        "oracle": lambda: OracleDrafter(answers or {}, target.vocab_size),
+        **(makers or {}),
+    }
+    name = "none" if setting is None else setting.drafter
+    drafter = own[name]() if name in own else make_drafter(name, draft)
     with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
         engine = Engine(
             target,
@@ -262,34 +241,21 @@ def first_difference(got: Sequence[int], want: Sequence[int]) -> int | None:
 
 
 def differs(
-    target: Target,
-    prompt: Sequence[int],
-    params: SamplingParams,
-    got: Sequence[int],
-    want: Sequence[int],
-    noise: SequenceNoise | None = None,
+    target: Target, prompt: Sequence[int], params: SamplingParams, got: Sequence[int], want: Sequence[int]
 ) -> bool:
-    """Whether an output is not what plain decoding said: at all; of a target that is not exact, but for a near-tie.
-
-    ``noise`` : as for `is_near_tie`.
-    """
+    """Whether an output is not what plain decoding said: at all; of a target that is not exact, but for a near-tie."""
     if list(got) == list(want):
         return False
-    return target.exactness.holds or not is_near_tie(target, prompt, params, got, want, noise)
+    return target.exactness.holds or not is_near_tie(target, prompt, params, got, want)
 
 
 @torch.inference_mode()
 def is_near_tie(
-    target: Target,
-    prompt: Sequence[int],
-    params: SamplingParams,
-    got: Sequence[int],
-    want: Sequence[int],
-    noise: SequenceNoise | None = None,
+    target: Target, prompt: Sequence[int], params: SamplingParams, got: Sequence[int], want: Sequence[int]
 ) -> bool:
     """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near.
 
-    ``noise`` : what it was sampled with; None for that of its seed, or of `run` where it has none.
+    What has no seed was sampled with the noise of `run`.
     """
     place = first_difference(got, want)
     if place is None or place >= min(len(got), len(want)):
@@ -300,7 +266,7 @@ def is_near_tie(
     target.rollback(0, 0)
     scores = logits.double()
     if not params.greedy:
-        keys = (noise or _noise_of(params)).keys(np.array(context, np.int32))
+        keys = _noise_of(params).keys(np.array(context, np.int32))
         drawn = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
         scores = truncated_scores(logits, [params]).double() + drawn
     best = torch.topk(scores[0], 2).values
@@ -340,66 +306,3 @@ def reference_greedy(
         outputs.append(Said(out[0, len(prompt) :].tolist()))
     model.set_attn_implementation(ours)
     return outputs
-
-
-OPTIONS = {
-    "dtypes": Option(default=["float32", "bfloat16", "float16"], choices=sorted(DTYPES)),
-    "drafters": Option(default=["ssd", "random", "oracle"], metavar="NAME"),
-    "prompts": 32,
-    "max_tokens": 48,
-    "seed": 1,
-}
-COLUMNS = (
-    ("type", "{dtype}"),
-    ("way", "{way}"),
-    (">tokens", "{tokens}"),
-    (">ties", "{ties}"),
-    (">mismatches", "{mismatches}"),
-    ("exact", "{exact}"),
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    this = Run("exactness", __doc__, argv, OPTIONS, COLUMNS, has_model=True)
-    args, codec = this.args, TextCodec.load(str(this.args.model))
-    eos = codec.eos_token_ids
-    prompts = [codec.encode_prompt(text)[-160:] for text in snippets(args.seed)[: args.prompts]]
-    greedy = [SamplingParams(max_tokens=args.max_tokens, temperature=0.0)] * len(prompts)
-    sampled = [
-        SamplingParams(max_tokens=args.max_tokens, temperature=0.8, top_p=0.95, seed=i) for i in range(len(prompts))
-    ]
-    is_wrong = False
-    for dtype in args.dtypes:
-        target = open_target(
-            load_model(args.model, dtype=dtype, device=args.device), num_slots=16, max_length=512, exact="on"
-        )
-        this.ran_on(target)
-        report, settings = Report(), [Setting("ssd", 16, 8)]
-        if dtype == "float32":
-            settings = covering_settings(args.drafters, [1, 4, 16], [1, 4, 16])
-            theirs = reference_greedy(target, prompts, args.max_tokens, eos)
-            compare(target, prompts, greedy, theirs, settings[0], eos_token_ids=eos, report=report)
-        for sampling in (greedy, sampled):
-            expected, _ = run(target, prompts, sampling, None, eos_token_ids=eos)
-            for setting in settings:
-                compare(target, prompts, sampling, expected, setting, eos_token_ids=eos, report=report)
-        is_wrong |= not report.passed
-        this.row(
-            {
-                "dtype": dtype,
-                "way": target.way,
-                "passes": passes_of(target),
-                "exact": str(target.exactness),
-                "settings": [str(setting) for setting in settings],
-                "tokens": report.num_tokens,
-                "ties": report.num_ties,
-                "mismatches": len(report.mismatches),
-                "first_mismatches": report.mismatches[:5],
-            }
-        )
-    return this.end(rows=this.rows, is_wrong=is_wrong)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

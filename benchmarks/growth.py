@@ -13,6 +13,7 @@ token. Prints a table and ends stdout with one JSON line; with ``--out`` a pictu
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +25,14 @@ from transformers import PreTrainedModel
 
 from benchmarks.run import Option, Run
 from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, requests_of
-from benchmarks.workloads import MIXED, NO_REPEATS, Stream, cut, made_stream, recorded_stream, snippets
+from benchmarks.workloads import Stream, cut, open_stream, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 
-MADE = {"mixed": MIXED, "new": NO_REPEATS}
-"""Streams made of the standard library, by their names."""
-
 OPTIONS: dict[str, Any] = {
-    "streams": Option(default=list(MADE), several=True, metavar="NAME"),
+    "streams": Option(default=["mixed", "new"], several=True, metavar="NAME"),
     "sampling": Option(default=["greedy", "sampled"], choices=("greedy", "sampled")),
     "requests": Option(default=160, help="of each stream"),
     "repeated": Option(default=50, help="requests asked twice"),
@@ -46,13 +44,22 @@ OPTIONS: dict[str, Any] = {
     "seed": 0,
 }
 COLUMNS = (
-    ("stream", "{shares}"),
+    ("model", "{model}"),
+    ("stream", "{stream}"),
     ("sampling", "{sampling}"),
-    ("on / off, first fifth", "{speedup_first:.2f}x"),
-    ("last fifth", "{speedup_last:.2f}x"),
-    ("min ... max", "{speedup_min:.2f} ... {speedup_max:.2f}"),
-    ("tokens per pass, first -> last", "{acceptance_length_first:.2f} -> {acceptance_length_last:.2f}"),
-    ("mismatches", "{mismatches}"),
+    (">on / off, first fifth", "{speedup_first:.2f}x"),
+    (">last fifth", "{speedup_last:.2f}x"),
+    (">tokens a pass, first", "{acceptance_length_first:.2f}"),
+    (">last", "{acceptance_length_last:.2f}"),
+)
+EACH = (
+    "{model}: the same {repeated_requests[requests]} greedy requests twice took {repeated_requests[steps_first]} "
+    "passes on an empty cache and {repeated_requests[steps_second]} the second time, at "
+    "{repeated_requests[speedup_second]:.1f}x the tokens/s of speculation off."
+)
+NOTE = (
+    "Medians over windows of requests of at most {parameters[max_tokens]} tokens, on and off in turn, all outputs "
+    "equal. `python -m benchmarks.growth`, float32, {environment[cpu]}, {environment[cores]} cores; {measured}."
 )
 
 
@@ -83,30 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.streams:
         stream = open_stream(name, codec, args.requests, args.seed, args.max_model_len - args.max_tokens)
         for sampling in args.sampling:
-            windows, comparison = run_stream(
-                model,
-                codec,
-                stream,
-                sampling,
-                args.max_tokens,
-                limit,
-                window=args.window,
-                batch=args.batch,
-                length=args.max_model_len,
-            )
+            windows, comparison = run_stream(model, codec, stream, sampling, args)
             found.append((run.row(summary(stream, sampling, windows, comparison)), windows))
     if args.out is not None and found:
         plot(found, len(args.sampling), args.out.with_suffix(".png"))
     differs = again["mismatches"] or any(row["mismatches"] for row in run.rows)
     is_wrong = bool(differs) and model.dtype == torch.float32
-    return run.end(repeated_requests=again, runs=run.rows, is_wrong=is_wrong)
-
-
-def open_stream(name: str, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:
-    """A made stream, or that of a trace. Raises ConfigError where there is none of this name."""
-    if name in MADE:
-        return made_stream(MADE[name], codec, num_requests, seed, most_tokens)
-    return recorded_stream(name, codec, num_requests)
+    return run.end(repeated_requests=again, is_wrong=is_wrong)
 
 
 def repeat(
@@ -132,7 +122,7 @@ def repeat(
             num_tokens += tallies["off"].tokens
         steps_second = on.metrics.num_verify_steps - steps_first
         for request, once in zip(requests, first, strict=True):
-            comparison.add(off.target, request.prompt_token_ids, params, once, ask(off, [request])[0])
+            comparison.add(off, request, once, ask(off, [request])[0])
     return {
         "requests": num_requests,
         "output_tokens": num_tokens,
@@ -146,26 +136,22 @@ def repeat(
 
 
 def run_stream(
-    model: PreTrainedModel,
-    codec: TextCodec,
-    stream: Stream,
-    sampling: str,
-    max_tokens: int,
-    limit: int,
-    *,
-    window: int,
-    batch: int,
-    length: int,
+    model: PreTrainedModel, codec: TextCodec, stream: Stream, sampling: str, args: Namespace
 ) -> tuple[list[Window], Comparison]:
     """One stream, window by window, with speculation and without."""
     windows, comparison = [], Comparison()
-    params = [_params(sampling, max_tokens, index) for index in range(len(stream.prompts))]
+    temperature, top_p = (0.0, 1.0) if sampling == "greedy" else (0.7, 0.9)
+    # A seed of its own for each request: who asks the same again gets another sample, as on any service.
+    seeds = range(len(stream.prompts))
+    params = [
+        SamplingParams(max_tokens=args.max_tokens, temperature=temperature, top_p=top_p, seed=seed) for seed in seeds
+    ]
     requests = requests_of(stream.prompts, params)
     with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
-        on, off = _pair(model, codec, caches, batch, length, limit)
-        for number, first in enumerate(range(0, len(requests), window)):
+        on, off = _pair(model, codec, caches, args.batch, args.max_model_len, args.num_speculative_tokens)
+        for number, first in enumerate(range(0, len(requests), args.window)):
             cached = caches.get("default").snapshot().num_tokens
-            tallies = contest({"on": on, "off": off}, requests[first : first + window], number, comparison)
+            tallies = contest({"on": on, "off": off}, requests[first : first + args.window], number, comparison)
             windows.append(Window(cached, tallies["on"], tallies["off"]))
     return windows, comparison
 
@@ -179,13 +165,6 @@ def _pair(
         open_engine(model, name, slots=slots, length=length, draft=draft, config=config, codec=codec, caches=known)
         for name, known in (("ssd", caches), ("none", None))
     ]
-
-
-def _params(sampling: str, max_tokens: int, index: int) -> SamplingParams:
-    if sampling == "greedy":
-        return SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    # A seed of its own for each request: who asks the same again gets another sample, as on any service.
-    return SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.9, seed=index)
 
 
 def summary(stream: Stream, sampling: str, windows: Sequence[Window], comparison: Comparison) -> dict[str, Any]:

@@ -37,40 +37,26 @@ class Verdict:
     twice: tuple[int, ...]
     elsewhere: tuple[int, ...]
 
-    @property
-    def is_clean(self) -> bool:
-        """Nothing was lost, twice or elsewhere."""
-        return not (self.lost or self.twice or self.elsewhere)
-
 
 @dataclass(slots=True)
 class History:
     """One store's. Several threads may tell it what they saw."""
 
     sent: dict[int, str] = field(default_factory=dict)
-    """The namespace of each note; a note is sent before it can be anywhere."""
+    """The namespace of each note; a note is sent before it can be anywhere. Stores that learn from each other have this
+    in common: what is sent to one of them may be in each."""
     acknowledged: set[int] = field(default_factory=set)
     """In this life of the server."""
     promised: set[int] = field(default_factory=set)
-    family: tuple[History, ...] = ()
-    """Of stores that learn from each other: a note sent to one of them may be in each."""
     _newest_of_former_life: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _numbering: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, namespace: str) -> int:
-        """The number of a new note, which is on its way; the whole family is told."""
-        with self._numbering:
-            number = next(reversed(self.sent), 0) + 1
-            for history in self.family or (self,):
-                history.send(number, namespace)
-        return number
-
-    def send(self, number: int, namespace: str) -> None:
-        """A note is on its way. Numbers grow."""
+        """The number of a new note, which is on its way."""
         with self._lock:
-            assert number > next(reversed(self.sent), 0), f"note {number} is not a new one"
+            number = len(self.sent) + 1
             self.sent[number] = namespace
+        return number
 
     def acknowledge(self, number: int) -> None:
         """Its answer came whole."""
@@ -94,7 +80,7 @@ class History:
             if in_order:
                 self.promised |= self.acknowledged
             self.acknowledged.clear()
-            self._newest_of_former_life = next(reversed(self.sent), 0)
+            self._newest_of_former_life = len(self.sent)
 
     def check(self, found: Iterable[tuple[str, int]]) -> Verdict:
         """``found`` : (namespace, number) for each time a note lies in the store."""
@@ -108,13 +94,10 @@ class History:
         )
 
 
-def family(size: int) -> tuple[History, ...]:
+def family(size: int) -> list[History]:
     """Histories of so many stores that learn from each other; no number is given twice."""
-    numbering = threading.Lock()
-    members = tuple(History(_numbering=numbering) for _ in range(size))
-    for member in members:
-        member.family = members
-    return members
+    sent, lock = dict[int, str](), threading.Lock()
+    return [History(sent, _lock=lock) for _ in range(size)]
 
 
 _NOTE = "# note {} of this log\n"

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import median
 from typing import Any, Final
 
@@ -29,7 +30,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.run import Option, Run
 from benchmarks.steps import PARTS as METHODS
-from benchmarks.steps import texts_of, watch
+from benchmarks.steps import texts_of
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
@@ -262,7 +263,10 @@ class _Clock:
         self._target = target
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._before = 0.0
-        watch(engine, {part: method for part, method in METHODS.items() if part in PARTS}, self._timed)
+        for part in PARTS:
+            if part in METHODS:
+                owner, _, name = METHODS[part].rpartition(".")
+                self._watch(attrgetter(owner)(engine) if owner else engine, name, part)
 
     def begin(self) -> None:
         """Begin a step."""
@@ -276,18 +280,21 @@ class _Clock:
         self._seconds["rest"] = took - self.device - sum(self._seconds.values())
         return self._seconds
 
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        began = time.perf_counter()
-        if part == "verify":
-            self.verifying = began
-        try:
-            yield
-        finally:
+    def _watch(self, owner: Any, name: str, part: str) -> None:
+        method = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            if part == "verify":
+                self.verifying = began
+            found = method(*args)
             ended = time.perf_counter()
             self._seconds[part] += ended - began
             if part == "launch":
                 self.launched = ended
+            return found
+
+        setattr(owner, name, timed)
 
 
 OPTIONS = {

@@ -10,85 +10,33 @@ other is ``ssd-serve``, asked over keep-alive connections from here. Rounds alte
 
 Speculation is off: with drafts each side prices passes by what it measured itself, and so drafts differently.
 
-Every answer's text is compared with the engine's. Then a client asks short completions one after the other: alone,
-beside ``--connections`` idle ones of which every second has had an answer, and beside as many that sent half a head.
-Prints a table; the last line of stdout is one JSON object.
+Every answer's text is compared with the engine's. Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
 
-import asyncio
+import http.client
 import json
-import resource
-import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
-
-from benchmarks.processes import Server
+from benchmarks.processes import Server, headers_of
 from benchmarks.run import Option, Run
 from benchmarks.workloads import snippets
 from server.command.arguments import parse_arguments
 from server.command.start import EngineLoader
 from ssd.config import SamplingParams
 from ssd.engine import Engine, Request
-
-_HEAD = "POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
-
-
-class Connection:
-    """To be used by one task at a time."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    @classmethod
-    async def open(cls, port: int) -> Self:
-        """Connect to a port of this machine. Raises OSError."""
-        return cls(*await asyncio.open_connection("127.0.0.1", port, limit=1 << 20))
-
-    async def post(self, path: str, body: bytes) -> list[Any]:
-        """The JSON of an answer, or of each event of a stream. Raises ValueError for what is no success."""
-        self._writer.write(_HEAD.format(path=path, length=len(body)).encode() + body)
-        head = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
-        if "transfer-encoding: chunked" in head:
-            events = (await self._chunks()).decode().split("\n\n")
-            found = [event.removeprefix("data: ") for event in events if event.startswith("data: ")]
-            content = [json.loads(event) for event in found if event != "[DONE]"]
-        else:
-            length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
-            content = [json.loads(await self._reader.readexactly(length))]
-        if " 200 " not in head.partition("\r\n")[0]:
-            raise ValueError(f"{head.partition(chr(13))[0]}: {content}")
-        return content
-
-    async def _chunks(self) -> bytes:
-        """All chunks, taken apart once the last is here: no event ends as the mark of the end does."""
-        whole = bytearray()
-        while not whole.endswith(b"\r\n0\r\n\r\n"):
-            piece = await self._reader.read(1 << 16)
-            if not piece:
-                raise ValueError("the connection was closed in the middle of an answer")
-            whole += piece
-        content, at = bytearray(), 0
-        while length := int(whole[at : (start := whole.index(b"\r\n", at) + 2) - 2], 16):
-            content += whole[start : start + length]
-            at = start + length + 2
-        return bytes(content)
-
-    def close(self) -> None:
-        """Close it."""
-        self._writer.close()
-
 
 CLIENTS = 32
 OUTPUT_TOKENS = 64
@@ -110,188 +58,120 @@ KINDS = (
     Kind("plain", CLIENTS, OUTPUT_TOKENS, streams=False),
     Kind("plain-stream", CLIENTS, OUTPUT_TOKENS, streams=True),
 )
+Said = tuple[float, list[str]]
+"""The figure of a round, and what was said to each request: for one client the median milliseconds of a request, for
+many tokens a second."""
+_numbers = count()
 
 
-@dataclass(slots=True)
-class Round:
-    """Seconds of all requests, seconds of each, what was said to each."""
-
-    seconds: float
-    each_s: list[float]
-    texts: list[str]
-
-
-class Direct:
-    """The engine, stepped by the caller."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._ids = map(str, count())
-
-    def run(self, prompts: Sequence[tuple[int, ...]], kind: Kind) -> Round:
-        """All prompts, as many at once as there are clients."""
-        engine, waiting = self.engine, list(enumerate(prompts))[::-1]
-        sampling = SamplingParams(max_tokens=kind.output_tokens, temperature=0.0, ignore_eos=True)
-        texts, each_s = [""] * len(prompts), [0.0] * len(prompts)
-        running: dict[str, tuple[int, float]] = {}
-        begun = time.perf_counter()
-        while waiting or running:
-            while waiting and len(running) < kind.num_clients:
-                index, prompt = waiting.pop()
-                request_id = next(self._ids)
-                running[request_id] = index, time.perf_counter()
-                engine.submit(
-                    Request(
-                        request_id=request_id,
-                        prompt_token_ids=prompt,
-                        sampling=sampling,
-                        num_speculative_tokens=0,
-                    )
-                )
-            for output in engine.step():
-                index, since = running[output.request_id]
-                texts[index] += output.text
-                if output.finish_reason is not None:
-                    each_s[index] = time.perf_counter() - since
-                    del running[output.request_id]
-        return Round(time.perf_counter() - begun, each_s, texts)
-
-
-async def over_http(port: int, prompts: Sequence[tuple[int, ...]], kind: Kind) -> Round:
-    """The same over HTTP, each client on one connection."""
-    bodies = [
-        json.dumps(
-            {
-                "prompt": list(prompt), "max_tokens": kind.output_tokens, "temperature": 0, "ignore_eos": True,
-                "stream": kind.streams, "num_speculative_tokens": 0,
-            }
-        ).encode()
-        for prompt in prompts
-    ]  # fmt: skip
-    waiting = list(enumerate(bodies))[::-1]
+def direct(engine: Engine, prompts: Sequence[tuple[int, ...]], kind: Kind) -> Said:
+    """The engine, stepped here, with as many requests at once as there are clients."""
+    waiting = list(enumerate(prompts))[::-1]
+    sampling = SamplingParams(max_tokens=kind.output_tokens, temperature=0.0, ignore_eos=True)
     texts, each_s = [""] * len(prompts), [0.0] * len(prompts)
-
-    async def client(connection: Connection) -> None:
-        while waiting:
-            index, body = waiting.pop()
-            since = time.perf_counter()
-            answers = await connection.post("/v1/completions", body)
-            each_s[index] = time.perf_counter() - since
-            texts[index] = "".join(choice["text"] for answer in answers for choice in answer["choices"])
-
-    connections = [await Connection.open(port) for _ in range(kind.num_clients)]
+    running: dict[str, tuple[int, float]] = {}
     begun = time.perf_counter()
-    await asyncio.gather(*map(client, connections))
+    while waiting or running:
+        while waiting and len(running) < kind.num_clients:
+            index, prompt = waiting.pop()
+            request = Request(
+                request_id=str(next(_numbers)), prompt_token_ids=prompt, sampling=sampling, num_speculative_tokens=0
+            )
+            running[request.request_id] = index, time.perf_counter()
+            engine.submit(request)
+        for output in engine.step():
+            index, since = running[output.request_id]
+            texts[index] += output.text
+            if output.finish_reason is not None:
+                each_s[index] = time.perf_counter() - since
+                del running[output.request_id]
+    return _figure(time.perf_counter() - begun, each_s, kind), texts
+
+
+def over_http(port: int, prompts: Sequence[tuple[int, ...]], kind: Kind) -> Said:
+    """The same over HTTP, each client a thread with one connection. Raises HTTPException for what is no success."""
+    own = threading.local()
+    opened = []
+
+    def ask(prompt: tuple[int, ...]) -> tuple[float, str]:
+        if not hasattr(own, "connection"):
+            own.connection = http.client.HTTPConnection("127.0.0.1", port)
+            opened.append(own.connection)
+        body = {"prompt": prompt, "max_tokens": kind.output_tokens, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": kind.streams, "num_speculative_tokens": 0}
+        since = time.perf_counter()
+        own.connection.request("POST", "/v1/completions", json.dumps(body), headers_of(None))
+        response = own.connection.getresponse()
+        content = response.read().decode()
+        if response.status != 200:
+            raise http.client.HTTPException(f"{response.status}: {content}")
+        events = [event.removeprefix("data: ") for event in content.split("\n\n")] if kind.streams else [content]
+        answers = [json.loads(event) for event in events if event.startswith("{")]
+        said = "".join(choice["text"] for answer in answers for choice in answer["choices"])
+        return time.perf_counter() - since, said
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(kind.num_clients) as clients:
+        found = list(clients.map(ask, prompts))
     seconds = time.perf_counter() - begun
-    for connection in connections:
+    for connection in opened:
         connection.close()
-    return Round(seconds, each_s, texts)
+    return _figure(seconds, [each for each, _ in found], kind), [text for _, text in found]
 
 
-def measure(direct: Direct, port: int, kind: Kind, pool: list[list[tuple[int, ...]]]) -> dict[str, Any]:
+def _figure(seconds: float, each_s: Sequence[float], kind: Kind) -> float:
+    return 1e3 * median(each_s) if kind.num_clients == 1 else len(each_s) * kind.output_tokens / seconds
+
+
+def measure(engine: Engine, port: int, kind: Kind, pool: list[list[tuple[int, ...]]]) -> dict[str, Any]:
     """One kind over all rounds of prompts. Raises ValueError where a text differs."""
-
-    def engine_side(prompts: Sequence[tuple[int, ...]]) -> Round:
-        return direct.run(prompts, kind)
-
-    def http_side(prompts: Sequence[tuple[int, ...]]) -> Round:
-        return asyncio.run(over_http(port, prompts, kind))
-
-    rounds = []
+    ours, theirs = list[float](), list[float]()
     for number, prompts in enumerate(pool):
         if number % 2:
-            engine, http = engine_side(prompts), http_side(prompts)
+            (one, texts), (other, others) = direct(engine, prompts, kind), over_http(port, prompts, kind)
         else:
-            http, engine = http_side(prompts), engine_side(prompts)
-        if engine.texts != http.texts:
+            (other, others), (one, texts) = over_http(port, prompts, kind), direct(engine, prompts, kind)
+        if texts != others:
             raise ValueError(f"{kind.name}: a text over HTTP is not the engine's")
-        rounds.append((figure(engine, kind), figure(http, kind)))
+        ours.append(one)
+        theirs.append(other)
     is_latency = kind.num_clients == 1
-    differences = [http - engine if is_latency else http / engine - 1 for engine, http in rounds]
+    differences = [http - own if is_latency else http / own - 1 for own, http in zip(ours, theirs, strict=True)]
     return {
         "kind": kind.name,
         "clients": kind.num_clients,
         "unit": "ms" if is_latency else "tokens/s",
-        "engine": round(median(engine for engine, _ in rounds), 3),
-        "http": round(median(http for _, http in rounds), 3),
+        "engine": round(median(ours), 3),
+        "http": round(median(theirs), 3),
         "difference": round(median(differences), 4),
         "least": round(min(differences), 4),
         "most": round(max(differences), 4),
     }
 
 
-def figure(found: Round, kind: Kind) -> float:
-    """The median request's milliseconds for one client, tokens/s for many."""
-    if kind.num_clients == 1:
-        return 1e3 * median(found.each_s)
-    return len(found.texts) * kind.output_tokens / found.seconds
-
-
-_OWN_FILES = 512
-_WAITING = ("--max-num-seqs", "2", "--max-model-len", "256", "--max-idle-seconds", "600", "--max-head-seconds", "600")
-_HALF = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
-
-
-def beside_connections(num_connections: int, num_requests: int) -> list[dict[str, Any]]:
-    """A client's milliseconds a request, and the server's KiB for each other connection; the last row alone again."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    number = min(num_connections, most - _OWN_FILES)
-    rows = []
-    with tempfile.TemporaryDirectory() as home, ExitStack() as stack:
-        server = Server(Path(home) / "server.log", "--device", "cpu", "--dtype", "float32", *_WAITING)
-        stack.callback(server.kill)
-        server.start()
-        _latencies(server, num_requests)  # warm
-        before = server.memory_mib()
-        for kind in ("none", "idle", "half a head", "none"):
-            held = number if kind != "none" else 0
-            with ExitStack() as opened:
-                for index in range(held):
-                    opened.enter_context(_connection(server.port, kind, index))
-                kib = (server.memory_mib() - before) * 1024 / held if held else 0.0
-                p50, p99 = np.percentile(_latencies(server, num_requests), (50, 99))
-            rows.append(
-                {"beside": kind, "connections": held, "p50_ms": round(float(p50), 2), "p99_ms": round(float(p99), 2)}
-                | {"kib_each": round(kib, 1)}
-            )
-    return rows
-
-
-def _connection(port: int, kind: str, index: int) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
-    if kind == "half a head":
-        connection.sendall(_HALF)
-    elif index % 2:
-        connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
-        if not connection.recv(4096).startswith(b"HTTP/1.1 200"):
-            raise ConnectionError("an idle connection was not answered")
-    return connection
-
-
-def _latencies(server: Server, num_requests: int) -> list[float]:
-    """Milliseconds of short completions, one after the other."""
-    found = []
-    for number in range(num_requests):
-        began = time.perf_counter()
-        server.post({"prompt": f"x = {number}\n", "max_tokens": 1, "temperature": 0})
-        found.append((time.perf_counter() - began) * 1000)
-    return found
-
-
 OPTIONS = {
     "rounds": Option(default=9, help="of each side"),
     "requests": Option(default=64, help="a round"),
     "kind": Option(default=[kind.name for kind in KINDS], choices=[kind.name for kind in KINDS]),
-    "connections": Option(default=10_000, least=0, help="beside a client; 0 for none"),
 }
 COLUMNS = (
     ("traffic", "{kind}"),
-    (">engine", "{engine} {unit}"),
-    (">HTTP", "{http}"),
-    (">difference", "{difference}"),
-    ("least ... most", "{least} ... {most}"),
+    ("", "{unit}"),
+    (">engine", "{engine:,.1f}"),
+    (">over HTTP", "{http:,.1f}"),
+    (">difference", "{difference:+.2f}"),
+    (">rounds", "{least:+.2f} ... {most:+.2f}"),
 )
+NOTE = (
+    "`python -m benchmarks.http` on {date}, {environment[cpu]}, {environment[cores]} cores, {model}: one client that "
+    "asks for one token, or 32 for whole answers, as streams too; differences in ms or as a share. Medians of "
+    "{parameters[rounds]} rounds in turn with an engine in the client's process; all texts are equal."
+)
+
+
+def is_shown(row: dict[str, Any]) -> bool:
+    """On the page: kinds that are still asked."""
+    return row["kind"] in {kind.name for kind in KINDS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -312,15 +192,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         texts = snippets(seed=0)[: args.rounds * args.requests]
         prompts = [tuple(engine.codec.encode_completion(text)[:PROMPT_TOKENS]) for text in texts]
         pool = [prompts[i : i + args.requests] for i in range(0, len(prompts), args.requests)]
-        direct = Direct(engine)
         for kind in KINDS:
             if kind.name in args.kind:
-                run.row(measure(direct, server.port, kind, pool))
+                run.row(measure(engine, server.port, kind, pool))
         run.ran_on(engine.target)
-    beside = beside_connections(args.connections, 200) if args.connections else []
-    for row in beside:
-        run.say("beside {connections} {beside}: {p50_ms} ms p50, {p99_ms} p99, {kib_each} KiB each".format_map(row))
-    return run.end(rows=run.rows, beside=beside)
+    return run.end()
 
 
 if __name__ == "__main__":

@@ -11,20 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 from benchmarks.history import History, note
 from benchmarks.processes import Server, headers_of
 from benchmarks.workloads import snippets
-from ssd.bundled import MODEL_PATH
-from ssd.config import DraftConfig, EngineConfig, SamplingParams, StructuredOutput
-from ssd.engine import Engine, Request
-from ssd.text.codec import TextCodec
 
 SERVER_OPTIONS: Final = ("--device", "cpu", "--dtype", "float32", "--exact", "on")
-"""With which a server says what `questions` says it must."""
+"""With which what a server says depends on the request alone."""
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _PROMPT_CHARACTERS = 160
 _REGEX = r"[a-z]{3,8}\([a-z]{1,4}, [0-9]{1,3}\)"
 _SCHEMA = {
@@ -59,77 +55,41 @@ class Question:
     answers: tuple[Answer, ...]
 
 
-def questions(number: int, max_tokens: int) -> list[Question]:
-    """So many, of each kind as many, answered by the engine called directly without drafts."""
-    codec = TextCodec.load(str(MODEL_PATH))
-    engine = Engine.from_pretrained(
-        MODEL_PATH,
-        device="cpu",
-        dtype="float32",
-        codec=codec,
-        config=EngineConfig(max_num_seqs=8, max_model_len=512, enable_prefix_caching=False, exact="on"),
-        draft=DraftConfig(num_speculative_tokens=0),
-    )
-    kinds = _kinds(max_tokens)
-    with closing(engine):
-        return [_question(engine, codec, *next(kinds)) for _ in range(number)]
+def questions(server: Server, number: int, max_tokens: int, key: str | None = None) -> list[Question]:
+    """So many, of each kind as many, answered one after the other without drafts. Raises HTTPException."""
+    found = []
+    for kind, path, body in islice(_kinds(max_tokens), number):
+        body["return_token_ids"] = True
+        asked = {**body, "num_speculative_tokens": 0, "store": False}
+        status, content = server.ask("POST", path, json.dumps(asked).encode(), _TIMEOUT_S, key)
+        if status != 200:
+            raise http.client.HTTPException(f"{kind}: {status}: {content[:300]!r}")
+        said = _Found(body.get("n", 1))
+        said.add(json.loads(content))
+        found.append(Question(kind, path, body, tuple(said.answers())))
+    return found
 
 
-def _kinds(max_tokens: int) -> Iterator[tuple[str, str, str, dict[str, Any], StructuredOutput | None, int]]:
-    """(kind, path, text, fields of body and sampling, structured output, choices), in turn."""
-    sampled = {"temperature": 0.8, "top_p": 0.95}
+def _kinds(max_tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(kind, path, body), in turn."""
+    schema = {"type": "json_schema", "json_schema": {"name": "call", "schema": _SCHEMA}}
     for number, text in enumerate(snippets(seed=13)):
-        asked, limit = text[-_PROMPT_CHARACTERS:], {"max_tokens": max_tokens}
-        greedy = {**limit, "temperature": 0.0}
-        seeded = {**limit, **sampled, "seed": number}
-        yield "completion, greedy", COMPLETIONS, asked, greedy, None, 1
-        yield "completion, sampled", COMPLETIONS, asked, seeded, None, 1
-        yield "completion, n=3", COMPLETIONS, asked, seeded, None, 3
-        yield "completion, stop", COMPLETIONS, asked, {**greedy, "stop": ("\n\n", "return")}, None, 1
-        yield "completion, penalties", COMPLETIONS, asked, {**seeded, "presence_penalty": 0.5}, None, 1
-        yield "chat, greedy", CHAT, asked, greedy, None, 1
-        yield "chat, n=2", CHAT, asked, seeded, None, 2
-        yield "chat, schema", CHAT, asked, greedy, StructuredOutput("json_schema", json.dumps(_SCHEMA)), 1
-        yield "completion, regex", COMPLETIONS, asked, seeded, StructuredOutput("regex", _REGEX), 1
-
-
-def _question(
-    engine: Engine,
-    codec: TextCodec,
-    kind: str,
-    path: str,
-    text: str,
-    fields: dict[str, Any],
-    output: StructuredOutput | None,
-    n: int,
-) -> Question:
-    body: dict[str, Any] = {**fields, "n": n, "return_token_ids": True}
-    if path == CHAT:
-        body["messages"] = [{"role": "user", "content": text}]
-        prompt = codec.encode_chat(body["messages"])
-    else:
-        body["prompt"] = text
-        prompt = codec.encode_prompt(text)
-    if output is not None and output.kind == "json_schema":
-        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "call", "schema": _SCHEMA}}
-    elif output is not None:
-        body["structured_outputs"] = {output.kind: output.source}
-    sampling = SamplingParams(**fields, structured_output=output)
-    return Question(kind, path, body, tuple(_answers(engine, prompt, sampling, n)))
-
-
-def _answers(engine: Engine, prompt: Sequence[int], sampling: SamplingParams, n: int) -> list[Answer]:
-    found = _Found(n)
-    for index in range(n):
-        request = Request(
-            request_id=str(index), prompt_token_ids=tuple(prompt), sampling=sampling, choice_index=index, namespace=None
-        )
-        engine.submit(request)
-    while engine.has_work():
-        for step in engine.step():
-            reason = None if step.finish_reason is None else str(step.finish_reason)
-            found.add_part(int(step.request_id), step.token_ids, step.text, reason)
-    return found.answers()
+        greedy: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
+        seeded = {"max_tokens": max_tokens, "temperature": 0.8, "top_p": 0.95, "seed": number}
+        for kind, fields in (
+            ("greedy", greedy),
+            ("sampled", seeded),
+            ("n=3", {**seeded, "n": 3}),
+            ("stop", {**greedy, "stop": ["\n\n", "return"]}),
+            ("penalties", {**seeded, "presence_penalty": 0.5}),
+            ("regex", {**seeded, "structured_outputs": {"regex": _REGEX}}),
+        ):
+            yield f"completion, {kind}", "/v1/completions", {**fields, "prompt": text[-_PROMPT_CHARACTERS:]}
+        messages = [{"role": "user", "content": text[-_PROMPT_CHARACTERS:]}]
+        for kind, fields in (
+            ("greedy", greedy), ("n=2", {**seeded, "n": 2}), ("schema", {**greedy, "response_format": schema}),
+        ):  # fmt: skip
+            yield f"chat, {kind}", "/v1/chat/completions", {**fields, "messages": messages}
 
 
 class _Found:
@@ -146,44 +106,32 @@ class _Found:
         for choice in body["choices"]:
             said = choice.get("message") or choice.get("delta") or choice
             text = said.get("text") or said.get("content") or ""
-            self.add_part(choice["index"], choice.get("token_ids") or (), text, choice.get("finish_reason"))
-
-    def add_part(self, index: int, token_ids: Sequence[int], text: str, reason: str | None) -> None:
-        """More of one choice."""
-        self._ids[index] += token_ids
-        self._texts[index] += text
-        self._reasons[index] = reason or self._reasons[index]
+            index = choice["index"]
+            self._ids[index] += choice.get("token_ids") or ()
+            self._texts[index] += text
+            self._reasons[index] = choice.get("finish_reason") or self._reasons[index]
 
     def answers(self) -> list[Answer]:
         """Of every choice."""
         return [Answer(tuple(self._ids[i]), self._texts[i], self._reasons[i]) for i in range(len(self._ids))]
 
 
-@dataclass(slots=True, kw_only=True)
-class Traffic:
-    """What clients ask with, beside their questions.
-
-    ``keys`` : of each request one; None sends none. ``salts`` : every fifth request has one of these. ``history`` :
-    gets notes, which are sent to ``namespace``.
-    """
-
-    keys: Sequence[str | None] = (None,)
-    salts: Sequence[str] = ()
-    history: History | None = None
-    namespace: str = ""
-
-
 @dataclass(slots=True)
 class Load:
     """Clients of one server: answers whole and streamed, some left before they end, and notes.
 
+    ``keys`` : of each request one; None sends none. ``salts`` : every fifth request has one of these. ``history`` :
+    gets notes, which are sent to ``namespace``.
     ``counts`` : "right", "changed", "cancelled", "noted", "failed" where the server ought to have answered, and
     "interrupted" where it was being killed. ``kinds`` : requests of each kind. ``num_tokens`` : of right answers.
     """
 
     server: Server
-    questions: Sequence[Question]
-    traffic: Traffic
+    questions: Sequence[Question] = ()
+    keys: Sequence[str | None] = (None,)
+    salts: Sequence[str] = ()
+    history: History | None = None
+    namespace: str = ""
     counts: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -221,7 +169,7 @@ class Load:
             self._is_down = False
 
     def _ask_until(self, stopping: threading.Event, chance: random.Random) -> None:
-        history = self.traffic.history
+        history = self.history
         while not stopping.is_set():
             if self._is_down:
                 time.sleep(0.05)
@@ -232,9 +180,9 @@ class Load:
                 self._count(question.kind, lambda: self._ask(question, chance))  # noqa: B023
 
     def _take_note(self, history: History, chance: random.Random) -> None:
-        number = history.begin(self.traffic.namespace)
+        number = history.begin(self.namespace)
         asked = {"prompt": note(number), "max_tokens": _NOTE_TOKENS, "temperature": 0, "ignore_eos": True}
-        key = chance.choice(self.traffic.keys)
+        key = chance.choice(self.keys)
         if self._count("note", lambda: "noted" if self.server.post(asked, key=key) else "failed"):
             history.acknowledge(number)
 
@@ -262,14 +210,14 @@ class Load:
 
     def _ask(self, question: Question, chance: random.Random) -> str:
         body, is_streamed, leaves = dict(question.body), chance.random() < 0.5, chance.random() < 0.15
-        if self.traffic.salts and chance.random() < 0.2:
-            body["cache_salt"] = chance.choice(self.traffic.salts)
+        if self.salts and chance.random() < 0.2:
+            body["cache_salt"] = chance.choice(self.salts)
         if is_streamed:
             body |= {"stream": True, "stream_options": {"include_usage": chance.random() < 0.5}}
         last_event = chance.randint(1, 12) if leaves else None
         found = _Found(len(question.answers))
         with closing(http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=_TIMEOUT_S)) as connection:
-            connection.request("POST", question.path, json.dumps(body), headers_of(chance.choice(self.traffic.keys)))
+            connection.request("POST", question.path, json.dumps(body), headers_of(chance.choice(self.keys)))
             if leaves and not is_streamed:
                 time.sleep(chance.random() * 0.3)
                 return "cancelled"

@@ -88,15 +88,3 @@ def _made(vocabulary: int, random: np.random.Generator) -> Iterator[Tokens]:
         kept[place, : len(tokens)], lengths[place] = tokens, len(tokens)
         num_kept += 1
         yield tokens
-
-
-def sequences_within(stream: Iterator[Tokens], num_tokens: int) -> list[Tokens]:
-    """The first completions of ``stream`` that fit into ``num_tokens`` tokens, one separator each counted."""
-    found: list[Tokens] = []
-    size = 0
-    for tokens in stream:
-        size += len(tokens) + 1
-        if size > num_tokens:
-            break
-        found.append(tokens)
-    return found

@@ -105,13 +105,6 @@ class Server:
         """Ids of its own children: the merge worker."""
         return [] if self._process is None else children_of(self._process.pid)
 
-    def processor_s(self) -> float:
-        """Of all its threads since it began, in steps of some 10 ms; 0 where it does not run."""
-        with contextlib.suppress(OSError, AttributeError):
-            stat = Path(f"/proc/{self._process.pid}/stat").read_text()  # type: ignore[union-attr]
-            return sum(map(int, stat.rsplit(")", 1)[1].split()[11:13])) / os.sysconf("SC_CLK_TCK")
-        return 0.0
-
     def memory_mib(self) -> float:
         """Resident memory, 0 where it does not run."""
         with contextlib.suppress(OSError, AttributeError):
@@ -130,18 +123,8 @@ class Redis:
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.directory = directory
-        self._command = [
-            executable,
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--dir",
-            str(directory),
-            *options,
-        ]
+        where = ("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory))
+        self._command = [executable, *where, "--save", "", *options]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:

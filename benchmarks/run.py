@@ -6,8 +6,9 @@ A program names its options with their defaults, makes rows, and says what came 
     codec, model = run.load()
     for row in rows_of(model, run.args):
         run.row(row)
-    return run.end(rows=run.rows, is_wrong=...)
+    return run.end(is_wrong=...)
 
+Its COLUMNS, and a NOTE of what was measured on what, are what `benchmarks.report` writes into the pages.
 With ``--out`` the result is written after every row: what a run that is cut had found stands.
 """
 
@@ -103,7 +104,7 @@ class Run:
         )
         if has_model:
             add_model(parser, options if has_shapes else {"shape", *options})
-        self._facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
         known = {key: each if isinstance(each, Option) else Option(default=each) for key, each in options.items()}
         for key, option in known.items():
             _add(parser, key, option)
@@ -136,7 +137,7 @@ class Run:
         """The result says what ran and on what device."""
         import torch
 
-        self._facts = {
+        self.facts = {
             "model": model_name(self.args),
             "device": device_name(model.device),
             "dtype": str(model.dtype),
@@ -152,20 +153,20 @@ class Run:
         """Keep a row of the result and print it."""
         self.rows.append(row)
         if self._columns:
-            self.say(" | ".join(cells_of(self._columns, row)))
+            self.say(" | ".join(cells_of(self._columns, {**self.facts, **row})))
         self._write(json.dumps({**self._head(), "rows": self.rows, "is_cut": True}, default=str))
         return row
 
-    def end(self, *, is_wrong: bool = False, indent: int | None = None, **facts: Any) -> int:
-        """Write and print the result: ``facts`` behind head and parameters. Returns the exit status."""
-        result = {**self._head(), **facts}
+    def end(self, *, is_wrong: bool = False, **facts: Any) -> int:
+        """Write and print the result: ``facts`` behind head and parameters, then the rows. Returns the exit status."""
+        result = {**self._head(), **facts, **({"rows": self.rows} if self.rows else {})}
         line = json.dumps(result, default=str)
-        self._write(line if indent is None else json.dumps(result, indent=indent, default=str))
+        self._write(line)
         print(line)
         return int(is_wrong)
 
     def _head(self) -> dict[str, Any]:
-        return {**head(self.name), "under": list(self._under), "parameters": self.parameters, **self._facts}
+        return {**head(self.name), "under": list(self._under), "parameters": self.parameters, **self.facts}
 
     def _write(self, text: str) -> None:
         if (out := self.args.out) is not None:
@@ -201,8 +202,15 @@ def _add(parser: argparse.ArgumentParser, key: str, option: Option) -> None:
 
 
 def cells_of(columns: Columns, row: Mapping[str, Any]) -> list[str]:
-    """What ``row`` shows in each column."""
-    return [template.format_map(row) for _, template in columns]
+    """What ``row`` shows in each column, "-" where it has no such value."""
+
+    def cell(template: str) -> str:
+        try:
+            return template.format_map(row)
+        except (KeyError, TypeError):  # a number that was not taken is None, or not there
+            return "-"
+
+    return [cell(template) for _, template in columns]
 
 
 def table(columns: Columns, rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -223,12 +231,6 @@ def in_turn(ways: Sequence[T], number: int) -> list[T]:
 def spread(values: Sequence[float], digits: int = 3) -> list[float]:
     """The median, the least and the most."""
     return [round(float(value), digits) for value in (median(values), min(values), max(values))]
-
-
-def spread_text(values: Sequence[float], digits: int = 2) -> str:
-    """A `spread` as tables print it: ``1.23 (1.10 ... 1.34)``."""
-    middle, least, most = (f"{value:.{digits}f}" for value in values)
-    return f"{middle} ({least} ... {most})"
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> list[float]:

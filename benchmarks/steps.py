@@ -1,35 +1,34 @@
-"""Steps of an engine whose drafts are all accepted, bare forwards of the same shape in turn, and a step's parts."""
+"""Steps of an engine whose drafts are all accepted, and a step's parts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from torch.profiler import record_function
+from transformers import PreTrainedModel
 
 from benchmarks.workloads import snippets
-from ssd.config import DraftConfig, EngineConfig, SamplingParams
-from ssd.drafting import Draft, DraftRequest
-from ssd.drafting.protocol import EMPTY_DRAFT
+from ssd.compiled.addresses import Int64s
+from ssd.config import EngineConfig, SamplingParams
+from ssd.drafting import Draft
+from ssd.drafting.drafter import Group, SuffixDrafter
+from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine, Request
-from ssd.model.kv.attention import ATTENTION_NAME
+from ssd.engine.proposals import write_draft
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.codec import TextCodec
 
 Tokens = npt.NDArray[np.int32]
-
-_TURN = 8
-"""Steps, and then bare forwards, one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,92 +45,32 @@ class Shape:
         return self.draft + 1
 
 
-class Timing(NamedTuple):
-    """Seconds of steps and of bare forwards, what each row said, and tokens put out in the steps."""
+class KnownDrafter(SuffixDrafter):
+    """Looks up and judges as the default drafter does, then drafts what each request is known to say.
 
-    steps: list[float]
-    forwards: list[float]
-    outputs: list[list[int]]
-    num_tokens: int
-
-
-class KnownText:
-    """Drafts what each request is known to say: every token is accepted, so steps differ in nothing but their width."""
+    So a step costs the host what it costs, every pass has the width that is asked for, and all of it is accepted.
+    """
 
     def __init__(self, known: Sequence[Sequence[int]], draft: int) -> None:
+        super().__init__()
         self._known = [np.array(text, np.int32) for text in known]
         self._draft = draft
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def draft_groups(self, rows: Int64s, groups: Iterable[Group]) -> None:
         """The next ``draft`` tokens of each text."""
-        drafts = []
-        for request in requests:
-            done = len(request.context) - request.prompt_length
-            tokens = self._known[int(request.request_id)][done : done + min(self._draft, request.limit)]
-            drafts.append(Draft(tokens, source="own") if len(tokens) else EMPTY_DRAFT)
-        return drafts
-
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """There is nothing to learn."""
-
-    def finish(self, request_id: str) -> None:
-        """There is nothing to forget."""
+        super().draft_groups(rows, groups)
+        asked = set(rows.tolist())
+        for name, kept in self._kept.items():
+            ask, done = kept.row.ask, kept.row.ask.context_length - kept.row.ask.prompt_length
+            if kept.address in asked:
+                tokens = self._known[int(name)][done : done + min(self._draft, ask.limit)]
+                write_draft(Draft(tokens, source="own"), kept.row.draft)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait for what the device was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def tokens_said(rounds: int, width: int) -> int:
-    """Most tokens that a row says in ``rounds`` timed steps, and in those that are not timed."""
-    return (rounds + -(-rounds // (_TURN - 1)) + 1) * width
-
-
-def time_steps(
-    target: Target,
-    prompts: Sequence[Tokens],
-    shape: Shape,
-    rounds: int,
-    known: list[list[int]],
-    library: PreTrainedModel | None,
-) -> Timing:
-    """``rounds`` steps of the engine over ``shape.batch`` of the prompts, and as many bare forwards, by turns.
-
-    A turn is some of the one and then some of the other, the first of each not timed: it finds the caches full of what
-    the other read.
-
-    ``known`` : what each prompt's request says, as many tokens as `tokens_said`; with a draft of 0 it may be empty.
-    ``library`` : the model of the bare forwards, as its library loads it; None makes none.
-    """
-    engine = Engine(
-        target,
-        drafter=KnownText(known, shape.draft),
-        config=at_once(target, prompts),
-        draft=DraftConfig(num_speculative_tokens=shape.draft),
-    )
-    num_tokens = tokens_said(rounds, shape.width)
-    rows = Rows(engine, prompts[: shape.batch], num_tokens + 2)
-    rows.read_prompts()
-    forward = None if library is None else BareForward(library, shape, len(prompts[0]) + num_tokens // 2)
-    steps: list[float] = []
-    forwards: list[float] = []
-    num_steps = put_out = 0
-    while engine.has_work() and min(map(len, rows.outputs)) <= num_tokens - shape.width + 1:
-        turn = num_steps % _TURN
-        began = time.perf_counter()
-        new = rows.step()
-        synchronize(target.device)
-        if turn:
-            steps.append(time.perf_counter() - began)
-            put_out += new
-        num_steps += 1
-        if turn == _TURN - 1 and forward is not None:
-            forwards += [forward.seconds() for _ in range(_TURN)][1:]
-    if forward is not None:
-        forwards += [forward.seconds() for _ in range(len(steps) - len(forwards) + 1)][1:]
-    return Timing(steps, forwards, rows.finish(), put_out)
 
 
 def pass_seconds(target: Target, shape: Shape, rounds: int) -> float:
@@ -176,21 +115,33 @@ PARTS: Final = {
 """Parts of a step of the engine, and the method that is each."""
 
 
-def watch(owner: Any, methods: Mapping[str, str], around: Callable[[str], AbstractContextManager[Any]]) -> None:
-    """From now on each of ``owner``'s methods runs within ``around(its part)``."""
-    for part, path in methods.items():
-        holder = attrgetter(path.rpartition(".")[0])(owner) if "." in path else owner
-        _wrap(holder, path.rpartition(".")[2], partial(around, part))
+DRAFTING: Final = "drafting"
+"""The drafter's own calls, within other parts."""
 
 
-def _wrap(holder: Any, name: str, around: Callable[[], AbstractContextManager[Any]]) -> None:
-    method = getattr(holder, name)
+class Clock:
+    """Seconds of each part since it was cleared; parts are marked for a profiler too."""
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return method(*args, **kwargs)
+    def __init__(self, engine: Engine, drafter: Drafter) -> None:
+        """From now on."""
+        self.seconds: dict[str, float] = defaultdict(float)
+        for part, path in PARTS.items():
+            owner, _, name = path.rpartition(".")
+            self._watch(attrgetter(owner)(engine) if owner else engine, name, part)
+        for name in ("draft_groups", "observe_scores", "learn_scores"):
+            self._watch(drafter, name, DRAFTING)
 
-    setattr(holder, name, watched)
+    def _watch(self, owner: Any, name: str, part: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            with record_function(part):
+                found = method(*args, **kwargs)
+            self.seconds[part] += time.perf_counter() - began
+            return found
+
+        setattr(owner, name, watched)
 
 
 class Rows:
@@ -228,51 +179,6 @@ def at_once(target: Target, prompts: Sequence[Tokens]) -> EngineConfig:
     return EngineConfig(max_num_seqs=target.num_slots, prefill_chunk_tokens=max(512, sum(map(len, prompts))))
 
 
-class BareForward:
-    """The model as its library runs it: its own attention over a cache of its own, nothing around it."""
-
-    def __init__(self, model: PreTrainedModel, shape: Shape, context: int) -> None:
-        """``context`` : tokens of each row before the pass."""
-        self._model = model
-        vocab_size = model.config.get_text_config().vocab_size
-        random = torch.Generator().manual_seed(0)
-        tokens = torch.randint(3, vocab_size, (shape.batch, context + shape.width), generator=random).to(model.device)
-        self._tokens = tokens[:, context:]
-        self._cache = (
-            DynamicCache()
-        )  # without the configuration it keeps what lies beyond a window: its end can be cropped
-        with torch.inference_mode(), OwnAttention(model):
-            model(input_ids=tokens[:, :context], past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-
-    @torch.inference_mode()
-    def seconds(self) -> float:
-        """Of one pass; the cache is as before."""
-        with OwnAttention(self._model):
-            synchronize(self._model.device)
-            began = time.perf_counter()
-            self._model(input_ids=self._tokens, past_key_values=self._cache, use_cache=True)
-            synchronize(self._model.device)
-            took = time.perf_counter() - began
-        self._cache.crop(-self._tokens.shape[1])
-        return took
-
-
-class OwnAttention:
-    """The model's attention as transformers chooses it, for a while."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._was = model.config._attn_implementation
-
-    def __enter__(self) -> None:
-        if self._was == ATTENTION_NAME:
-            self._model.set_attn_implementation("sdpa")
-
-    def __exit__(self, *_: object) -> None:
-        if self._was == ATTENTION_NAME:
-            self._model.set_attn_implementation(ATTENTION_NAME)
-
-
 def passes_of(target: Target) -> str:
     """How a target's passes are run, as it was opened."""
     if not isinstance(target, SlotTarget) or target.steps is None:
@@ -287,12 +193,6 @@ def weight_bytes(model: PreTrainedModel) -> int:
     if embedding is not None and (head is None or embedding.weight is not head.weight):
         weights -= embedding.weight.numel() * embedding.weight.element_size()  # a few rows of it are read
     return weights
-
-
-def cache_bytes(target: Target, shape: Shape) -> int:
-    """Bytes of the KV cache that a pass reads at least: what the rows hold."""
-    held = target.kv_cache.bytes_per_token if isinstance(target, SlotTarget) else 0
-    return held * shape.batch * shape.context
 
 
 def copy_bytes_per_second(device: torch.device, num_bytes: int) -> float:

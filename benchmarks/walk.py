@@ -1,7 +1,7 @@
 """Decoding a recorded text with drafts: what a verify step accepts, and whole outputs step by step.
 
-The recorded text is what the target says, so no model is needed. Ours and other people's drafters are walked by this
-same code, theirs in their own process: nothing here imports ``ssd``.
+The recorded text is what the target says, so no model is needed. Other people's drafters are
+walked by this code, in their own process: nothing here imports ``ssd``.
 """
 
 from __future__ import annotations
@@ -90,8 +90,6 @@ class Counts:
 
     def __init__(self) -> None:
         self.num_output_tokens = 0
-        self.num_cached_tokens = 0
-        """Held by the index at the end; 0 where a drafter does not tell."""
         self.num_accepted_tokens = 0
         """The target's own token of each step is not among them."""
         self.steps_by_drafted: npt.NDArray[np.int64] = np.zeros(1, np.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -12,12 +13,12 @@ from transformers import PreTrainedModel
 from benchmarks.exactness import differs
 from benchmarks.run import in_turn
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
-from ssd.drafting import make_drafter
-from ssd.drafting.noise import SequenceNoise
+from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine, Request
+from ssd.model.draft.drafter import HeadDrafter, tapped_by
+from ssd.model.heads.layouts import load_head
 from ssd.model.loading.load_target import open_target
-from ssd.model.target import Target
 
 
 def open_engine(
@@ -28,23 +29,28 @@ def open_engine(
     length: int,
     draft: DraftConfig | None = None,
     config: EngineConfig | None = None,
+    head: Path | None = None,
     **more: Any,
 ) -> Engine:
     """An engine with a target of its own over ``model``, ready. ``drafter`` : "none" is speculation off.
 
-    ``more`` : of the engine. Without ``config`` nothing is kept of prompts, which would help who is asked next.
+    ``head`` : a draft head of the model, asked too. ``more`` : of the engine. Without ``config`` nothing is kept of
+    prompts, which would help who is asked next.
     """
     draft = draft or DraftConfig()
+    loaded = None if head is None else load_head(head, model)
     target = open_target(
         model,
         num_slots=slots,
         max_length=length,
         max_draft_tokens=draft.num_speculative_tokens,
         keeps_top=drafter != "none" and draft.recycling,
+        tapped=None if loaded is None else tapped_by(loaded, model.device, model.dtype),
     )
+    asked = make_drafter(drafter, draft) if isinstance(drafter, str) else drafter
     engine = Engine(
         target,
-        drafter=make_drafter(drafter, draft) if isinstance(drafter, str) else drafter,
+        drafter=asked if loaded is None else Arbiter([asked, HeadDrafter(loaded, target)]),
         config=config or EngineConfig(max_num_seqs=slots, enable_prefix_caching=False),
         draft=draft,
         **more,
@@ -66,8 +72,6 @@ class Tally:
     accepted: int = 0
     firsts_s: list[float] = field(default_factory=list)
     """Until the first token of each request."""
-    steps_s: list[float] = field(default_factory=list)
-    """Of each step."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -94,16 +98,11 @@ def ask(engine: Engine, requests: Sequence[Request], tally: Tally | None = None)
     began, cpu = time.perf_counter(), time.process_time()
     for request in requests:
         engine.submit(request)
-    ended = began
     while engine.has_work():
-        parts = engine.step()
-        now = time.perf_counter()
-        tally.steps_s.append(now - ended)
-        ended = now
-        for part in parts:
+        for part in engine.step():
             said = outputs[part.request_id]
             if part.token_ids and not said:
-                tally.firsts_s.append(now - began)
+                tally.firsts_s.append(time.perf_counter() - began)
             said += part.token_ids
     tally.seconds += time.perf_counter() - began
     tally.cpu_s += time.process_time() - cpu
@@ -121,18 +120,10 @@ class Comparison:
     num_tokens: int = 0
     num_mismatches: int = 0
 
-    def add(
-        self,
-        off: Target,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        got: Sequence[int],
-        want: Sequence[int],
-        noise: SequenceNoise | None = None,
-    ) -> None:
-        """One output and what ``off`` said. ``noise`` : see `differs`."""
+    def add(self, off: Engine, request: Request, got: Sequence[int], want: Sequence[int]) -> None:
+        """One output and what ``off`` said."""
         self.num_tokens += len(got)
-        self.num_mismatches += differs(off, prompt, params, got, want, noise)
+        self.num_mismatches += differs(off.target, request.prompt_token_ids, request.sampling, got, want)
 
 
 def requests_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], first: int = 0) -> list[Request]:
@@ -159,5 +150,10 @@ def contest(
     *others, off = engines
     for name in others:
         for request, got, want in zip(requests, said[name], said[off], strict=True):
-            comparison.add(engines[off].target, request.prompt_token_ids, request.sampling, got, want)
+            comparison.add(engines[off], request, got, want)
     return tallies
+
+
+def ratios(groups: Sequence[Mapping[str, Tally]], name: str, other: str, rate: str = "tokens_per_s") -> list[float]:
+    """Of one way's rate over another's within each group of requests."""
+    return [getattr(group[name], rate) / getattr(group[other], rate) for group in groups]

@@ -61,6 +61,13 @@ class Mix:
 
 MIXED = Mix(name="mixed", recurring=0.5, variant=0.2)
 NO_REPEATS = Mix(name="no repeats", recurring=0.0, variant=0.0)
+MADE = {
+    "mixed": MIXED,
+    "new": NO_REPEATS,
+    "often": Mix(name="often", recurring=0.9, variant=0.05, pool_size=8),
+    "variants": Mix(name="variants", recurring=0.0, variant=0.9, pool_size=6),
+}
+"""By the names that programs take."""
 
 
 def snippets(seed: int, *, min_lines: int = 6, max_lines: int = 24) -> list[str]:
@@ -149,12 +156,17 @@ def made_stream(mix: Mix, codec: TextCodec, num_requests: int, seed: int, most_t
     return Stream(mix.name, shares(requests), checksum(requests), prompts)
 
 
-def recorded_stream(trace: str, codec: TextCodec, num_requests: int, most_tokens: int = PROMPT_TOKENS) -> Stream:
-    """The first prompts of a trace, which may go on from one another. Raises ConfigError where there is no trace."""
-    texts = list(islice(_contexts(trace), num_requests))
-    prompts = [cut(codec, text, most_tokens) for text in texts]
+def open_stream(name: str, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:
+    """One that is made, or the first prompts of the trace of this name, which may go on from one another.
+
+    Raises ConfigError where there is no such trace.
+    """
+    if name in MADE:
+        return made_stream(MADE[name], codec, num_requests, seed, most_tokens)
+    texts = list(islice(_contexts(name), num_requests))
+    prompts = [cut(codec, text, min(most_tokens, PROMPT_TOKENS)) for text in texts]
     named = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-    return Stream(trace, f"recorded: {trace}", named, prompts)
+    return Stream(name, f"recorded: {name}", named, prompts)
 
 
 def cut(codec: TextCodec, text: str, most_tokens: int) -> list[int]:

@@ -103,7 +103,7 @@ def test_default_that_changed_without_a_word_is_refused() -> None:
 
 
 def test_figures_older_than_the_code_under_them_are_named(tmp_path: Path) -> None:
-    from benchmarks.report.figures import old_figures
+    from benchmarks.report.__main__ import old_figures
     from benchmarks.run import git
 
     first = (git("rev-list", "--max-parents=0", "HEAD") or "").split("\n")[0]

@@ -1,19 +1,23 @@
-"""Peers: the process behind them, children that fail, and each peer where its environment is installed."""
+"""Peers: texts walked with drafts, the process behind a peer, children that fail, each peer where it is installed."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.child import ChildEnded, ChildError
 from benchmarks.peers import PEER_NAMES, Peer, PeerUnavailable
 from benchmarks.peers.client import environment
-from benchmarks.peers.local import Setting, Speculation, chain
-from benchmarks.peers.process import WAYS, Server
+from benchmarks.peers.local import Setting
+from benchmarks.peers.process import TEXT, WAYS, Server
+from benchmarks.walk import Proposal, agreeing, walk
+from tests.reference import walk as reference
 
 needs_peers = pytest.mark.skipif(
     not (environment() / ".ready").exists(), reason="the peers are not installed: run `make bench-peers`"
@@ -28,8 +32,6 @@ class Echo:
     """Learns sequences, drafts the end of the context."""
 
     distributions: tuple[str, ...] = ("numpy", "no-such-package")
-    has_store = True
-    full_draft: Setting = {"knob": 1.0}  # noqa: RUF012
 
     def __init__(self) -> None:
         self.running: list[str] = []
@@ -37,31 +39,20 @@ class Echo:
     def apart(self, max_tokens: int, setting: Setting) -> Echo:
         return self
 
-    def insert(self, sequence: np.ndarray) -> tuple[int, int]:
-        return 1000, len(sequence)
-
     def start(self, request_id: str, prompt: np.ndarray) -> None:
         assert request_id not in self.running
         self.running.append(request_id)
 
-    def speculate(self, request_id: str, context: np.ndarray, max_tokens: int, setting: Setting) -> Speculation:
+    def speculate(self, request_id: str, context: np.ndarray, max_tokens: int, setting: Setting) -> Proposal:
         assert request_id in self.running
         assert setting["knob"]
-        draft = context[-max_tokens:].tolist()
-        return Speculation(ns=2000, token_ids=draft, parents=chain(len(draft)))
+        return Proposal(2000, context[-max_tokens:].tolist())
 
     def add(self, request_id: str, token_ids: np.ndarray) -> None:
         assert request_id in self.running
 
-    def stop(self, request_id: str, keep: bool) -> None:
+    def stop(self, request_id: str) -> None:
         self.running.remove(request_id)
-
-
-def test_every_proposed_context_is_a_request_that_ends() -> None:
-    echo = Echo()
-    times, drafts = Server(echo).propose([ids(1, 2, 3), ids(), ids(4)], 2, {"knob": 0.5})
-    assert (times, [draft.tolist() for draft in drafts]) == ([2000] * 3, [[2, 3], [], [4]])
-    assert echo.running == []
 
 
 def test_a_recorded_request_is_decoded_under_several_settings_at_once() -> None:
@@ -72,7 +63,63 @@ def test_a_recorded_request_is_decoded_under_several_settings_at_once() -> None:
     assert (one.drafted.tolist(), one.accepted.tolist()) == ([1, 1, 1], [1, 0, 0])
     assert (two.drafted.tolist(), two.accepted.tolist()) == ([2, 2], [2, 0])
     assert two.ns.tolist() == [2000, 2000]
-    assert server.replay("r", text, 2, []) == [] and echo.running == []
+    assert echo.running == []
+
+
+# A text walked with drafts
+
+TOKENS = st.lists(st.integers(0, 2), max_size=8)
+TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Tokens and parents of a tree of at most eight nodes; siblings may be equal."""
+    token_ids = draw(TOKENS)
+    return token_ids, [draw(st.integers(-1, index - 1)) for index in range(len(token_ids))]
+
+
+class Scripted:
+    """Drafts what it is told to, by position, and notes what it is told back."""
+
+    def __init__(self, drafts: Sequence[tuple[list[int], list[int]]]) -> None:
+        self.drafts = drafts
+        self.asked: list[int] = []
+        self.told: list[int] = []
+
+    def draft(self, position: int) -> tuple[list[int], list[int]]:
+        return self.drafts[position % len(self.drafts)]
+
+    def ask(self, position: int) -> Proposal:
+        self.asked.append(position)
+        token_ids, parents = self.draft(position)
+        return Proposal(7, token_ids, parents)
+
+    def tell(self, num_accepted: int) -> None:
+        self.told.append(num_accepted)
+
+
+@given(trees(), TEXTS, st.integers(0, 12))
+def test_a_tree_is_verified_as_its_branches_are(tree: tuple[list[int], list[int]], text: list[int], at: int) -> None:
+    position = min(at, len(text))
+    assert agreeing(*tree, text, position) == reference.longest_agreeing(*tree, text[position:])
+    chain = range(-1, len(tree[0]) - 1)
+    assert agreeing(tree[0], None, text, position) == agreeing(tree[0], chain, text, position)
+
+
+@given(st.lists(st.lists(trees(), min_size=1, max_size=4), max_size=3), TEXTS, st.integers(0, 12))
+def test_drafters_side_by_side_are_each_walked_as_alone(
+    drafts: list[list[tuple[list[int], list[int]]]], text: list[int], at: int
+) -> None:
+    prompt_length = min(at, len(text))
+    askers = [Scripted(some) for some in drafts]
+    together = walk(text, prompt_length, askers)
+    for asker, steps in zip(askers, together, strict=True):
+        expected = reference.decode(text, prompt_length, asker.draft)
+        assert list(zip(steps.drafted.tolist(), steps.accepted.tolist(), strict=True)) == expected
+        assert int(steps.accepted.sum()) + len(steps.accepted) == len(text) - prompt_length
+        assert asker.asked == sorted(asker.asked)
+        assert len(asker.told) == len(asker.asked) == len(steps.ns)
 
 
 # Children, with interpreters of our own behind them
@@ -93,11 +140,9 @@ MADE = """
 import os, sys
 from benchmarks.child import serve
 class Made:
-    resident_bytes = 7
-    def about(self):
-        return {}, True, {}
-    def insert(self, some):
-        if not some:
+    versions = {"made": "7"}
+    def replay(self, *asked):
+        if not len(asked[1]):
             raise ValueError("nothing")
         for n in range(20):
             print("line", n, flush=True)
@@ -121,62 +166,39 @@ def test_a_peer_that_does_not_start_shows_its_last_words(fake_environment: Path)
 def test_what_fails_can_be_asked_again_and_who_dies_shows_only_its_last_words(fake_environment: Path) -> None:
     (fake_environment / "peer.py").write_text(MADE)
     with Peer("arctic") as peer:
-        with pytest.raises(ChildError, match=r"insert: ValueError: nothing$"):
-            peer.ask("insert", [])
-        assert peer.ask("resident_bytes") == 7
-        with pytest.raises(ChildEnded, match=r"(?s)status 7 during 'insert'.*line 19") as caught:
-            peer.insert([ids(1)])
+        with pytest.raises(ChildError, match=r"replay: ValueError: nothing$"):
+            peer.replay("r", ids(), 0, [])
+        assert peer.ask("versions") == {"made": "7"}
+        with pytest.raises(ChildEnded, match=r"(?s)status 7 during 'replay'.*line 19") as caught:
+            peer.replay("r", ids(1), 0, [])
         assert "line 12\n" in str(caught.value) and "line 11\n" not in str(caught.value)
         with pytest.raises(ChildEnded, match="closed"):
-            peer.insert([ids(1)])
+            peer.replay("r", ids(1), 0, [])
 
 
 # The peers themselves
 
 
-# Capacity: sglang's trie has all of its nodes from the beginning.
-WAYS_TO_RUN = [
-    (name, {**options, **({"capacity": 100_000} if name == "sglang-ngram" else {})})
-    for name in PEER_NAMES
-    for options in WAYS.get(name, [{}])
-]
-
-
-@pytest.fixture(scope="module", params=WAYS_TO_RUN, ids=lambda way: " ".join(map(str, (way[0], *way[1].values()))))
-def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
-    name, options = request.param
-    with Peer(name, **options) as peer:
-        yield peer
-
-
-def texts(num_texts: int, length: int, seed: int) -> list[np.ndarray]:
-    """Random texts in which five tokens hardly ever stand in the same order twice."""
-    return list(np.random.default_rng(seed).integers(0, 30_000, (num_texts, length)).astype(np.int32))
-
-
 @needs_peers
-def test_a_peer_continues_what_its_own_context_repeats(peer: Peer) -> None:
-    period = texts(1, 40, seed=1)[0]
-    context = np.concatenate([period, period, period[:20]])
-    proposals = peer.propose([context, texts(1, 50, seed=2)[0]], max_tokens=8)
-    assert proposals.drafts[0].tolist() == period[20:28].tolist()
-    assert proposals.drafts[1].tolist() == []
-    assert proposals.us.dtype == np.float64
-    assert proposals.us.shape == (2,)
-    assert (proposals.us > 0).all()
+@pytest.mark.parametrize("name", PEER_NAMES)
+def test_a_peer_continues_what_its_own_context_repeats_and_nothing_else(name: str) -> None:
+    capacity = {"capacity": 100_000} if name == "sglang-ngram" else {}  # its trie has all nodes from the beginning
+    for options in WAYS.get(name, [{}]):
+        with Peer(name, **options, **capacity) as peer:
+            (steps,) = peer.replay("repeats", TEXT, 35, [(5, {})])
+            assert steps.accepted[0] == 5 and (steps.ns > 0).all()
+        with Peer(name, **options, **capacity) as peer:
+            random = np.random.default_rng(2).permutation(1000).astype(np.int32)
+            (steps,) = peer.replay("never", random[:60], 50, [(5, {})])
+            assert not steps.accepted.any()
 
 
 @needs_peers
 def test_arctic_drafts_what_followed_in_a_finished_request() -> None:
-    stored = texts(200, 1_000, seed=5)
+    text = np.random.default_rng(5).permutation(1000).astype(np.int32)
     with Peer("arctic", depth=24) as peer:
-        insertion = peer.insert(text for text in stored)
-        assert insertion.num_tokens == 200 * (1_000 - 32)
-        assert insertion.seconds > 0
-        # A random text costs a suffix tree at least a node a token; how much is for the benchmark to say.
-        assert insertion.resident_growth_bytes > 16 * insertion.num_tokens
-        proposals = peer.propose([text[480:500] for text in stored], max_tokens=4)
-        assert [draft.tolist() for draft in proposals.drafts] == [text[500:504].tolist() for text in stored]
+        first, again = (peer.replay(name, text, 100, [(4, {})])[0] for name in ("first", "again"))
+    assert not first.accepted.any() and again.accepted.max() == 4
 
 
 NONE: Setting = {}
@@ -188,7 +210,7 @@ def test_arctic_and_sglang_draft_every_known_continuation_as_a_tree() -> None:
     told = [ids(50, 1, 2, 3, 4, 5, 0), ids(60, 1, 2, 3, 7, 8, 0)]
     asked = ids(70, 1, 2, 3, 4, 9)
     for name, options, setting in (
-        ("arctic", {"prompt_length": 0}, TREES),
+        ("arctic", {}, TREES),
         ("sglang-ngram", {"capacity": 10_000}, NONE),
     ):
         with Peer(name, **options) as peer:

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.models import MARKER, VARIABLE, add_model, default_directory, find_model, model_name
-from benchmarks.real_model.check import check
-from benchmarks.real_model.terms import TERMS, accepted
+from benchmarks.real_model import TERMS, accepted, check
 from ssd.bundled import MODEL_PATH
 
 ROOT = Path(__file__).parent.parent
 
 
-def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", f"benchmarks.real_model.{module}", *arguments],
+        [sys.executable, "-m", "benchmarks.real_model", command],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name != "ACCEPT_GEMMA_TERMS"} | environment,
         capture_output=True,

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.replay import digest
 from benchmarks.replay.__main__ import main
-from benchmarks.replay.job import PeerDrafter, settings_of
+from benchmarks.replay.job import CONTENDER_NAMES, OURS, OurDrafter, PeerDrafter, replay_stream, settings_of
 from benchmarks.report.replay import others_section
 from benchmarks.walk import Counts
+from cache_builder.evaluation.costs import CostCurve, StepCosts, flat, read_step_costs
 from cache_builder.evaluation.log import Row
 from ssd.config import DraftConfig, IndexConfig
-from ssd.drafting import DRAFTER_NAMES, Draft, Drafter, DraftRequest
-from ssd.drafting.protocol import NoDrafter
-from tests.reference import drafting as reference
+from ssd.errors import ConfigError
 from tests.test_peers import needs_peers
 
 
@@ -39,27 +36,6 @@ def as_rows(rows: list[tuple[list[int], list[int]]]) -> list[Row]:
     return [Row(np.array(context, np.int32), np.array(output, np.int32)) for context, output in rows]
 
 
-def replay(rows: Sequence[Row], drafter: Drafter, *, max_draft: int) -> Counts:
-    settings = [Setting("", "", max_draft)]
-    with OurDrafters(settings, draft=DraftConfig(), index=IndexConfig(), drafters=[drafter]) as contender:
-        return replay_stream(rows, contender)[0]
-
-
-class PromptLookup(NoDrafter):
-    """What followed the end of the context where it stood last."""
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        found = [reference.prompt_lookup(request.context.tolist(), 10, request.limit) for request in requests]
-        return [Draft(np.array(tokens, np.int32)) for tokens in found]
-
-
-def test_prompt_lookup_replay_equals_the_slow_one() -> None:
-    rows = made_rows()
-    steps = reference.replay(rows, lambda c: reference.prompt_lookup(c, 10, 4))
-    counts = replay(as_rows(rows), PromptLookup(), max_draft=4)
-    assert (counts.num_verify_steps, counts.num_drafted_tokens, counts.num_accepted_tokens) == steps
-
-
 def figures(counts: Counts) -> tuple[Any, ...]:
     return counts.steps_by_drafted.tolist(), counts.num_accepted_tokens
 
@@ -67,11 +43,11 @@ def figures(counts: Counts) -> tuple[Any, ...]:
 def test_settings_side_by_side_count_what_each_counts_alone() -> None:
     rows = as_rows(made_rows())
     options: dict[str, Any] = {"draft": DraftConfig(num_speculative_tokens=8), "index": IndexConfig(seal_tokens=64)}
-    settings = [setting for name in DRAFTER_NAMES for setting in settings_of(name, 8, curve=True, tree=False)]
-    with OurDrafters(settings, **options) as contender:
+    settings = settings_of(OURS, 8, tree=False, costs=[flat(32), flat(2)])
+    with OurDrafter(settings, tree=False, **options) as contender:
         together = [figures(counts) for counts in replay_stream(rows, contender)]
     for setting, counts in zip(settings, together, strict=True):
-        with OurDrafters([setting], **options) as contender:
+        with OurDrafter([setting], tree=False, **options) as contender:
             assert figures(replay_stream(rows, contender)[0]) == counts
 
 
@@ -79,7 +55,7 @@ def test_settings_side_by_side_count_what_each_counts_alone() -> None:
 @pytest.mark.parametrize("drafter", ["arctic", "vllm-ngram", "prompt-lookup-hf", "llama-cpp"])
 def test_settings_of_a_peer_side_by_side_count_what_each_counts_alone(drafter: str) -> None:
     rows = as_rows(made_rows())
-    settings = settings_of(drafter, 8, curve=True, tree=False)
+    settings = settings_of(drafter, 8, tree=False, costs=[])
     with PeerDrafter(settings) as contender:
         together = [figures(counts) for counts in replay_stream(rows, contender)]
     with PeerDrafter(settings[-1:]) as alone:
@@ -107,39 +83,24 @@ def trace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_whole(trace: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
-    asked = [str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--max-draft", "4", "--drafter", *DRAFTER_NAMES]
-    assert main([*asked, *more]) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
-    return result
-
-
 def run(trace: Path, capsys: pytest.CaptureFixture[str], *more: str) -> list[dict[str, Any]]:
-    results = run_whole(trace, capsys, *more)["results"]
+    asked = [str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--max-draft", "4"]
+    assert main([*asked, *more]) == 0
+    results = json.loads(capsys.readouterr().out.strip().split("\n")[-1])["rows"]
     return [{key: value for key, value in r.items() if not key.startswith("propose_us")} for r in results]
 
 
 def test_two_runs_give_the_same_counts(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = run(trace, capsys)
     assert first == run(trace, capsys)
-    by_name = {result["drafter"]: result for result in first}
-    assert by_name["none"]["mean_acceptance_length"] == 1.0
-    assert by_name["ssd"]["output_tokens"] == 23
-    assert by_name["ssd"]["verify_steps"] < by_name["none"]["verify_steps"]
+    assert [each["setting"] for each in first] == ["priced by flat 32", "priced by measured"]
+    for each in first:
+        assert each["output_tokens"] == 23 and each["verify_steps"] < 23
+        assert each["accepted_per_step"] == pytest.approx(each["mean_acceptance_length"] - 1)
+        assert each["speed_up"]["flat 32"] == pytest.approx(each["mean_acceptance_length"])
+        assert set(each["speed_up"]) == {"flat 32", "measured"}
     # The row that would exceed the limit is left out.
     assert {result["output_tokens"] for result in run(trace, capsys, "--max-output-tokens", "12")} == {11}
-
-
-def test_a_curve_has_a_result_for_each_setting(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_whole(trace, capsys, "--curve", "--price-by", "measured")
-    named = [(each["drafter"], each["setting"]) for each in result["results"]]
-    assert len(set(named)) == len(named)
-    assert ("ssd", "priced by measured") in named
-    assert [name for name, _ in named] == sorted((name for name, _ in named), key=DRAFTER_NAMES.index)
-    for each in result["results"]:
-        assert each["accepted_per_step"] == pytest.approx(each["mean_acceptance_length"] - 1)
-        assert set(each["speed_up"]) == {"flat 32", "measured"}
-        assert each["speed_up"]["flat 32"] == pytest.approx(each["mean_acceptance_length"])
 
 
 def test_digests_are_the_same_until_a_draft_is_another(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,12 +141,36 @@ def test_the_page_lays_every_drafter_beside_ours_at_its_best_and_as_it_comes() -
     sglang = [result("sglang", "default", 1.3, 1.2), result("sglang", "BFS 10, 7 nodes", 1.2, 1.4)]
     parameters = {"tokenizers": ["t"], "max_output_tokens": 8000, "draft": {"num_speculative_tokens": 64}}
     found = others_section(
-        {"results": [*ours, *arctic, *llama_cpp], "parameters": parameters},
-        {"results": [*ours, *sglang], "parameters": parameters},
+        {"rows": [*ours, *arctic, *llama_cpp], "parameters": parameters},
+        {"rows": [*ours, *sglang], "parameters": parameters},
     )
     lines = found.splitlines()
-    assert "ours, paths, 3.00x; arctic, paths, 1.50x; llama.cpp, paths, 1.70x; ours, trees, 3.00x" in found
-    assert "Ahead of ours: none." in lines
-    assert "| llama.cpp, paths | default ngram-mod | 1.10x | 2.00 | 4.0 | 5.0 |" in lines
-    assert "| SGLang, trees | default | 1.30x | 2.00 | 4.0 | 5.0 |" in lines
+    assert "| arctic, paths | 1.50x | factor 1, p 0.1 | 1.50x | 2.00 | 5.0 |" in lines
+    assert "Ahead of ours: none." in found
+    assert "| llama.cpp, paths | 1.70x | default ngram-mod | 1.10x | 2.00 | 5.0 |" in lines
+    assert "| SGLang, trees | 1.30x | default | 1.30x | 2.00 | 5.0 |" in lines
     assert "lookup, draft 8" not in found and "the first 8,000 output tokens" in found
+
+
+def test_speed_up_is_plain_cost_over_the_cost_of_the_steps() -> None:
+    line = CostCurve("line", np.array([1.0, 2.0]), np.array([1.0, 1.5]))
+    # Ten tokens in two steps without a draft (cost 1 each) and one that drafted four (cost 1 + 4 / 2).
+    assert StepCosts(line, "").speed_up(10, np.array([2, 0, 0, 0, 1])) == pytest.approx(10 / 5)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[", '{"widths": [1, 1], "costs": [1, 2]}', '{"widths": [1, 2], "costs": [2, 3]}'],
+    ids=["empty", "torn", "not rising", "not relative"],
+)  # fmt: skip
+def test_a_curve_that_cannot_be_used_says_how_to_measure_one(text: str, tmp_path: Path) -> None:
+    (tmp_path / "verify-cost.json").write_text(text)
+    with pytest.raises(ConfigError, match="save-cost"):
+        read_step_costs(tmp_path / "verify-cost.json")
+
+
+@pytest.mark.parametrize("drafter", CONTENDER_NAMES)
+def test_settings_have_names_of_their_own_and_stay_within_the_limit(drafter: str) -> None:
+    settings = settings_of(drafter, 12, tree=True, costs=[flat(32)])
+    assert len({setting.name for setting in settings}) == len(settings)
+    most = {"sglang": 11}.get(drafter, 12)  # its default has 12 with the token that they follow
+    assert max(setting.limit for setting in settings) == most

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 from redis.exceptions import InvalidResponse
 
+from benchmarks.faults.injected import OVERSIZED_ANSWERS, WRONG_ANSWERS
 from benchmarks.faults.proxy import CLEAR, FaultProxy, Weather
-from benchmarks.faults.remote import OVERSIZED_ANSWERS, WRONG_ANSWERS
 from ssd.sharing import clients as bounded_parser
 from ssd.sharing.redis_log import RedisCounters
 from tests.redis_server import RedisServer, redis_server, started

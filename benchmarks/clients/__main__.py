@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients.use_openai import KEY, MODEL
+from benchmarks.clients.others import CLIENTS, KEY, MODEL
 from benchmarks.processes import ROOT, Server
 from benchmarks.run import Option, Run
 from ssd.bundled import MODEL_PATH
 
-CLIENTS = ("openai", "langchain", "litellm", "agents", "lm_eval", "guidellm")
 _LONGEST_S = 600.0
 
 
@@ -39,29 +38,37 @@ def use(name: str, url: str) -> dict[str, Any]:
     )
     lines = done.stdout.strip().splitlines()
     if not lines or not lines[-1].startswith("{"):
-        return {"versions": {}, "passed": [], "failed": {"it runs": f"ended with status {done.returncode}"}}
+        return {"versions": "", "held": 0, "claims": 1, "failed": f"ended with status {done.returncode}", "got": {}}
     return json.loads(lines[-1])  # type: ignore[no-any-return]
 
 
-OPTIONS = {"names": Option(default=list(CLIENTS), choices=CLIENTS, metavar="NAME")}
+COLUMNS = (
+    ("client", "{client}"),
+    ("versions", "{versions}"),
+    (">claims that hold", "{held} of {claims}"),
+    ("which do not", "{failed}"),
+)
+NOTE = (
+    "`make bench-clients` on {date}, {environment[cpu]}, {environment[cores]} cores: one server of the bundled model "
+    "with an API key, all clients as they are published."
+)
+OPTIONS = {"names": Option(default=list(CLIENTS), choices=list(CLIENTS), metavar="NAME")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where a claim does not hold."""
-    run = Run("clients", __doc__, argv, OPTIONS, unsaid=("names",), under=("ssd", "server"))
+    run = Run("clients", __doc__, argv, OPTIONS, COLUMNS, unsaid=("names",), under=("ssd", "server"))
     with tempfile.TemporaryDirectory() as directory:
         server = Server(Path(directory, "log"), "--served-model-name", MODEL, "--api-key", KEY)
         server.start()
         try:
-            found = {name: use(name, f"http://127.0.0.1:{server.port}/v1") for name in run.args.names}
+            for name in run.args.names:
+                row = run.row({"client": name, **use(name, f"http://127.0.0.1:{server.port}/v1")})
+                for claim, got in row["got"].items():
+                    run.say(f"  {claim}: {got}")
         finally:
             server.terminate()
-    for name, result in found.items():
-        versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
-        run.say(f"{name} ({versions}): {len(result['passed'])} claims hold, {len(result['failed'])} do not")
-        for claim, got in result["failed"].items():
-            run.say(f"  {claim}: {got}")
-    return run.end(clients=found, is_wrong=any(result["failed"] for result in found.values()))
+    return run.end(is_wrong=any(row["failed"] for row in run.rows))
 
 
 if __name__ == "__main__":

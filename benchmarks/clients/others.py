@@ -12,19 +12,50 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.clients.use_openai import KEY, MESSAGES, MODEL, TOOLS, Checks, check_openai
-
+MODEL = "bundled"
+"""What the server calls its model."""
+KEY = "a key"
+"""What the server wants of everybody."""
 QUESTION = "What is the weather in Paris?"
+MESSAGES: list[Any] = [{"role": "user", "content": "Write a function that adds two numbers."}]
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["city"],
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Oslo"]}},
+}  # fmt: skip
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "The weather of a city.", "parameters": SCHEMA},
+    }
+]
 
 
-def openai(url: str, model: str) -> Checks:
-    """OpenAI's own client."""
-    checks = Checks("openai")
-    check_openai(url, KEY, checks)
-    return checks
+class Checks:
+    """Claims about one client, in the order they were looked at. ``packages`` : what it is made of."""
+
+    def __init__(self, *packages: str) -> None:
+        self._packages = packages
+        self.failed: dict[str, str] = {}
+        self.num_held = 0
+
+    def see(self, claim: str, holds: bool, got: Any) -> None:
+        """Note whether a claim holds; ``got`` is shown where it does not."""
+        print(f"  {'yes' if holds else 'NO '}  {claim}", file=sys.stderr)
+        self.num_held += holds
+        if not holds:
+            self.failed[claim] = f"{got!r:.300}"
+
+    def finish(self) -> int:
+        """Print one JSON line; returns the exit status."""
+        versions = ", ".join(f"{package} {version(package)}" for package in self._packages)
+        claims, failed = self.num_held + len(self.failed), "; ".join(self.failed)
+        row = {"versions": versions, "held": self.num_held, "claims": claims, "failed": failed, "got": self.failed}
+        print(json.dumps(row))
+        return 1 if self.failed else 0
 
 
 def agents(url: str, model: str) -> Checks:
@@ -203,7 +234,7 @@ def lm_eval(url: str, model: str) -> Checks:
 
 
 CLIENTS: dict[str, Callable[[str, str], Checks]] = {
-    each.__name__: each for each in (openai, langchain, litellm, agents, lm_eval, guidellm)
+    each.__name__: each for each in (langchain, litellm, agents, lm_eval, guidellm)
 }
 
 if __name__ == "__main__":

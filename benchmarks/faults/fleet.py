@@ -10,15 +10,15 @@ import shutil
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from benchmarks.faults.proxy import FaultProxy
 from benchmarks.history import History, family, note, notes_on_disk
-from benchmarks.load import SERVER_OPTIONS, Load, Question, Traffic
+from benchmarks.load import SERVER_OPTIONS, Load
 from benchmarks.processes import Redis, Server, headers_of
 from server.admission.registry import NamespaceNames
 from server.admission.rules import digest_of
@@ -28,15 +28,7 @@ from ssd.text.codec import TextCodec
 if TYPE_CHECKING:
     import redis
 
-KEYS: Final = ("key-of-the-first-tenant", "key-of-the-second-tenant")
-USER, PASSWORD = "ssd", "the password"
-RIGHTS: Final = (
-    "~ssd:1:*",
-    *("+xadd", "+xread", "+xrange", "+xrevrange", "+xtrim", "+ping", "+watch", "+multi", "+exec", "+del"),
-    *("+hmget", "+hincrby", "+hget", "+hset", "+unwatch"),
-)
-"""What docs/sharing.md says that a user needs."""
-
+KEYS: Final[tuple[str, ...]] = ("key-of-the-first-tenant", "key-of-the-second-tenant")
 _BASE = "fleet"
 _SECRET = b"the secret of the fleet"
 _CACHE_TOKENS = 1 << 20
@@ -58,33 +50,21 @@ class SkippedError(Exception):
     """What a fault needs is not to be had here."""
 
 
-class Fault(NamedTuple):
-    """``inject`` returns when the fault is over; the load runs meanwhile.
-
-    ``is_alone`` : never combined with others, as it destroys what they are judged by.
-    """
-
-    name: str
-    inject: Callable[[Fleet], None]
-    needs_small_disk: bool = False
-    is_alone: bool = False
-
-
 @dataclass(slots=True)
 class Member:
-    """One server and what belongs to it. ``loads`` : one for each tenant. ``is_damaged`` : a fault destroyed files."""
+    """One server and what belongs to it. ``loads`` : one for each tenant. ``wire`` : None where there is no Redis."""
 
     server: Server
     directory: Path
     history: History
     loads: list[Load]
     wire: FaultProxy | None = None
-    is_damaged: bool = False
 
     @property
     def proxy(self) -> FaultProxy:
-        """Between it and Redis."""
-        assert self.wire is not None
+        """Between it and Redis. Raises SkippedError where there is none."""
+        if self.wire is None:
+            raise SkippedError("one server has no Redis")
         return self.wire
 
     @contextmanager
@@ -103,7 +83,15 @@ class Member:
     def close(self, *, kill_after_s: float | None = None) -> None:
         """SIGTERM, and a kill if it takes longer than that."""
         is_closed = self.server.terminate(kill_after_s=kill_after_s)
-        self.history.end_life(in_order=is_closed and not self.is_damaged)
+        self.history.end_life(in_order=is_closed)
+
+    def begin_anew(self) -> None:
+        """kill -9, and back with nothing."""
+        with self.outage():
+            self.kill()
+            self.history.lose_all()
+            empty(self.directory)
+            self.server.start()
 
     def revive(self) -> None:
         """If it ended by itself, start it again."""
@@ -114,47 +102,41 @@ class Member:
 class Fleet:
     """A context manager: all starts when it is entered and ends when it is left.
 
-    One server has neither Redis nor keys. Raises FileNotFoundError where more have no redis-server, SkippedError where
-    there can be no small disk.
+    One server has neither Redis nor keys. Raises FileNotFoundError where more have no redis-server.
     """
 
-    def __init__(
-        self,
-        home: Path,
-        codec: TextCodec,
-        questions: Sequence[Question],
-        size: int,
-        chance: random.Random,
-        *,
-        has_small_disk: bool = False,
-    ) -> None:
+    def __init__(self, home: Path, codec: TextCodec, size: int, chance: random.Random) -> None:
         self.chance = chance
         self.members: list[Member] = []
-        self._home, self._codec, self._num_redis = home, codec, 0
+        self.has_small_disks = True
+        """Each a file system of its own; not where nothing may be mounted."""
+        self._codec = codec
         self._stack = ExitStack()
-        keys: Sequence[str | None] = KEYS if size > 1 else (None,)
+        self.keys = keys = KEYS if size > 1 else (None,)
         names = NamespaceNames(_SECRET)
         self.namespaces = [ALONE if key is None else names.tenant(_BASE, f"key:{digest_of(key)}", 0) for key in keys]
         (home / "secret").write_bytes(_SECRET)
         (home / "secret").chmod(0o600)
         if size > 1:
-            self.redis = self._new_redis()
+            (home / "redis").mkdir()
+            self.redis = Redis(home / "redis", *_PERSISTENT)
+            self._stack.callback(self.redis.kill)
+            self.redis.start()
         for number, history in enumerate(family(size)):
             directory, options, wire = home / f"cache-{number}", ["--namespace", ALONE], None
             directory.mkdir(parents=True)
-            if has_small_disk:
-                self._mount(directory)
+            self.has_small_disks = self.has_small_disks and self._mounts(directory)
             if size > 1:
                 wire = FaultProxy(self.redis.port, seed=chance.randrange(1 << 32))
                 self._stack.callback(wire.close)
-                url = f"redis://{USER}:{PASSWORD.replace(' ', '%20')}@127.0.0.1:{wire.port}/0"
+                url = f"redis://127.0.0.1:{wire.port}/0"
                 options = ["--namespace", _BASE, "--secret-file", str(home / "secret"), "--redis", url]
                 options += [word for key in KEYS for word in ("--api-key", key)]
             options += ["--cache-dir", str(directory), "--rebuild-interval", "0.3"]
             options += ["--cache-tokens", str(_CACHE_TOKENS)]
             one = Server(home / f"server-{number}.log", *_SERVER, *options)
             loads = [
-                Load(one, questions, Traffic(keys=(key,), history=history, namespace=namespace))
+                Load(one, keys=(key,), history=history, namespace=namespace)
                 for namespace, key in zip(self.namespaces, keys, strict=True)
             ]
             self.members.append(Member(one, directory, history, loads, wire))
@@ -185,6 +167,10 @@ class Fleet:
         """The keys of both tenants' logs."""
         return [stream_key(self._codec.fingerprint, namespace) for namespace in self.namespaces]
 
+    def one(self) -> Member:
+        """One of the servers."""
+        return self.chance.choice(self.members)
+
     def some(self) -> list[Member]:
         """One or more of the servers."""
         return self.chance.sample(self.members, self.chance.randint(1, len(self.members)))
@@ -194,42 +180,18 @@ class Fleet:
         time.sleep(seconds * self.chance.uniform(0.7, 1.3))
 
     @contextmanager
-    def client(self, server: Redis | None = None) -> Iterator[redis.Redis]:
+    def client(self) -> Iterator[redis.Redis]:
         """Somebody else who may do anything to Redis, by no proxy."""
         import redis
 
-        with closing(redis.Redis.from_url((server or self.redis).url, socket_timeout=30)) as client:
+        with closing(redis.Redis.from_url(self.redis.url, socket_timeout=30)) as client:
             yield client
-
-    def give_rights(self, client: redis.Redis) -> None:
-        """The servers' user has the password and the rights it should have."""
-        client.execute_command("ACL", "SETUSER", USER, "reset", "on", f">{PASSWORD}", *RIGHTS)  # type: ignore[no-untyped-call]
 
     def restart_redis(self, *, is_empty: bool) -> None:
         """After a kill: with what it had written, or with nothing."""
         if is_empty:
-            for path in self.redis.directory.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            empty(self.redis.directory)
         self.redis.start()
-
-    def new_standby(self) -> Redis:
-        """Another Redis that has all that the first one has, and goes on to follow it."""
-        standby = self._new_redis()
-        deadline = time.monotonic() + 20
-        with self.client(standby) as client:
-            client.replicaof("127.0.0.1", str(self.redis.port))
-            while client.info("replication").get("master_link_status") != "up":
-                if time.monotonic() > deadline:
-                    raise TimeoutError("the standby did not catch up")
-                time.sleep(0.05)
-        return standby
-
-    def switch_to(self, standby: Redis) -> Redis:
-        """The servers' new connections lead there. Returns the Redis that it was before."""
-        former, self.redis = self.redis, standby
-        for member in self.members:
-            member.proxy.target = standby.port
-        return former
 
     def kill_server(self, member: Member) -> None:
         """``kill -9`` in the middle of what it is doing, and a start; what was on disk before is promised."""
@@ -240,8 +202,7 @@ class Fleet:
 
     def promise(self, member: Member) -> None:
         """What is on its disk now must be there at the end."""
-        if not member.is_damaged:
-            member.history.promise(number for _, number in self.notes_on_disk(member))
+        member.history.promise(number for _, number in self.notes_on_disk(member))
 
     def check(self) -> tuple[Counter[str], int, list[str]]:
         """Close all in order and read their directories: notes that are wrong, how many were promised, what is said."""
@@ -293,21 +254,12 @@ class Fleet:
         member.history.acknowledge(number)
         return body
 
-    def _mount(self, directory: Path) -> None:
+    def _mounts(self, directory: Path) -> bool:
         command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(directory)]
-        if shutil.which("mount") is None or not works(command):
-            raise SkippedError("a small disk needs the right to mount a tmpfs")
-        self._stack.callback(works, ["umount", "--lazy", str(directory)])
-
-    def _new_redis(self) -> Redis:
-        self._num_redis += 1
-        directory = self._home / f"redis-{self._num_redis}"
-        directory.mkdir(parents=True)
-        user = ("--user", USER, "on", f">{PASSWORD}", *RIGHTS)
-        made = Redis(directory, *_PERSISTENT, *user)
-        self._stack.callback(made.kill)
-        made.start()
-        return made
+        is_mounted = shutil.which("mount") is not None and works(command)
+        if is_mounted:
+            self._stack.callback(works, ["umount", "--lazy", str(directory)])
+        return is_mounted
 
 
 def _drafts(server: Server, body: dict[str, object], key: str) -> bool:
@@ -321,6 +273,12 @@ def _drafts(server: Server, body: dict[str, object], key: str) -> bool:
                 for choice in json.loads(line[6:])["choices"]:
                     num_accepted += (choice.get("draft") or {"num_accepted": 0})["num_accepted"]
     return num_accepted >= _DRAFTED
+
+
+def empty(directory: Path) -> None:
+    """Remove all that is in it."""
+    for path in directory.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def works(command: Sequence[str]) -> bool:

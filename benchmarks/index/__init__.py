@@ -1,1 +1,1 @@
-"""The retrieval index measured: memory, latency, freshness, upkeep, reopening; beside other people's drafters."""
+"""The retrieval index measured: memory, latency, freshness, upkeep, reopening."""

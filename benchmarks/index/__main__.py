@@ -1,6 +1,6 @@
 """How large, how fast, how fresh is the retrieval index, and what does its upkeep cost?
 
-``python -m benchmarks.index --tokens N [--static M] [--peers [NAME ...]] [--json]``
+``python -m benchmarks.index --tokens N [--static M] [--json]``
 
 A real cache (its threads, files in a temporary directory) is filled with N tokens in completions
 of 200 to 2,000, and measured as ingest leaves it: segments of all sizes, the tail not empty. Half the contexts asked
@@ -27,15 +27,13 @@ from benchmarks.index.measures import (
     FINGERPRINT,
     LAST_COMPLETIONS,
     TOKENS_PER_S,
-    compare,
     fill,
     measure,
     sample_contexts,
     warm_up,
     watch_traffic,
 )
-from benchmarks.made_text import LONGEST, completions, sequences_within
-from benchmarks.peers.local import PEER_NAMES
+from benchmarks.made_text import LONGEST, completions
 from benchmarks.run import Option, Run
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DraftRequest, make_drafter
@@ -50,7 +48,7 @@ Say = Callable[[str], None]
 
 
 def measure_index(options: argparse.Namespace, say: Say) -> dict[str, Any]:
-    """Everything but peers; what belongs into the JSON object."""
+    """What belongs into the JSON object."""
     index, idle = IndexConfig(capacity_tokens=options.tokens), warm_up()
     stream, random = completions(options.vocab, options.seed), np.random.default_rng(options.seed + 10)
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as temporary:
@@ -77,6 +75,8 @@ def measure_index(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     seen = ("freshness_ms_p99", "maintenance_core_share", "propose_us_p99_merging")
     return {
         **filled,
+        # Static files are mapped and built elsewhere: what the process grew by says nothing about their tokens.
+        "bytes_per_token": None if options.static else filled["bytes_per_token"],
         **proposing,
         **{name: traffic[name] for name in seen},
         "traffic": traffic,
@@ -109,32 +109,27 @@ def reopen(directory: str, capacity: int, context: list[int]) -> float:
     return round(took, 3)
 
 
-def compare_peers(options: argparse.Namespace, say: Say) -> dict[str, Any]:
-    """Ours and each peer at --peer-tokens; what belongs under "ours_at_peer_tokens" and "peers"."""
-    random = np.random.default_rng(options.seed + 11)
-    index, idle = IndexConfig(capacity_tokens=options.peer_tokens), warm_up()
-    sequences = sequences_within(completions(options.vocab, options.seed), options.peer_tokens)
-    with (
-        tempfile.TemporaryDirectory(prefix="ssd-bench-") as temporary,
-        CacheSet(CacheConfig(index=index, directory=Path(temporary)), FINGERPRINT) as caches,
-    ):
-        num_tokens = sum(len(tokens) + 1 for tokens in sequences[:-LAST_COMPLETIONS])
-        snapshot, filled = fill(caches.get(), iter(sequences), num_tokens, index, idle)
-        # sglang's trie of default size forgets all but half a million tokens: it is asked where it is named.
-        names = options.peers or [name for name in PEER_NAMES if name != "sglang-ngram"]
-        figures = compare(names, snapshot, filled["bytes_per_token"], sequences, random)
-    for name, values in figures.items():
-        say(f"peer {name}: {json.dumps(values)}")
-    return {"ours_at_peer_tokens": {"tokens": snapshot.num_tokens, **filled}, "peers": figures}
-
-
+COLUMNS = (
+    (">tokens", "{tokens:,}"),
+    (">in static files", "{parameters[static]:,}"),
+    (">bytes a token", "{bytes_per_token:.1f}"),
+    (">propose 10, us p50", "{propose_us_p50:.0f}"),
+    (">p99", "{propose_us_p99:.0f}"),
+    (">fresh after, ms p99", "{freshness_ms_p99:.1f}"),
+    (">upkeep, of a core", "{maintenance_core_share:.1%}"),
+    (">p99 while merging", "{propose_us_p99_merging:.0f}"),
+    (">reopened, s", "{reopen_s:.2f}"),
+)
+NOTE = (
+    "`python -m benchmarks.index`, {environment[cpu]}, {environment[cores]} cores, made text of {parameters[vocab]:,} "
+    "ids, one thread; contexts of 64 tokens never asked before, half of them present, of the other half only the last "
+    "1 to 10 tokens. Bytes: all that a process grew by. Upkeep at 10,000 new tokens a second."
+)
 OPTIONS: dict[str, Any] = {
     "tokens": Option(default=1_000_000, least=_LEAST_TOKENS, help="size of the ring, filled"),
     "vocab": Option(default=32_000, least=16, help="token ids are below this"),
     "static": Option(default=0, least=0, help="tokens in static segments beside the ring"),
     "seconds": Option(default=20.0, least=LONGEST / TOKENS_PER_S, help="how long it is watched under traffic"),
-    "peers": Option(default=None, several=True, choices=PEER_NAMES, help="compare with these; with none named, all"),
-    "peer_tokens": Option(default=None, kind=int, least=_LEAST_TOKENS, help="of that comparison; at most 4,000,000"),
     "seed": 0,
 }
 
@@ -146,11 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     run = Run("index", __doc__, argv, OPTIONS, under=("ssd/compiled", "ssd/drafting", "ssd/retrieval"))
     args = run.args
-    args.peer_tokens = args.peer_tokens or min(args.tokens, 4_000_000)
-    run.parameters["peer_tokens"] = args.peer_tokens
-    found = measure_index(args, run.say)
-    found |= {"peers": {}} if args.peers is None else compare_peers(args, run.say)
-    return run.end(tokens=args.tokens, **found)
+    return run.end(tokens=args.tokens, **measure_index(args, run.say))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A cache filled as a busy server would, what it holds, what is asked of it beside other drafters, and its traffic."""
+"""A cache filled as a busy server would, what it holds, what is asked of it, and its traffic."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.child import ChildError
-from benchmarks.peers import Peer
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import Drafter, DraftRequest, make_drafter
 from ssd.retrieval.cache import CacheSet, SuffixCache
@@ -177,68 +175,6 @@ def measure(snapshot: Snapshot, random: np.random.Generator, *, passes: int = 3,
     }
 
 
-_ROUNDS = 3
-_CONTEXTS = 1000
-_WARM_UP = 64
-
-TREE_DEPTHS = (24, 64)
-"""vLLM's default for the suffix tree, and its own."""
-WAYS: dict[str, dict[str, dict[str, int | str]]] = {
-    "arctic": {f", depth {depth}": {"depth": depth} for depth in TREE_DEPTHS},
-    "sglang-ngram": {"": {"draft_tokens": DRAFT_TOKENS + 1}},
-    "llama-cpp": {", lookup": {"type": "lookup"}},
-}
-"""Of a peer, what is put behind its name and the options of it; no options where it is not listed."""
-
-
-def compare(
-    names: Sequence[str],
-    snapshot: Snapshot,
-    our_bytes: float,
-    sequences: Sequence[Tokens],
-    random: np.random.Generator,
-) -> dict[str, dict[str, Any]]:
-    """Each peer beside ours: bytes a token, tokens inserted a second, microseconds of a proposal.
-
-    ``snapshot``, of so many bytes a token, holds ``sequences``. Every round asks ours and then the peer the same new
-    contexts; medians over rounds, ratios within a round. A peer that cannot be used has a reason under "unavailable".
-    """
-    figures: dict[str, dict[str, Any]] = {}
-    for name in names:
-        for suffix, options in WAYS.get(name, {"": {}}).items():
-            try:
-                with Peer(name, **options) as peer:
-                    figures[f"{name}{suffix}"] = _beside(peer, snapshot, our_bytes, sequences, random)
-            except ChildError as error:
-                figures[f"{name}{suffix}"] = {"unavailable": str(error).splitlines()[0]}
-    return figures
-
-
-def _beside(
-    peer: Peer, snapshot: Snapshot, our_bytes: float, sequences: Sequence[Tokens], random: np.random.Generator
-) -> dict[str, Any]:
-    prober, rounds = Prober(), list[dict[str, float]]()
-    insertion = peer.insert(sequences)
-    for count in (_WARM_UP, *[_CONTEXTS] * _ROUNDS):
-        contexts = sample_contexts(snapshot, count, random)
-        our_us = np.array([prober.one(context.tokens, snapshot)[0] for context in contexts])
-        their_us = peer.propose([context.tokens for context in contexts], DRAFT_TOKENS).us
-        present = np.array([context.is_present for context in contexts])
-        rounds.append({})
-        for kind, chosen in (("present", present), ("broken", ~present)):
-            ours, theirs = float(np.median(our_us[chosen])), float(np.median(their_us[chosen]))
-            rounds[-1] |= {f"propose_us_{kind}_p50": theirs, f"propose_{kind}_times_ours": theirs / ours}
-    figures: dict[str, Any] = {"versions": peer.versions, "tokens": insertion.num_tokens}
-    if insertion.num_tokens:
-        bytes_per_token = insertion.resident_growth_bytes / insertion.num_tokens
-        figures |= {
-            "bytes_per_token": round(bytes_per_token, 1),
-            "bytes_per_token_times_ours": round(bytes_per_token / our_bytes, 1),
-            "insert_tokens_per_s": round(insertion.num_tokens / insertion.seconds),
-        }
-    return figures | {key: round(float(np.median([each[key] for each in rounds[1:]])), 2) for key in rounds[0]}
-
-
 FINGERPRINT: Final = "0" * 32
 """Of the tokenizer that nobody has: ids are made."""
 LAST_COMPLETIONS: Final = 2
@@ -391,15 +327,16 @@ def watch_traffic(
         arrived += len(tokens)
         while time.perf_counter() < began + arrived / TOKENS_PER_S:
             turns += 1
-            was_merging = _is_merging()
+            was_working = _is_merging()
             took = prober.one(contexts[turns % len(contexts)].tokens, cache.snapshot())[0]
-            (merging_us if was_merging and _is_merging() else resting_us).append(took)
+            (merging_us if was_working and _is_merging() else resting_us).append(took)
             time.sleep(0.001)
     elapsed = time.perf_counter() - began
+    share = (_upkeep_s() - before + append_s) / elapsed
     return {
         "tokens_per_s": round(arrived / elapsed),
         "freshness_ms_p99": round(float(np.percentile(fresh_ms, 99)), 3),
-        "maintenance_core_share": round((_upkeep_s() - before + append_s) / elapsed, 4),
+        "maintenance_core_share": round(share, 4),
         "num_completions": marked,
         "num_merged": cache.stats().num_merged - stats.num_merged,
         "propose_us_p99_resting": percentile(resting_us, 99),

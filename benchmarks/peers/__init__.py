@@ -4,7 +4,7 @@
 by the peers' own interpreter. Nothing here imports ``ssd``.
 """
 
-from benchmarks.peers.client import Insertion, Peer, PeerUnavailable, Proposals
+from benchmarks.peers.client import Peer, PeerUnavailable
 from benchmarks.peers.local import PEER_NAMES
 
-__all__ = ["PEER_NAMES", "Insertion", "Peer", "PeerUnavailable", "Proposals"]
+__all__ = ["PEER_NAMES", "Peer", "PeerUnavailable"]

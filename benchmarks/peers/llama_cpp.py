@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 
 from benchmarks.peers.build import FOLDER, LLAMA_CPP_LIBRARY, require
-from benchmarks.peers.local import Setting, Speculation, TokenIds, chain
+from benchmarks.peers.local import Setting, TokenIds
+from benchmarks.walk import Proposal
 
 _LOOKUP = "lookup"
 _POOL = "ngram-mod"
@@ -63,24 +63,16 @@ class LlamaCpp:
         for name in ("speculative_open", "lookup_open"):
             getattr(self._library, name).restype = ctypes.c_void_p
         self._type, self._sizes = type, sizes
-        self.has_store = type in (_POOL, _LOOKUP)
-        self._state = self._open() if self.has_store else None
+        self._is_shared = type in (_POOL, _LOOKUP)
+        self._state = self._open() if self._is_shared else None
         self._is_running = False
         self._num_drafted = 0
         self._draft = np.empty(_LONGEST + 1, np.int32)
-        self.full_draft: Setting = {}
         self._options: dict[str, Any] = {"type": type, **dict(zip(_SIZES, sizes, strict=True))}
 
     def apart(self, max_tokens: int, setting: Setting) -> LlamaCpp:
         options: dict[str, Any] = {**({} if "type" in setting else self._options), **setting}
         return LlamaCpp(**options)
-
-    def insert(self, sequence: TokenIds) -> tuple[int, int]:
-        """A whole request, all of it as its prompt."""
-        began = perf_counter_ns()
-        self.start("inserted", sequence)
-        self.stop("inserted", keep=True)
-        return perf_counter_ns() - began, len(sequence)
 
     def start(self, request_id: str, prompt: TokenIds) -> None:
         if self._is_running:
@@ -92,11 +84,9 @@ class LlamaCpp:
         begin = self._library.lookup_begin if self._type == _LOOKUP else self._library.speculative_begin
         begin(ctypes.c_void_p(self._state), *_sized(text))
 
-    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Speculation:
-        if any(self._options.get(name) != value for name, value in setting.items()):
-            raise ValueError(f"a setting of llama-cpp is a peer of its own, made with {self._options}, not {setting}")
+    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Proposal:
         if not len(context):
-            return Speculation(ns=0, token_ids=[], parents=[])
+            return Proposal(0, [])
         ns, most = ctypes.c_int64(), ctypes.c_int32(min(max_tokens, _LONGEST))
         if self._type == _LOOKUP:
             self._num_drafted = self._library.lookup_draft(
@@ -107,8 +97,7 @@ class LlamaCpp:
             self._num_drafted = self._library.speculative_draft(
                 ctypes.c_void_p(self._state), *_sized(text), most, _pointer(self._draft), ctypes.byref(ns)
             )
-        draft = self._draft[: self._num_drafted].tolist()
-        return Speculation(ns=ns.value, token_ids=draft, parents=chain(len(draft)))
+        return Proposal(ns.value, self._draft[: self._num_drafted].tolist())
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
         """What a step put out; all but its last token were drafted."""
@@ -120,11 +109,11 @@ class LlamaCpp:
             self._library.speculative_accept(ctypes.c_void_p(self._state), ctypes.c_int32(accepted))
         self._num_drafted = 0
 
-    def stop(self, request_id: str, keep: bool) -> None:
+    def stop(self, request_id: str) -> None:
         self._is_running = False
         if self._type == _LOOKUP:
-            self._library.lookup_end(ctypes.c_void_p(self._state), ctypes.c_int32(keep))
-        elif not self.has_store:
+            self._library.lookup_end(ctypes.c_void_p(self._state), ctypes.c_int32(True))
+        elif not self._is_shared:
             self._library.speculative_close(ctypes.c_void_p(self._state))
             self._state = None
 

@@ -13,18 +13,12 @@ from typing import Self
 
 import numpy as np
 
-from benchmarks.peers.local import Setting, Speculation, TokenIds, chain
+from benchmarks.peers.local import Setting, TokenIds
+from benchmarks.walk import Proposal
 
 
 class OwnContext:
     """A peer that is told nothing but the text it drafts behind."""
-
-    has_store = False
-    full_draft: Setting = {}  # noqa: RUF012 - nobody changes it
-
-    def insert(self, sequence: TokenIds) -> tuple[int, int]:
-        """Nothing is kept: no time, no tokens."""
-        return 0, 0
 
     def apart(self, max_tokens: int, setting: Setting) -> Self:
         return self
@@ -35,7 +29,7 @@ class OwnContext:
     def add(self, request_id: str, token_ids: TokenIds) -> None:
         """The next context says it."""
 
-    def stop(self, request_id: str, keep: bool) -> None:
+    def stop(self, request_id: str) -> None:
         """Nothing ends."""
 
 
@@ -54,7 +48,7 @@ class PromptLookup(OwnContext):
             for _ in range(8):
                 self.speculate("warm-up", text, 8, {})
 
-    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Speculation:
+    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Proposal:
         # Generation hands over ids that are int64 tensors already and builds the generator once a request.
         input_ids = self._torch.from_numpy(context.astype(np.int64)[None, :])
         generator = self._generator(
@@ -66,8 +60,7 @@ class PromptLookup(OwnContext):
         began = perf_counter_ns()
         candidates, _ = generator.get_candidates(input_ids)
         took = perf_counter_ns() - began
-        draft = candidates[0, len(context) :].tolist()
-        return Speculation(ns=took, token_ids=draft, parents=chain(len(draft)))
+        return Proposal(took, candidates[0, len(context) :].tolist())
 
 
 class VllmNgram(OwnContext):
@@ -103,7 +96,7 @@ class VllmNgram(OwnContext):
             for _ in range(8):
                 self.speculate("warm-up", text[:max_context_tokens], max_draft, {})
 
-    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Speculation:
+    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Proposal:
         if len(context) > self._max_context_tokens or max_tokens > self._max_draft:
             raise ValueError(
                 f"{len(context)} tokens of context and a draft of {max_tokens} exceed the buffers: set "
@@ -116,4 +109,4 @@ class VllmNgram(OwnContext):
         began = perf_counter_ns()
         drafts = self._proposer.propose(max_tokens, sampled, self._num_tokens, self._token_ids)
         took = perf_counter_ns() - began
-        return Speculation(ns=took, token_ids=drafts[0], parents=chain(len(drafts[0])))
+        return Proposal(took, drafts[0])

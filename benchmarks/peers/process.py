@@ -4,15 +4,11 @@ peer drafts, ``python -m benchmarks.peers.process check NAME``, with which ``mak
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -34,48 +30,26 @@ _MAKERS: Final[dict[str, Callable[..., LocalPeer]]] = {
 }
 
 
-class _Request:
-    """A running request and how much of its text the peer was told."""
+class _Asker:
+    """One setting on a running request. ``known`` : how much of the text each peer was told, by its id."""
 
-    def __init__(self, peer: LocalPeer, request_id: str, text: TokenIds, prompt_length: int) -> None:
-        self.peer, self.request_id, self.text = peer, request_id, text
-        self._known = prompt_length
-        peer.start(request_id, text[:prompt_length])
+    def __init__(
+        self, peer: LocalPeer, request_id: str, text: TokenIds, known: dict[int, int], asked: tuple[int, Setting]
+    ) -> None:
+        self._peer, self._request_id, self._text, self._known, self._asked = peer, request_id, text, known, asked
 
     def advance(self, position: int) -> None:
         """Tell the peer the text up to ``position``."""
-        if position > self._known:
-            self.peer.add(self.request_id, self.text[self._known : position])
-            self._known = position
-
-
-class _Asker:
-    """One setting."""
-
-    def __init__(self, request: _Request, max_tokens: int, setting: Setting) -> None:
-        self._request, self._max_tokens, self._setting = request, max_tokens, setting
+        if position > (known := self._known[id(self._peer)]):
+            self._peer.add(self._request_id, self._text[known:position])
+            self._known[id(self._peer)] = position
 
     def ask(self, position: int) -> Proposal:
-        request = self._request
-        request.advance(position)
-        draft = request.peer.speculate(request.request_id, request.text[:position], self._max_tokens, self._setting)
-        return Proposal(draft.ns, draft.token_ids, draft.parents)
+        self.advance(position)
+        return self._peer.speculate(self._request_id, self._text[:position], *self._asked)
 
     def tell(self, num_accepted: int) -> None:
         """The text says it all."""
-
-
-@contextmanager
-def _without_collection(*, first: bool = True) -> Iterator[None]:
-    """Keep Python's cyclic collector from running inside a timed call. ``first`` : collect before, which before each
-    single request would cost more than the drafting."""
-    if first:
-        gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Server:
@@ -83,47 +57,12 @@ class Server:
 
     def __init__(self, peer: LocalPeer) -> None:
         self._peer = peer
-        self._num_asked = 0
         self._apart: dict[str, LocalPeer] = {}
 
-    def about(self) -> tuple[dict[str, str], bool, Setting]:
-        """Versions, whether it has a store, and its setting for full drafts."""
-        return {name: _version(name) for name in self._peer.distributions}, self._peer.has_store, self._peer.full_draft
-
-    def resident_bytes(self) -> int:
-        """Resident set size after freed memory went back to the kernel.
-
-        The trim is in the peer's favour: what it used while inserting and freed since is not held against it.
-        """
-        gc.collect()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other C libraries give pages back themselves
-        if trim is not None:
-            trim(0)
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def insert(self, sequences: Sequence[TokenIds]) -> tuple[int, int]:
-        """Nanoseconds, and tokens that are now held for later requests."""
-        with _without_collection():
-            results = [self._peer.insert(sequence) for sequence in sequences]
-        return sum(ns for ns, _ in results), sum(stored for _, stored in results)
-
-    def propose(
-        self, contexts: Sequence[TokenIds], max_tokens: int, setting: Setting
-    ) -> tuple[list[int], list[TokenIds]]:
-        """Nanoseconds and drafts. Each context is a request of its own that leaves nothing behind."""
-        times, drafts = [], []
-        with _without_collection():
-            for context in contexts:
-                request_id = f"asked {self._num_asked}"
-                self._num_asked += 1
-                self._peer.start(request_id, context)
-                try:
-                    speculation = self._peer.speculate(request_id, context, max_tokens, setting)
-                finally:
-                    self._peer.stop(request_id, keep=False)
-                times.append(speculation.ns)
-                drafts.append(np.array(speculation.token_ids, np.int32))
-        return times, drafts
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of what the peer is made of."""
+        return {name: _version(name) for name in self._peer.distributions}
 
     def replay(
         self, request_id: str, text: TokenIds, prompt_length: int, settings: Sequence[tuple[int, Setting]]
@@ -131,17 +70,23 @@ class Server:
         """Start the request, draft for all of its output under each setting, stop it and keep what it put out.
 
         Settings that share a state share a peer, because what is drafted depends on the text alone and not on earlier
-        drafts. With no setting the one peer learns the request.
+        drafts.
         """
-        with _without_collection(first=False):
-            peers = [self._of_setting(*setting) for setting in settings] or [self._peer]
-            distinct = {id(peer): peer for peer in peers}
-            requests = {key: _Request(peer, request_id, text, prompt_length) for key, peer in distinct.items()}
-            askers = [_Asker(requests[id(peer)], *each) for peer, each in zip(peers, settings, strict=False)]
+        gc.disable()  # not inside a timed call
+        try:
+            peers = [self._of_setting(*setting) for setting in settings]
+            known = {id(peer): prompt_length for peer in peers}
+            distinct = {id(peer): peer for peer in peers}.values()
+            for peer in distinct:
+                peer.start(request_id, text[:prompt_length])
+            askers = [_Asker(peer, request_id, text, known, asked) for peer, asked in zip(peers, settings, strict=True)]
             steps = walk(text.tolist(), prompt_length, askers)
-            for request in requests.values():
-                request.advance(len(text))
-                request.peer.stop(request_id, keep=True)
+            for asker in askers:
+                asker.advance(len(text))
+            for peer in distinct:
+                peer.stop(request_id)
+        finally:
+            gc.enable()
         return steps
 
     def _of_setting(self, max_tokens: int, setting: Setting) -> LocalPeer:
@@ -174,19 +119,19 @@ WAYS: Final[dict[str, list[dict[str, Any]]]] = {
     ],
 }
 """Options under which a peer drafts from a short text that repeats itself, where its defaults do not."""
+TEXT: Final = np.tile(np.arange(10, dtype=np.int32), 5)
 
 
 def check(name: str) -> str:
     """Draft from a text that repeats itself; returns a line with versions. Raises ValueError if the draft is wrong."""
-    period = np.arange(10, dtype=np.int32)
-    text = np.concatenate([np.tile(period, 3), period[:5]])  # the repetition ends after a 4, wherever it is looked for
     for options in WAYS.get(name, [{}]):
         server = open_peer(name, options)
-        versions, _, full_draft = server.about()
-        _, (draft,) = server.propose([text], 5, full_draft)
-        if draft.tolist() != period[5:].tolist():
-            raise ValueError(f"{name} {options or ''} drafted {draft.tolist()} after {text.tolist()}")
-    return f"{name}: " + ", ".join(f"{package} {number}" for package, number in versions.items())
+        (steps,) = server.replay("check", TEXT, 35, [(5, {})])
+        if steps.accepted[0] != 5:
+            raise ValueError(
+                f"{name} {options or ''}: of {steps.drafted[0]} drafted tokens {steps.accepted[0]} are right"
+            )
+    return f"{name}: " + ", ".join(f"{package} {number}" for package, number in server.versions.items())
 
 
 if __name__ == "__main__":

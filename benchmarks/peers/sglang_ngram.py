@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.build import load_corpus_class
-from benchmarks.peers.local import Setting, Speculation, TokenIds
+from benchmarks.peers.local import Setting, TokenIds
+from benchmarks.walk import Proposal
 
 _DRAFT_TOKENS = 12
 _SHIFT = 1  # of token ids, so that no real one is the 0 that it fills drafts with
@@ -39,7 +40,6 @@ class SglangNgram:
     """
 
     distributions: tuple[str, ...] = ("sglang", "apache-tvm-ffi", "torch", "numpy")
-    has_store = True
 
     def __init__(
         self,
@@ -73,7 +73,6 @@ class SglangNgram:
         }
         self._depth, self._is_padded, self._with_prompts = max_trie_depth, bool(padded), bool(prompts)
         self._requests: dict[str, _Request] = {}
-        self.full_draft: Setting = {}
 
     @cached_property
     def _corpus(self) -> Any:
@@ -85,13 +84,6 @@ class SglangNgram:
     def apart(self, max_tokens: int, setting: Setting) -> SglangNgram:
         return SglangNgram(**{**self._options, "draft_tokens": max_tokens + 1, **setting})
 
-    def insert(self, sequence: TokenIds) -> tuple[int, int]:
-        """A whole sequence at once, each suffix a path; counts aside it is what step after step would have left."""
-        tokens = _shifted(sequence)
-        began = perf_counter_ns()
-        self._put(tokens)
-        return perf_counter_ns() - began, len(tokens)
-
     def start(self, request_id: str, prompt: TokenIds) -> None:
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is already running")
@@ -99,15 +91,11 @@ class SglangNgram:
         if self._with_prompts and request.text:
             self._put(request.text)
 
-    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Speculation:
+    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Proposal:
         """``max_tokens`` cuts the tree, whose nodes come level by level."""
-        if any(self._options.get(name) != value for name, value in setting.items()):
-            raise ValueError(
-                f"a setting of sglang-ngram is a peer of its own, made with {self._options}, not {setting}"
-            )
         request = self._requests[request_id]
         if not len(context):
-            return Speculation(ns=0, token_ids=[], parents=[])
+            return Proposal(0, [])
         tail = _shifted(context[-self._depth :])
         request.asked_length = len(context)
         began = perf_counter_ns()
@@ -116,9 +104,8 @@ class SglangNgram:
         token_ids, parents = _tree(tokens.tolist(), mask)
         num_tokens = len(token_ids) if self._is_padded else _without_filling(token_ids)
         num_tokens = min(num_tokens, max_tokens)
-        return Speculation(
-            ns=took, token_ids=[each - _SHIFT for each in token_ids[:num_tokens]], parents=parents[:num_tokens]
-        )
+        kept = [each - _SHIFT for each in token_ids[:num_tokens]]
+        return Proposal(took, kept, parents[:num_tokens])
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
         """The step has ended: what it drafted from enters the trie."""
@@ -127,11 +114,9 @@ class SglangNgram:
             self._put_tail(request, request.asked_length)
         request.text += _shifted(token_ids)
 
-    def stop(self, request_id: str, keep: bool) -> None:
-        request = self._requests[request_id]
-        if keep:
-            self._put_tail(request, len(request.text))
-        del self._requests[request_id]
+    def stop(self, request_id: str) -> None:
+        request = self._requests.pop(request_id)
+        self._put_tail(request, len(request.text))
         self._corpus.erase_match_state([request_id])
 
     def _put_tail(self, request: _Request, end: int) -> None:

@@ -1,6 +1,6 @@
 """How many tokens does a verify step emit? Drafters replayed on recorded outputs, no model needed.
 
-``python -m benchmarks.replay [TRACE...] --tokenizer DIR... [--drafter NAME...] [--curve] [--tree] [--out FILE]``
+``python -m benchmarks.replay [TRACE...] --tokenizer DIR... [--drafter NAME...] [--tree] [--out FILE]``
 
 The recorded output is what the target says. Drafting starts at the end of the prompt; a step emits the accepted part
 of the draft and one token more. After a row its tokens enter the index, which does its upkeep at once, so nothing is
@@ -19,7 +19,7 @@ from benchmarks.child import ChildError
 from benchmarks.replay.job import CONTENDER_NAMES, MEASURED_PATH, OURS, Plan, run_all
 from benchmarks.run import Option, Run
 from benchmarks.traces import all_traces, find_tokenizer, find_trace, trace_name
-from cache_builder.evaluation.costs import CostCurve, flat, read_step_costs
+from cache_builder.evaluation.costs import flat, read_step_costs
 from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
@@ -31,9 +31,6 @@ OPTIONS: dict[str, Any] = {
     "drafter": Option(default=[OURS], choices=CONTENDER_NAMES),
     "max_draft": Option(default=16, metavar="K", help="draft limit in tokens; with --tree, in nodes"),
     "tree": Option(default=False, help="let drafters give trees"),
-    "curve": Option(default=False, help="other people's drafters from their frugal settings to their generous ones"),
-    "price_by": Option(default=[], choices=("flat", "measured"), help="also run ours with prices of this cost curve"),
-    "arctic_depth": Option(default=64, metavar="D", help="depth of arctic's trees; vLLM has 24"),
     "max_output_tokens": Option(default=None, kind=int, metavar="N", help="of each trace; stop before the row that "
         "would exceed it"),
     "jobs": Option(default=1, metavar="N", help="processes, each with one trace and tokenizer at a time"),
@@ -52,16 +49,12 @@ COLUMNS = (
 
 
 def _plan(args: Any) -> Plan:
-    curves: dict[str, CostCurve] = {"flat": flat(_FLAT_WIDTH), "measured": read_step_costs(MEASURED_PATH).curve}
     return Plan(
         drafters=list(dict.fromkeys(args.drafter)),
         draft=DraftConfig(num_speculative_tokens=args.max_draft),
         index=IndexConfig(),
-        costs=list(curves.values()),
-        priced_by=[curves[name] for name in dict.fromkeys(args.price_by)],
-        curve=args.curve,
+        costs=[flat(_FLAT_WIDTH), read_step_costs(MEASURED_PATH).curve],
         tree=args.tree,
-        arctic_depth=args.arctic_depth,
         max_output_tokens=args.max_output_tokens,
     )
 
@@ -85,8 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "drafters": list(plan.drafters),
             "draft": asdict(plan.draft),
             "index": asdict(plan.index),
-            "priced_by": [curve.name for curve in plan.priced_by],
-            **{name: getattr(plan, name) for name in ("curve", "tree", "arctic_depth", "max_output_tokens")},
+            **{name: getattr(plan, name) for name in ("tree", "max_output_tokens")},
         }
         for some in run_all(plan, traces, tokenizers, args.jobs):
             for result in some:
@@ -94,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ChildError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return run.end(results=run.rows)
+    return run.end()
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from benchmarks.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.traces import (
     TraceTokenizer,
     all_traces,
@@ -32,9 +31,10 @@ from benchmarks.traces import (
     read_sessions,
     trace_name,
 )
+from benchmarks.walk import agreeing
 from cache_builder.evaluation.log import Row, TokenIds
-from ssd.config import CacheConfig, DraftConfig, IndexConfig
-from ssd.drafting import Draft, Drafter, DraftRequest
+from ssd.config import CacheConfig, IndexConfig
+from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.rows import NUM_HEAD, RowDrafter, Text
 from ssd.retrieval.cache import CacheSet, SuffixCache
@@ -66,46 +66,10 @@ class _Digest:
         return f"{self.num_drafts} {self._state.hexdigest()}"
 
 
-class _Digesting:
-    """A drafter, whose drafts are digested."""
-
-    def __init__(self, drafter: Drafter, digest: _Digest) -> None:
-        self._drafter, self._digest = drafter, digest
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        drafts = self._drafter.propose(requests)
-        for draft in drafts:
-            self._digest.add(draft)
-        return drafts
-
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        self._drafter.observe(request_id, draft, num_accepted)
-
-    def finish(self, request_id: str) -> None:
-        self._drafter.finish(request_id)
-
-
-def _alone(rows: Sequence[Row], *, tree: bool) -> _Digest:
-    """One request at a time."""
-    digest, setting, drafter = _Digest(), Setting("ssd", "default", _LIMIT), SuffixDrafter()
-    digesting = _Digesting(drafter, digest)
-    with OurDrafters([setting], draft=DraftConfig(), index=_INDEX, tree=tree, drafters=[digesting]) as contender:
-        replay_stream(rows, contender)
-    digest.add_bytes(drafter.model_of(None).to_bytes())
-    return digest
-
-
-def _accepted(draft: Sequence[int], text: TokenIds, at: int) -> int:
-    length = 0
-    while length < min(len(draft), len(text) - at) and draft[length] == text[at + length]:
-        length += 1
-    return length
-
-
-def _batches(rows: Sequence[Row], cache: SuffixCache) -> Iterator[tuple[list[TokenIds], list[int]]]:
+def _batches(rows: Sequence[Row], cache: SuffixCache, at_once: int) -> Iterator[tuple[list[TokenIds], list[int]]]:
     """Texts and prompts' lengths of some rows at a time; the cache learns them when they are done."""
-    for first in range(0, len(rows), _AT_ONCE):
-        some = rows[first : first + _AT_ONCE]
+    for first in range(0, len(rows), at_once):
+        some = rows[first : first + at_once]
         texts = [np.concatenate([row.context, row.output]) for row in some]
         yield texts, [len(row.context) for row in some]
         for text, row in zip(texts, some, strict=True):
@@ -113,33 +77,31 @@ def _batches(rows: Sequence[Row], cache: SuffixCache) -> Iterator[tuple[list[Tok
         cache.maintain()
 
 
-def _together(rows: Sequence[Row]) -> _Digest:
-    """Several requests in one call, some with prices, some with a prediction."""
-    digest, ours = _Digest(), SuffixDrafter()
-    drafter = _Digesting(ours, digest)
+def _asked(rows: Sequence[Row], *, at_once: int, tree: bool = False) -> _Digest:
+    """So many requests in one call; of several some with prices, some with a prediction."""
+    digest, drafter = _Digest(), SuffixDrafter()
     with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
-        for number, (texts, prompts) in enumerate(_batches(rows, caches.get())):
+        for number, (texts, prompts) in enumerate(_batches(rows, caches.get(), at_once)):
             snapshot = caches.get().snapshot()
             at = [max(1, prompt) for prompt in prompts]
-            while True:
-                going = [i for i, text in enumerate(texts) if at[i] < len(text)]
-                if not going:
-                    break
+            while going := [i for i, text in enumerate(texts) if at[i] < len(text)]:
                 requests = [
                     DraftRequest(
-                        f"{number}-{i}", texts[i][: at[i]], prompts[i], snapshot, _LIMIT - i % 3,
+                        f"{number}-{i}", texts[i][: at[i]], prompts[i], snapshot, _LIMIT - i % 3, tree=tree,
                         prices=_PRICES[i % 3],
                         prediction=texts[i][prompts[i] + 7 :] if i % 4 == 1 else None,
                     )
                     for i in going
                 ]  # fmt: skip
                 for i, draft in zip(going, drafter.propose(requests), strict=True):
-                    accepted = _accepted(draft.token_ids.tolist(), texts[i], at[i])
+                    digest.add(draft)
+                    parents = None if draft.parents is None else draft.parents.tolist()
+                    accepted = agreeing(draft.token_ids.tolist(), parents, texts[i].tolist(), at[i])
                     drafter.observe(f"{number}-{i}", draft, accepted)
                     at[i] += accepted + 1
             for i in range(len(texts)):
                 drafter.finish(f"{number}-{i}")
-    digest.add_bytes(ours.model_of(None).to_bytes())
+    digest.add_bytes(drafter.model_of(None).to_bytes())
     return digest
 
 
@@ -150,7 +112,7 @@ def _rows(rows: Sequence[Row]) -> _Digest:
     drafter = RowDrafter(longest=_LIMIT, max_length=width, vocab_size=1 << 30, end_of_text_ids=(2,), learned=learned)
     words, said = drafter.new_words(_AT_ONCE), np.zeros((_AT_ONCE, NUM_HEAD + _LIMIT + 1), np.int32)
     with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
-        for texts, prompts in _batches(rows, caches.get()):
+        for texts, prompts in _batches(rows, caches.get(), _AT_ONCE):
             snapshot = caches.get().snapshot()
             at, count = [max(1, prompt) for prompt in prompts], len(texts)
             names = [Text(text[: at[i]], prompts[i], len(text)) for i, text in enumerate(texts)]
@@ -161,7 +123,7 @@ def _rows(rows: Sequence[Row]) -> _Digest:
                 drafts = [row[NUM_HEAD : NUM_HEAD + row[1]] for row in words[:count].tolist()]
                 for i, draft in enumerate(drafts):
                     digest.add(Draft(np.array(draft, np.int32)))
-                    accepted = _accepted(draft, texts[i], at[i])
+                    accepted = agreeing(draft, None, texts[i].tolist(), at[i])
                     taken = texts[i][at[i] : at[i] + accepted + 1]
                     at[i] += len(taken)
                     said[i, : NUM_HEAD + len(taken)] = [at[i], len(taken), *taken]
@@ -179,16 +141,12 @@ def digests(trace: Path, tokenizer: Path, max_output_tokens: int) -> list[str]:
     sessions = read_sessions(read_records(trace), TraceTokenizer(tokenizer))
     rows = limited(sessions, max_output_tokens)
     ways: dict[str, Callable[[], _Digest]] = {
-        "chain": lambda: _alone(rows, tree=False),
-        "tree": lambda: _alone(rows, tree=True),
-        "together": lambda: _together(rows),
+        "chain": lambda: _asked(rows, at_once=1),
+        "tree": lambda: _asked(rows, at_once=1, tree=True),
+        "together": lambda: _asked(rows, at_once=_AT_ONCE),
         "rows": lambda: _rows(rows),
     }
     return [f"{tokenizer.parent.name} {trace_name(trace)} {name} {way().line()}" for name, way in ways.items()]
-
-
-def _digests_of(arguments: tuple[Path, Path, int]) -> list[str]:
-    return digests(*arguments)
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -203,10 +161,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
     options = parser.parse_args(None if arguments is None else list(arguments))
     traces = [find_trace(name) for name in options.traces or all_traces()]
     tokenizers = [find_tokenizer(name) for name in options.tokenizer]
-    pairs = [(trace, tokenizer, options.max_output_tokens) for tokenizer, trace in product(tokenizers, traces)]
+    every = [trace for _ in tokenizers for trace in traces], [each for each in tokenizers for _ in traces]
     # Kernels do not survive a fork.
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        for lines in pool.map(_digests_of, pairs):
+        for lines in pool.map(digests, *every, repeat(options.max_output_tokens)):
             print(*lines, sep="\n", flush=True)
     return 0
 

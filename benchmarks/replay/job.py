@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
-from itertools import product
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.peers import Peer
 from benchmarks.traces import TraceTokenizer, limited, read_records, read_sessions, trace_name
 from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.costs import CostCurve, StepCosts
+from cache_builder.evaluation.decoding import OutputDecoder, warm_up
 from cache_builder.evaluation.log import Row
 from cache_builder.evaluation.oracle import oracle_steps
-from ssd.config import DraftConfig, IndexConfig
-from ssd.drafting import DRAFTER_NAMES
+from ssd.config import CacheConfig, DraftConfig, IndexConfig
+from ssd.retrieval.cache import CacheSet
 
 OURS = "ssd"
 MEASURED_PATH = Path(__file__).parents[1] / "results" / "verify-cost.json"
-"""The cost curve that `benchmarks.replay.measure_cost` measured."""
+"""The cost curve of passes that `benchmarks.evaluate --save-cost` measured."""
 PEERS = {
     "arctic": "arctic",
     "vllm-ngram": "vllm-ngram",
@@ -35,7 +35,7 @@ PEERS = {
 }
 """What other people's drafters are called here, and in `benchmarks.peers`."""
 
-CONTENDER_NAMES = (*DRAFTER_NAMES, *PEERS)
+CONTENDER_NAMES = (OURS, *PEERS)
 
 PRICED_BY = "priced by "
 
@@ -48,7 +48,11 @@ DEFAULT = "default"
 ARCTIC_DEFAULT = "factor 1, p 0.1"
 
 _SGLANG_NODES = 11  # its 12 count the token that they follow
-_SGLANG_BREADTH = 10
+_SGLANG_WAYS = (
+    ("BFS", 10, 0, (2, 4, 7, 11, 15, 31, 63)), ("BFS", 1, 0, (3, 7)), ("PROB", 10, 0, (7, 15)),
+    ("BFS", 10, 1, (7, 15, 31)),
+)  # fmt: skip
+"""Match type, breadth, whether prompts enter the trie, nodes: the best of 21 tried on agent_tools."""
 _LLAMA_CPP_LIMITS = {
     "ngram-mod": 64,
     "ngram-simple": 48,
@@ -58,92 +62,59 @@ _LLAMA_CPP_LIMITS = {
     "lookup": 3,
 }
 _LLAMA_CPP_SIZES = (
-    ("ngram-mod", (3, 0, 64)),
-    ("ngram-mod", (8, 0, 16)),
-    ("ngram-simple", (2, 4, 1)),
-    ("ngram-simple", (2, 8, 1)),
-    ("ngram-simple", (3, 8, 1)),
-    ("ngram-map-k", (2, 4, 1)),
-    ("ngram-map-k", (3, 8, 1)),
-    ("ngram-map-k4v", (2, 8, 1)),
-)
+    ("ngram-mod", 3, 0, 64), ("ngram-mod", 8, 0, 16), ("ngram-simple", 2, 4, 1), ("ngram-simple", 2, 8, 1),
+    ("ngram-simple", 3, 8, 1), ("ngram-map-k", 2, 4, 1), ("ngram-map-k", 3, 8, 1), ("ngram-map-k4v", 2, 8, 1),
+)  # fmt: skip
 """n_match, n_min, n_max of ngram-mod, size_n, size_m, min_hits of the others: the best of 52 tried on agent_tools."""
 
 
 @dataclass(frozen=True, slots=True)
-class PeerSetting(Setting):
-    """One way to run somebody else's drafter."""
+class Setting:
+    """One way to run a drafter. ``limit`` : most tokens of a draft."""
 
+    drafter: str
+    name: str
+    limit: int
+    curve: CostCurve | None = None
+    """That sets the prices of ours."""
     knobs: dict[str, float | str] = field(default_factory=dict)
-    """Its own, as `benchmarks.peers` takes them."""
+    """Of somebody else's, as `benchmarks.peers` takes them."""
 
 
-def settings_of(
-    drafter: str, max_draft: int, *, curve: bool, tree: bool, priced_by: Sequence[CostCurve] = ()
-) -> list[Setting]:
-    """The settings to run a drafter with: all of its curve, or its default. ``priced_by`` adds to ours."""
+def settings_of(drafter: str, max_draft: int, *, tree: bool, costs: Sequence[CostCurve]) -> list[Setting]:
+    """The settings to run a drafter with, from frugal to generous: ours at the prices of ``costs``; others by default,
+    and with what did best of those tried on agent_tools."""
+
+    def known(name: str, limit: int, **knobs: float | str) -> Setting:
+        return Setting(drafter, name, limit, knobs=knobs)
+
     if drafter == OURS:
-        priced = [Setting(drafter, PRICED_BY + each.name, max_draft, curve=each) for each in priced_by]
-        return [Setting(drafter, "default", max_draft), *priced]
+        return [Setting(drafter, PRICED_BY + each.name, max_draft, curve=each) for each in costs]
     if drafter == "arctic":
-        pairs = [(factor, least) for least in _LEAST_PROBABILITIES for factor in _FACTORS] if curve else [(1.0, 0.1)]
         return [
-            PeerSetting(
-                drafter,
-                f"factor {factor:g}, p {least:g}",
-                max_draft,
-                knobs={"max_spec_factor": factor, "min_token_prob": least, "use_tree_spec": tree},
-            )
-            for factor, least in pairs
-        ]
+            known(f"factor {factor:g}, p {least:g}", max_draft, max_spec_factor=factor, min_token_prob=least,
+                  use_tree_spec=tree)
+            for least in _LEAST_PROBABILITIES
+            for factor in _FACTORS
+        ]  # fmt: skip
     if drafter == "sglang":
-        return _sglang_settings(max_draft, curve=curve)
-    if drafter == "llama-cpp":
-        return _llama_cpp(max_draft, curve=curve)
-    if drafter == "none":
-        return [Setting(drafter, "default", 0)]
-    lengths = sorted({length for length in _LENGTHS if length < max_draft} | {max_draft}) if curve else [max_draft]
-    return [Setting(drafter, f"draft {length}", length) for length in lengths]
-
-
-def _sglang_settings(max_draft: int, *, curve: bool) -> list[Setting]:
-    """As its server drafts by default; for a curve also more and fewer nodes, without those that only fill up, by
-    frequency in place of recency, as paths, and with prompts in the trie: what did best of 21 tried on agent_tools."""
-    default = PeerSetting("sglang", DEFAULT, min(_SGLANG_NODES, max_draft), knobs={"padded": 1})
-    if not curve:
-        return [default]
-    ways = [
-        *(("BFS", _SGLANG_BREADTH, 0, nodes) for nodes in (2, 4, 7, _SGLANG_NODES, 15, 31, 63)),
-        *(("BFS", 1, 0, nodes) for nodes in (3, 7)),
-        *(("PROB", _SGLANG_BREADTH, 0, nodes) for nodes in (7, 15)),
-        *(("BFS", _SGLANG_BREADTH, 1, nodes) for nodes in (7, 15, 31)),
-    ]
-    found: list[Setting] = [default]
-    for match_type, breadth, prompts, nodes in ways:
-        if nodes <= max_draft:
-            name = f"{match_type} {breadth}, {nodes} nodes{', prompts' if prompts else ''}"
-            knobs: dict[str, float | str] = {"match_type": match_type, "max_bfs_breadth": breadth, "prompts": prompts}
-            found.append(PeerSetting("sglang", name, nodes, knobs=knobs))
-    return found
-
-
-def _llama_cpp(max_draft: int, *, curve: bool) -> list[Setting]:
-    """Each of its drafters by default; for a curve also with other sizes and shorter and longer drafts."""
-    found: list[Setting] = [
-        PeerSetting("llama-cpp", f"{DEFAULT} {name}", min(limit, max_draft), knobs={"type": name})
-        for name, limit in _LLAMA_CPP_LIMITS.items()
-    ]
-    if not curve:
+        found = [known(DEFAULT, min(_SGLANG_NODES, max_draft), padded=1)]
+        for kind, breadth, prompts, sizes in _SGLANG_WAYS:
+            for nodes in (size for size in sizes if size <= max_draft):
+                name = f"{kind} {breadth}, {nodes} nodes{', prompts' if prompts else ''}"
+                found.append(known(name, nodes, match_type=kind, max_bfs_breadth=breadth, prompts=prompts))
         return found
-    found += [
-        PeerSetting("llama-cpp", f"lookup, draft {length}", length, knobs={"type": "lookup"})
-        for length in (1, 2, 5, 8, 16)
-        if length <= max_draft
-    ]
-    for name, (first, second, third) in _LLAMA_CPP_SIZES:
-        knobs: dict[str, float | str] = {"type": name, "first": first, "second": second, "third": third}
-        found.append(PeerSetting("llama-cpp", f"{name} {first}/{second}/{third}", max_draft, knobs=knobs))
-    return found
+    if drafter == "llama-cpp":
+        found = [
+            known(f"{DEFAULT} {name}", min(most, max_draft), type=name) for name, most in _LLAMA_CPP_LIMITS.items()
+        ]
+        found += [known(f"lookup, draft {most}", most, type="lookup") for most in (1, 2, 5, 8, 16) if most <= max_draft]
+        for name, first, second, third in _LLAMA_CPP_SIZES:
+            title = f"{name} {first}/{second}/{third}"
+            found.append(known(title, max_draft, type=name, first=first, second=second, third=third))
+        return found
+    lengths = sorted({length for length in _LENGTHS if length < max_draft} | {max_draft})
+    return [known(f"draft {length}", length) for length in lengths]
 
 
 Result = dict[str, Any]
@@ -160,11 +131,35 @@ class Plan:
     draft: DraftConfig
     index: IndexConfig
     costs: Sequence[CostCurve]
-    priced_by: Sequence[CostCurve] = ()
-    curve: bool = False
     tree: bool = False
-    arctic_depth: int = 64
     max_output_tokens: int | None = None
+
+
+class OurDrafter(AbstractContextManager["OurDrafter"]):
+    """Ours under several settings over one index, whose upkeep is done at once: nothing depends on time."""
+
+    def __init__(self, settings: Sequence[Setting], *, draft: DraftConfig, index: IndexConfig, tree: bool) -> None:
+        self.settings, self.made_of = settings, dict[str, Any]()
+        self._caches = CacheSet(CacheConfig(index=index), "0" * 32, inline=True)
+        self._decoders = []
+        warm_up()
+        for setting in settings:
+            assert setting.curve is not None
+            self._decoders.append(OutputDecoder(setting.curve, draft=draft, tree=tree, sure=0.0))
+
+    def __exit__(self, *_: object) -> None:
+        self._caches.close()
+
+    def replay(self, request_id: str, row: Row) -> list[Steps]:
+        """``ns`` of each step is the mean of the output."""
+        cache, found = self._caches.get(), []
+        for decoder in self._decoders:
+            steps = decoder.decode(row, cache.snapshot())
+            count = len(steps.drafted)
+            found.append(Steps(steps.drafted, steps.accepted, np.full(count, steps.ns // max(1, count), np.int32)))
+        cache.append(row.text(), prompt_length=len(row.context))
+        cache.maintain()
+        return found
 
 
 class PeerDrafter(AbstractContextManager["PeerDrafter"]):
@@ -174,9 +169,8 @@ class PeerDrafter(AbstractContextManager["PeerDrafter"]):
         """``options`` : the peer's own, see `Peer`. Raises PeerUnavailable where it is not installed."""
         self.settings = settings
         self._peer = Peer(PEERS[settings[0].drafter], **options)
-        self._options = options
-        knobs = [setting.knobs if isinstance(setting, PeerSetting) else {} for setting in settings]
-        self._asked = [(setting.limit, each) for setting, each in zip(settings, knobs, strict=True)]
+        self.made_of: dict[str, Any] = {**self._peer.versions, **options}
+        self._asked = [(setting.limit, setting.knobs) for setting in settings]
 
     def __exit__(self, *_: object) -> None:
         self._peer.close()
@@ -184,11 +178,14 @@ class PeerDrafter(AbstractContextManager["PeerDrafter"]):
     def replay(self, request_id: str, row: Row) -> list[Steps]:
         return self._peer.replay(request_id, row.text(), len(row.context), self._asked)
 
-    def num_cached_tokens(self) -> int:
-        return 0
 
-    def describe(self) -> dict[str, Any]:
-        return {"versions": self._peer.versions, **self._options}
+def replay_stream(rows: Sequence[Row], contender: OurDrafter | PeerDrafter) -> list[Counts]:
+    """What each setting comes to on rows in their order."""
+    counts = [Counts() for _ in contender.settings]
+    for number, row in enumerate(rows):
+        for one, steps in zip(counts, contender.replay(str(number), row), strict=True):
+            one.add(steps, len(row.output))
+    return counts
 
 
 def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
@@ -210,12 +207,7 @@ def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
                         **(found := summary(counts, plan.costs)),
                         "oracle_tokens_per_step": oracle,
                         "of_oracle": None if oracle is None else round(found["mean_acceptance_length"] / oracle, 4),
-                        "configuration": {
-                            "draft": asdict(plan.draft),
-                            "index": asdict(plan.index),
-                            "max_output_tokens": plan.max_output_tokens,
-                            **contender.describe(),
-                        },
+                        "made_of": contender.made_of,
                     }
                 )
     return [result for drafter in plan.drafters for result in results[drafter]]
@@ -223,17 +215,13 @@ def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
 
 def run_all(plan: Plan, traces: Sequence[Path], tokenizers: Sequence[Path], num_jobs: int) -> Iterator[list[Result]]:
     """`run` for every tokenizer and trace, in order, in ``num_jobs`` processes; the results do not depend on it."""
-    pairs = [(plan, trace, tokenizer) for tokenizer, trace in product(tokenizers, traces)]
+    every = [trace for _ in tokenizers for trace in traces], [each for each in tokenizers for _ in traces]
     if num_jobs == 1:
-        yield from map(_run_one, pairs)
+        yield from map(partial(run, plan), *every)
         return
     # Kernels and a pool of threads do not survive a fork.
     with ProcessPoolExecutor(num_jobs, get_context("spawn")) as pool:
-        yield from pool.map(_run_one, pairs)
-
-
-def _run_one(arguments: tuple[Plan, Path, Path]) -> list[Result]:
-    return run(*arguments)
+        yield from pool.map(partial(run, plan), *every)
 
 
 def oracle_of(rows: Sequence[Row], limit: int) -> float | None:
@@ -243,37 +231,30 @@ def oracle_of(rows: Sequence[Row], limit: int) -> float | None:
     return None if steps is None else sum(len(row.output) for row in rows) / max(1, int(steps.sum()))
 
 
-def _contenders(plan: Plan, rows: Sequence[Row]) -> Iterator[OurDrafters | PeerDrafter]:
+def _contenders(plan: Plan, rows: Sequence[Row]) -> Iterator[OurDrafter | PeerDrafter]:
     """One after another, so that no two hold their memories at once."""
     limit = plan.draft.num_speculative_tokens
-
-    def settings(drafter: str) -> list[Setting]:
-        return settings_of(drafter, limit, curve=plan.curve, tree=plan.tree, priced_by=plan.priced_by)
-
-    ours = [setting for drafter in plan.drafters if drafter not in PEERS for setting in settings(drafter)]
-    if ours:
-        yield OurDrafters(ours, draft=plan.draft, index=plan.index, tree=plan.tree)
-    options: dict[str, Callable[[], dict[str, int]]] = {
-        "arctic": lambda: {"depth": plan.arctic_depth},
-        "vllm-ngram": lambda: {"max_draft": limit, "max_context_tokens": _longest(rows)},
-        "prompt-lookup-hf": dict,
-        "llama-cpp": dict,
-    }
     for drafter in plan.drafters:
-        if drafter == "sglang":
-            yield from _sglang(settings(drafter), rows)
-        elif drafter in PEERS:
-            yield PeerDrafter(settings(drafter), **options[drafter]())
+        settings = settings_of(drafter, limit, tree=plan.tree, costs=plan.costs)
+        if drafter == OURS:
+            yield OurDrafter(settings, draft=plan.draft, index=plan.index, tree=plan.tree)
+        elif drafter == "sglang":
+            yield from _sglang(settings, rows)
+        elif drafter == "vllm-ngram":
+            longest = max((len(row.context) + len(row.output) for row in rows), default=1)
+            yield PeerDrafter(settings, max_draft=limit, max_context_tokens=longest)
+        else:
+            yield PeerDrafter(settings)
 
 
-def _sglang(settings: Sequence[Setting], rows: Sequence[Row]) -> Iterator[OurDrafters | PeerDrafter]:
+def _sglang(settings: Sequence[Setting], rows: Sequence[Row]) -> Iterator[PeerDrafter]:
     """A few settings at a time: each has a trie of its own, which is large.
 
     A trie that nothing is evicted from is as good as one of the default size, and gets no more nodes than that takes.
     """
     for first in range(0, len(settings), _SGLANG_AT_ONCE):
         some = settings[first : first + _SGLANG_AT_ONCE]
-        has_prompts = any(isinstance(each, PeerSetting) and each.knobs.get("prompts") for each in some)
+        has_prompts = any(each.knobs.get("prompts") for each in some)
         num_tokens = sum(_new_tokens(rows) if has_prompts else (_SGLANG_DEPTH + len(row.output) for row in rows))
         yield PeerDrafter(some, capacity=min(_SGLANG_DEPTH * (num_tokens + 1), _SGLANG_CAPACITY))
 
@@ -286,10 +267,6 @@ def _new_tokens(rows: Sequence[Row]) -> Iterator[int]:
         goes_on = np.array_equal(known, text[: len(known)])
         yield len(text) - len(known) * goes_on
         known = text
-
-
-def _longest(rows: Sequence[Row]) -> int:
-    return max((len(row.context) + len(row.output) for row in rows), default=1)
 
 
 def summary(counts: Counts, costs: Sequence[CostCurve]) -> Result:
@@ -310,5 +287,4 @@ def summary(counts: Counts, costs: Sequence[CostCurve]) -> Result:
         },
         "propose_us_p50": round(float(np.percentile(times_us, 50)), 1),
         "propose_us_p99": round(float(np.percentile(times_us, 99)), 1),
-        "cached_tokens": counts.num_cached_tokens,
     }

@@ -1,9 +1,10 @@
 """Splice measured figures into README.md, SECURITY.md and docs/: ``python -m benchmarks.report``.
 
 Reads the results in ``benchmarks/results`` and rewrites what stands between the markers ``<!-- growth:begin -->`` ...
-``<!-- growth:end -->`` (and so on). No figure in their tables is typed by hand, but for the runs that chose constants
-(``benchmarks/report/choices.py``). Figures under which code has changed since their commit are named; with ``--strict``
-nothing is written while there is one, and the status is 1.
+``<!-- growth:end -->`` (and so on): a row of a result in the columns that its program declares, and the program's note.
+No figure in these tables is typed by hand, but for the runs that chose constants (``benchmarks/report/choices.py``).
+Figures under which code has changed since their commit are named; with ``--strict`` nothing is written while there is
+one, and the status is 1.
 """
 
 from __future__ import annotations
@@ -12,57 +13,46 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu_check.__main__ import read_results
-from benchmarks.report import engine, replay, service
+from benchmarks.report import replay
 from benchmarks.report.code import api_section, constants_section, flags_section
-from benchmarks.report.figures import old_figures
+from benchmarks.run import cells_of, git, table
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-_SECTIONS: Final[Mapping[str, Mapping[str, tuple[Callable[..., str], str]]]] = {
-    "README.md": {"gains": (replay.gains_section, "growth coupled overhead vllm replay-curve *others")},
-    "SECURITY.md": {
-        "faults": (service.faults_section, "faults"),
-        "fleet-faults": (service.fleet_faults_section, "fleet-faults"),
-    },
-    "docs/benchmarks.md": {
-        "growth": (engine.growth_section, "growth"),
-        "engine": (engine.engine_section, "decode overhead?"),
-        "sources": (engine.sources_section, "*sources"),
-        "replay": (replay.curve_section, "replay-curve replay-tree?"),
-        "others": (replay.others_section, "replay-others replay-others-tree"),
-        "evaluate": (engine.evaluate_section, "*evaluate"),
-        "http": (service.http_section, "http"),
-        "soak": (service.soak_section, "soak"),
-        "index": (service.index_section, "*index"),
-        "real-model": (engine.real_model_section, "growth-gemma decode-gemma? overhead-gemma?"),
-    },
-    "docs/clients.md": {"clients": (service.clients_section, "clients")},
-    "docs/coupled-sampling.md": {
-        "coupled": (engine.coupled_section, "*coupled"),
-    },
-    "docs/engines.md": {
-        "vllm": (engine.vllm_section, "vllm"),
-        "vllm-runners": (engine.vllm_runners_section, "vllm-runners"),
-    },
-    "docs/exact.md": {
-        "exact": (engine.exact_section, "*exact"),
-        "vllm-changes": (engine.changes_section, "vllm-changes"),
-    },
-}
-"""By page and marker: what writes the section, and the results it is given. ``name?`` may be missing, ``*name`` is a
-list, of several models or sizes."""
+Result = Mapping[str, Any]
 
-_SEVERAL: Final = {
-    "others": ("replay-others", "replay-others-tree"),
-    "index": ("index-1m", "index-16m", "index-256m"),
-    **{name: (name, f"{name}-gemma") for name in ("sources", "evaluate", "coupled", "exact")},
+SECTIONS: Final = {
+    "SECURITY.md": {"faults": ("faults", "faults"), "fleet-faults": ("faults", "fleet-faults")},
+    "docs/benchmarks.md": {
+        "growth": ("growth", "growth growth-gemma"),
+        "engine": ("decode", "decode decode-gemma"),
+        "overhead": ("contenders", "overhead overhead-gemma"),
+        "sources": ("contenders", "sources sources-gemma"),
+        "evaluate": ("evaluate", "evaluate evaluate-gemma"),
+        "http": ("http", "http"),
+        "soak": ("soak", "soak"),
+        "index": ("index", "index-1m index-16m index-256m"),
+    },
+    "docs/clients.md": {"clients": ("clients", "clients")},
+    "docs/coupled-sampling.md": {"coupled": ("coupled", "coupled coupled-gemma")},
+    "docs/engines.md": {"vllm": ("vllm", "vllm"), "vllm-runners": ("vllm", "vllm-runners")},
+    "docs/exact.md": {"exact": ("exact", "exact exact-gemma"), "vllm-changes": ("vllm.changes", "vllm-changes")},
 }
+"""By page and marker: the program whose columns are shown, and the results, of which some may be missing."""
+
+_REPLAYS: Final[Mapping[tuple[str, str], tuple[Callable[..., str], str]]] = {
+    ("README.md", "gains"): (replay.gains_section, "growth coupled overhead vllm replay-curve replay-others "
+        "replay-others-tree"),
+    ("docs/benchmarks.md", "replay"): (replay.curve_section, "replay-curve replay-tree"),
+    ("docs/benchmarks.md", "others"): (replay.others_section, "replay-others replay-others-tree"),
+}  # fmt: skip
+"""What is put together of many rows; all results must be there."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--strict", action="store_true", help="refuse figures that are older than the code under them")
     strict = parser.parse_args(argv).strict
-    old = list(old_figures(RESULTS, published()))
+    words = [names for sections in SECTIONS.values() for _, names in sections.values()]
+    words += [names for _, names in _REPLAYS.values()]
+    old = list(old_figures(RESULTS, dict.fromkeys(" ".join(words).split())))
     print(*old, sep="\n", file=sys.stderr)
     if strict and old:
         return 1
@@ -79,48 +71,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def published() -> list[str]:
-    """Names of the results that pages show."""
-    words = [word for sections in _SECTIONS.values() for _, names in sections.values() for word in names.split()]
-    given = [_SEVERAL[word[1:]] if word.startswith("*") else (word.removesuffix("?"),) for word in words]
-    return list(dict.fromkeys(name for names in given for name in names))
-
-
 def pages() -> dict[str, str]:
     """The text that every page with figures should have, by its path below the root."""
-    of_code = {
+    found = {
         ("docs/serving.md", "flags"): flags_section(),
         ("docs/api.md", "api"): api_section(),
         ("docs/tuning.md", "constants"): constants_section(),
     }
-    if checked := read_results(RESULTS):
-        of_code["docs/gpu.md", "gpu"] = engine.gpu_section(checked)
-    texts = {page: (ROOT / page).read_text() for page in (*_SECTIONS, *(page for page, _ in of_code))}
-    for page, sections in _SECTIONS.items():
-        for marker, (section, names) in sections.items():
-            if (given := _given(names)) is not None:
-                texts[page] = spliced(texts[page], marker, section(*given))
-    for (page, marker), text in of_code.items():
+    for page, sections in SECTIONS.items():
+        for marker, (program, names) in sections.items():
+            if given := list(_results(names)):
+                found[page, marker] = section(import_module(_module(program)), given)
+    for place, (write, names) in _REPLAYS.items():
+        if len(results := list(_results(names))) == len(names.split()):
+            found[place] = write(*results)
+    gpu_check = import_module("benchmarks.gpu_check")
+    if checked := gpu_check.read_results(RESULTS):
+        found["docs/gpu.md", "gpu"] = gpu_check.section(checked)
+    texts = {page: (ROOT / page).read_text() for page, _ in found}
+    for (page, marker), text in found.items():
         texts[page] = spliced(texts[page], marker, text)
     return texts
 
 
-def _given(names: str) -> list[Any] | None:
-    """The results that a section is given, None where one that it needs is missing."""
-    given: list[Any] = []
+def _module(program: str) -> str:
+    name = f"benchmarks.{program}"
+    return f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name
+
+
+def _results(names: str) -> Iterator[dict[str, Any]]:
     for name in names.split():
-        if name.startswith("*"):
-            given.append([found for each in _SEVERAL[name[1:]] if (found := _result(each)) is not None])
-        else:
-            given.append(_result(name.removesuffix("?")))
-        if not given[-1] and not name.endswith("?"):
-            return None
-    return given
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            yield json.loads(path.read_text())
 
 
-def _result(name: str) -> dict[str, Any] | None:
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+def section(program: Any, results: Sequence[Result]) -> str:
+    """The rows of all results in the columns of their program, what it says of each result, and its note.
+
+    A program may declare ``is_shown``, which rows are. A result without rows is one itself.
+    """
+    is_shown = getattr(program, "is_shown", lambda row: True)
+    rows = [
+        {"model": result.get("model", "bundled").split()[0], **row}
+        for result in results
+        for row in result.get("rows", [result])
+        if is_shown(row)
+    ]
+    # Not what all rows have alike, unless it is that nothing went wrong, nor a figure that none has.
+    said = {each: {cells_of([each], row)[0] for row in rows} for each in program.COLUMNS}
+    columns = [each for each, cells in said.items() if len(cells) > 1 or cells == {"0"}]
+    measured = "; ".join(dict.fromkeys(f"{each.get('model', 'bundled model')} {each.get('date')}" for each in results))
+    each = " ".join(getattr(program, "EACH", "").format_map(result) for result in results).strip()
+    note = " ".join(filter(None, (each, program.NOTE.format_map({**results[0], "measured": measured}))))
+    return "\n".join([*table(columns, rows), "", note]) if columns else note
 
 
 def spliced(text: str, name: str, section: str) -> str:
@@ -129,6 +133,32 @@ def spliced(text: str, name: str, section: str) -> str:
     if not pattern.search(text):
         raise SystemExit(f"there are no markers for {name!r}")
     return pattern.sub(lambda match: f"{match[1]}{section.strip()}\n{match[2]}", text)
+
+
+_ALL: Final = ("ssd", "server", "cache_builder")
+"""Under a result that does not say what lies under it."""
+
+
+def old_figures(directory: Path, names: Iterable[str]) -> Iterator[str]:
+    """A line for each of the results below ``directory`` that is not of this code, or of which git cannot tell."""
+    if git("rev-parse", "HEAD") is None:
+        yield "not in a git checkout: it cannot be told whether figures are of this code"
+        return
+    for name in names:
+        path = directory / f"{name}.json"
+        result = json.loads(path.read_text()) if path.exists() else None
+        if result is not None and (why := _why_old(result)):
+            commit = result["environment"]["commit"]
+            yield f"{name}: of {result.get('date', 'an unknown date')}, commit {commit}: {why}"
+
+
+def _why_old(result: Result) -> str:
+    under = result.get("under", _ALL)
+    commit = result["environment"]["commit"].removesuffix("+")
+    changes = git("log", "--oneline", f"{commit}..HEAD", "--", *under)
+    if changes is None:
+        return "this checkout does not know it, so it cannot be told what has changed since"
+    return changes and f"{len(changes.splitlines())} commits since changed {', '.join(under)}"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ CHOICES: Final = (
         {"DraftConfig.num_speculative_tokens": 64},
         "longest draft",
         "a text of 400 tokens seen five times takes 24 passes at 16, 7 at 64; a pass of 65 positions takes 2.1 plain "
-        "ones (`benchmarks.replay.measure_cost`)",
+        "ones (`ssd-cache evaluate --measure`)",
     ),
     Choice(
         {"DraftConfig.draft_shape": "auto"},

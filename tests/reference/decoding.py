@@ -6,15 +6,37 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.drafters import CurvePrice
 from cache_builder.evaluation.costs import CostCurve
+from cache_builder.evaluation.decoding import rising
 from cache_builder.evaluation.log import Row
 from ssd.drafting.drafter import SuffixDrafter
-from ssd.drafting.protocol import EMPTY_DRAFT, DraftRequest
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices
+from ssd.pricing.rate import Rate
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.walk import branch_of
 
 Step = tuple[int, int, str]
+
+
+class CurvePrice:
+    """Draft as `Rate` says, where passes take what a curve says."""
+
+    def __init__(self, curve: CostCurve, max_draft: int) -> None:
+        self._costs = curve.upto(max_draft + 1)[1:]
+        self._more = rising(self._costs)
+        self._rate = Rate()
+
+    def prices(self) -> Prices | None:
+        return np.array([self._rate.price(1, self._costs[0], more) for more in self._more])
+
+    def paying(self, draft: Draft) -> Draft:
+        if draft.probabilities is None:
+            return draft
+        expected = np.append(1.0, 1.0 + np.cumsum(draft.chances()))
+        return draft.cut(self._rate.best(expected, self._costs[: len(expected)]))
+
+    def learn(self, num_drafted: int, num_output: int) -> None:
+        self._rate.observe(num_output, float(self._costs[num_drafted]))
 
 
 class SlowDecoder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -55,34 +55,6 @@ def continuation(text: Sequence[int], position: int, limit: int) -> tuple[int, .
     """Up to ``limit`` tokens from ``position`` on, cut at the end of the sequence."""
     taken = list(text[position : position + limit])
     return tuple(taken[: taken.index(SEPARATOR)] if SEPARATOR in taken else taken)
-
-
-def prompt_lookup(context: Sequence[int], max_length: int, limit: int) -> tuple[int, ...]:
-    """What followed the latest of the longest earlier occurrences of the context's tail."""
-    for length in range(min(max_length, len(context) - 1), 0, -1):
-        starts = [i for i in occurrences(context, context[len(context) - length :]) if i + length < len(context)]
-        if starts:
-            return tuple(context[starts[-1] + length : starts[-1] + length + limit])
-    return ()
-
-
-def replay(
-    rows: Sequence[tuple[list[int], list[int]]], propose: Callable[[list[int]], tuple[int, ...]]
-) -> tuple[int, int, int]:
-    """Verify steps, drafted and accepted tokens of (context, output) rows, one token at a time."""
-    steps = drafted = accepted = 0
-    for context, output in rows:
-        done: list[int] = []
-        while len(done) < len(output):
-            draft = propose(context + done)
-            steps, drafted = steps + 1, drafted + len(draft)
-            for token in draft:
-                if len(done) == len(output) - 1 or token != output[len(done)]:
-                    break
-                done.append(token)
-                accepted += 1
-            done.append(output[len(done)])
-    return steps, drafted, accepted
 
 
 Evidence = list[tuple[tuple[int, ...], tuple[int, int, int], bool]]

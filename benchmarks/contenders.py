@@ -1,0 +1,250 @@
+"""What does each way to draft bring over speculation off, on the same requests in turn?
+
+``python -m benchmarks.contenders [MODEL] [--question sources|mechanisms|overhead] [--rounds N] [--out FILE]``
+
+- sources: what each source of drafts brings alone, and all together, on text that never repeats;
+- mechanisms: all of them, and all but one: "all over it" above 1 says that what is left out pays;
+- overhead: is speculation ever slower? At temperature 1, cold (empty caches, no prompt twice) and adversarial (the
+  cache holds other answers to the same prompts, so that long matches lie), at every batch size.
+
+Requests are pieces of the standard library, a seed for each. A round begins with empty caches; within it all ways
+answer a group of requests in turn, another one leading each time. Every output is compared with speculation off.
+Ratios are of rates within a round, prompts included: the median with the least and the most, and an interval of 95 %;
+by CPU time too, which other programs on the machine change less. Prints a table; the last line of stdout is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.run import Option, Run, bootstrap, spread
+from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios, requests_of
+from benchmarks.workloads import MIXED, NO_REPEATS, made_stream
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.engine import Engine
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
+
+OFF, ALL = "off", "all together"
+
+Round = Mapping[str, Tally]
+"""What each way made of the requests of one round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """What drafts."""
+
+    name: str
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    has_head: bool = False
+    keeps_prompts: bool = False
+
+
+_SOURCES: Final = (
+    Way(name="retrieval", draft=DraftConfig(recycling=False)),
+    Way(name="recycling", draft=DraftConfig(retrieval=False)),
+    Way(name="draft head", draft=DraftConfig(retrieval=False, recycling=False), has_head=True),
+    Way(name=ALL, has_head=True),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """``requests`` : of a round; 0 for one a row. ``batch`` : rows, one engine after the other for each number."""
+
+    ways: tuple[Way, ...]
+    traffic: tuple[str, ...]
+    temperatures: tuple[float, ...]
+    top_p: float = 1.0
+    batch: tuple[int, ...] = (1,)
+    requests: int = 16
+    prompt_tokens: int
+    max_tokens: int = 64
+    rounds: int = 3
+
+
+QUESTIONS: Final = {
+    "sources": Question(
+        ways=_SOURCES, traffic=("new",), temperatures=(0.0, 0.7), top_p=0.9, prompt_tokens=320
+    ),
+    "mechanisms": Question(
+        ways=(
+            Way(name="without index, own text", draft=DraftConfig(retrieval=False), keeps_prompts=True),
+            Way(name="without recycling", draft=DraftConfig(recycling=False), keeps_prompts=True),
+            Way(name="without trees", draft=DraftConfig(draft_shape="chain"), keeps_prompts=True),
+            Way(name="without kept prompts"),
+            Way(name=ALL, keeps_prompts=True),
+        ),
+        traffic=("mixed", "new"), temperatures=(0.0, 0.7), prompt_tokens=192,
+    ),
+    "overhead": Question(
+        ways=(Way(name=ALL),), traffic=("cold", "adversarial"), temperatures=(1.0,), batch=(1, 2, 4, 8, 16, 32),
+        requests=0, prompt_tokens=96, max_tokens=32, rounds=30,
+    ),
+}  # fmt: skip
+
+OPTIONS: dict[str, Any] = {
+    "question": Option(default="sources", choices=tuple(QUESTIONS)),
+    "head": Option(default=None, kind=Path, metavar="DIR", help="a draft head of the model (default: the bundled one)"),
+    **{
+        name: Option(default=None, kind=int, help=f"{about} (default: as the question has it)")
+        for name, about in (
+            ("requests", "of a round"), ("max_tokens", "of each request"), ("prompt_tokens", "prompts are cut to"),
+            ("rounds", "of all ways in turn"),
+        )
+    },
+    "batch": Option(default=None, kind=int, several=True, metavar="B", help="rows"),
+    "seed": 0,
+}  # fmt: skip
+COLUMNS = (
+    ("model", "{model}"),
+    ("traffic", "{traffic}"),
+    (">batch", "{batch}"),
+    (">temperature", "{temperature:g}"),
+    ("way", "{way}"),
+    (">tokens a pass", "{tokens_per_pass[0]:.2f}"),
+    (">tokens/s over off", "{over_off[0]:.2f}x"),
+    (">95 %", "{over_off_95[0]:.2f}-{over_off_95[1]:.2f}"),
+    (">all over it, by CPU time", "{all_over[0]:.2f}x"),
+)
+NOTE = (
+    "`python -m benchmarks.contenders`, float32, {environment[cpu]}, {environment[cores]} cores: prompts of at most "
+    "{parameters[prompt_tokens]} tokens, outputs of at most {parameters[max_tokens]}, {parameters[rounds]} rounds that "
+    "begin with empty caches, ways in turn, all outputs equal; medians, prompts included. {measured}."
+)
+
+
+def is_shown(row: Mapping[str, Any]) -> bool:
+    """On the page."""
+    return row["batch"] in (1, 8, 32)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status: 1 where an output differs."""
+    run = Run("contenders", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True, unsaid=("head",))
+    args = run.args
+    given = {name: getattr(args, name) for name in ("requests", "max_tokens", "prompt_tokens", "rounds", "batch")}
+    question = replace(QUESTIONS[args.question], **{name: value for name, value in given.items() if value})
+    run.parameters |= {name: value for name, value in asdict(question).items() if name != "ways"}
+    run.name = args.question
+    codec, model = run.load()
+    head = args.head or own_head(args)
+    comparison = Comparison()
+    for batch in question.batch:
+        engines = {way.name: _opened(way, model, codec, question, batch, head) for way in question.ways
+                   if head is not None or way.name == ALL or not way.has_head}  # fmt: skip
+        engines[OFF] = _opened(None, model, codec, question, batch, None)
+        for traffic in question.traffic:
+            for temperature in question.temperatures:
+                rounds = list(_rounds(engines, codec, question, batch, traffic, temperature, args.seed, comparison))
+                for name in engines:
+                    if name != OFF:
+                        where = {"traffic": traffic, "batch": batch, "temperature": temperature}
+                        run.row({**where, "way": name, **row_of(rounds, name)})
+    run.say(f"{comparison.num_tokens} tokens compared, {comparison.num_mismatches} mismatches")
+    return run.end(
+        draft_head=None if head is None else head.name,
+        compared_tokens=comparison.num_tokens,
+        mismatches=comparison.num_mismatches,
+        is_wrong=comparison.num_mismatches > 0 and model.dtype == torch.float32,
+    )
+
+
+def own_head(args: argparse.Namespace) -> Path | None:
+    """The draft head that comes with the bundled model, where it is the model and one does."""
+    shipped = MODEL_PATH.parent / "head"
+    is_bundled = not args.shape and Path(args.model) == MODEL_PATH
+    return shipped if is_bundled and (shipped / "config.json").is_file() else None
+
+
+def _opened(
+    way: Way | None, model: PreTrainedModel, codec: TextCodec, question: Question, batch: int, head: Path | None
+) -> Engine:
+    """An engine for so many rows; None is speculation off."""
+    length = question.prompt_tokens + question.max_tokens + 8
+    if way is None:
+        return open_engine(model, "none", slots=batch, length=length, codec=codec)
+    config = EngineConfig(max_num_seqs=batch, enable_prefix_caching=way.keeps_prompts)
+    with_head = head if way.has_head else None
+    return open_engine(
+        model, "ssd", slots=batch, length=length, draft=way.draft, config=config, head=with_head, codec=codec
+    )
+
+
+def _rounds(
+    engines: Mapping[str, Engine],
+    codec: TextCodec,
+    question: Question,
+    batch: int,
+    traffic: str,
+    temperature: float,
+    seed: int,
+    comparison: Comparison,
+) -> Iterator[Round]:
+    """Rounds with caches of their own, the first not counted where rounds are short; seeds go on over rounds."""
+    number_of_requests = question.requests or batch
+    is_short = not question.requests
+    mix = MIXED if traffic == "mixed" else NO_REPEATS
+    num_prompts = number_of_requests * ((question.rounds + 1) if is_short else 1)
+    prompts = made_stream(mix, codec, min(num_prompts, 512), seed, question.prompt_tokens).prompts
+
+    def params(asked: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=question.max_tokens, temperature=temperature, top_p=question.top_p if temperature else 1.0,
+            seed=asked, ignore_eos=is_short,
+        )  # fmt: skip
+
+    for number in range(question.rounds + is_short):
+        tallies = {name: Tally() for name in engines}
+        with ExitStack() as stack:
+            for name, engine in engines.items():
+                if name != OFF:
+                    engine.caches = stack.enter_context(CacheSet(CacheConfig(), fingerprint=codec.fingerprint))
+            for first in range(0, number_of_requests, batch):
+                asked = range(number * number_of_requests + first, number * number_of_requests + first + batch)
+                texts = [prompts[one % len(prompts)] for one in asked]
+                if traffic == "adversarial":
+                    others = requests_of(texts, [params(100_000 + one) for one in asked])
+                    for engine in engines.values():
+                        if engine.caches is not None:
+                            ask(engine, others)
+                            engine.caches.flush()
+                contest(engines, requests_of(texts, list(map(params, asked))), number + first, comparison, tallies)
+            for engine in engines.values():
+                engine.caches = None
+        if number or not is_short:
+            yield tallies
+
+
+def row_of(rounds: Sequence[Round], name: str) -> dict[str, Any]:
+    """Medians over rounds, with the least and the most."""
+    over = ratios(rounds, name, OFF)
+    firsts = [fmean(each[name].firsts_s) / fmean(each[OFF].firsts_s) for each in rounds]
+    return {
+        "tokens_per_pass": spread([each[name].tokens_per_pass for each in rounds]),
+        "tokens_per_s": spread([each[name].tokens_per_s for each in rounds], 2),
+        "over_off": spread(over),
+        "over_off_95": bootstrap(over),
+        "over_off_by_cpu_time": spread(ratios(rounds, name, OFF, "tokens_per_cpu_s")),
+        "all_over": spread(ratios(rounds, ALL, name, "tokens_per_cpu_s")),
+        "first_token_over_off": round(median(firsts), 4),
+        "drafted_per_pass": spread([each[name].drafted / each[name].passes for each in rounds]),
+        "accepted_per_pass": spread([each[name].accepted / each[name].passes for each in rounds]),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Everything that only a GPU can show, in calls of less than nine minutes; needs none of the web packages.
+
+``python -m benchmarks.gpu_check [--call K | --parts PART...] [--real DIR] [--device cpu] [--out DIR]``
+
+- call 1, is it right: output against ``model.generate`` and against no speculation, in three types; the tests that do
+  more on a GPU, our kernels against float32 among them.
+- call 2, is it fast: steps of an 8B and a 1B shape beside a copy of memory, repeats at batch 1, what drafting for 64
+  rows takes, and speculation that gains nothing at batch 1 to 64.
+- call 3, why: steps under the profiler, growth, and a soak with cancellations and leaks.
+- call 4, what else: a pretrained model (``--real``), the small model's overhead, steps without recording.
+
+A part is other programs, each in a process of its own, which writes down what it finds row by row: one that fails,
+hangs or has no time left is said and does not stop the next, and what it had found stands. Ends with the marks, met or
+not, and one JSON line; status 1 where a part failed. With --out the result is written after every part; ``--marks``
+reads all results there and prints their marks. ``--device cpu`` runs the same at small sizes, for a look at the script
+itself. docs/gpu.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.child import ROOT
+from benchmarks.run import head, table
+
+Found = dict[str, Any]
+"""What a part found: whether it "passed", and the "results" of its programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """``value`` : None where it was not measured. ``bound`` : what it must reach, or, with ``at_most``, not exceed."""
+
+    name: str
+    value: float | None
+    bound: float
+    at_most: bool = False
+
+    @property
+    def is_met(self) -> bool | None:
+        """None where nothing was measured."""
+        if self.value is None:
+            return None
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+    def cells(self) -> dict[str, str]:
+        """For people."""
+        word = {None: "not measured", True: "met", False: "NOT MET"}[self.is_met]
+        value = "-" if self.value is None else f"{self.value:g}"
+        return {"mark": self.name, "measured": value, "word": word,
+                "bound": f"{'at most' if self.at_most else 'at least'} {self.bound:g}"}  # fmt: skip
+
+
+def marks(results: Mapping[str, Found]) -> Iterator[Mark]:
+    """All of them, from what the parts found; a part that was cut counts with what it had found."""
+    for part in ("tests", "exactness", "growth", "soak", "growth-real"):
+        found = results.get(part, {"cut": "not run"})
+        is_known = not {"skipped", "cut"} & found.keys()
+        yield Mark(f"{part} is right", float(found["passed"]) if is_known else None, 1.0)
+    for part, shape in (("speed-large", "large"), ("speed-small", "small")):
+        at = {(row["batch"], row["T"]): row for row in rows_of(results, part, "decode")}
+        plain = at.get((1, 1), {})
+        yield Mark(f"{shape} shape, plain decoding at batch 1, share of the copy rate", plain.get("of_copy"), 0.85)
+        for width, bound in ((16, 1.10), (64, 1.35)):
+            wide = at.get((1, width))
+            ratio = round(wide["step_ms_p50"] / plain["step_ms_p50"], 4) if wide and plain else None
+            yield Mark(f"{shape} shape, {width} positions over a plain step", ratio, bound, at_most=True)
+        share = plain.get("outside_pass_share")
+        yield Mark(f"{shape} shape, host time outside the pass, share of a step", share, 0.05, at_most=True)
+    shares = [row["drafting_share"] for row in rows_of(results, "drafting", "decode")]
+    yield Mark("drafting for all rows, share of a step", max(shares, default=None), 0.03, at_most=True)
+    repeats = [each["repeated_requests"]["speedup_second"] for each in results.get("repeats", {}).get("results", ())]
+    yield Mark("repeats at batch 1 over speculation off", max(repeats, default=None), 10.0)
+    for part, shape in (("overhead-large", "large"), ("overhead-small", "small")):
+        for traffic in ("cold", "adversarial"):
+            rows = rows_of(results, part, "overhead")
+            ratios = [row["over_off"][0] for row in rows if row["traffic"] == traffic]
+            yield Mark(f"{shape} shape, {traffic}, slowest batch over speculation off", min(ratios, default=None), 0.98)
+
+
+def read_results(directory: Path) -> Found:
+    """What the parts of all calls found whose results lie in ``directory``; of two of a part, the later file's by name.
+
+    Empty where none lies there.
+    """
+    found: Found = {}
+    for path in sorted(directory.glob("gpu_check*.json")):
+        found |= json.loads(path.read_text())
+    return found
+
+
+def rows_of(results: Mapping[str, Found], part: str, program: str) -> list[dict[str, Any]]:
+    """All rows that one program gave in one part."""
+    found = results.get(part, {}).get("results", [])
+    return [row for result in found if result["benchmark"] == program for row in result.get("rows", [])]
+
+
+def section(result: Found) -> str:
+    """The marks and the steps of the large shape, for docs/gpu.md."""
+    columns = (("mark", "{mark}"), (">measured", "{measured}"), (">bound", "{bound}"), ("", "{word}"))
+    steps = (
+        (">batch", "{batch}"), (">positions a row", "{T}"), (">step, ms", "{step_ms_p50:.2f}"),
+        (">pass alone, ms", "{pass_ms:.2f}"), (">of the copy rate", "{of_copy:.2f}"),
+    )  # fmt: skip
+    where = "{device}, {date}, torch {environment[versions][torch]}; steps of the large shape:".format_map(result)
+    shown = table(columns, [mark.cells() for mark in marks(result)])
+    return "\n".join([*shown, "", where, "", *table(steps, rows_of(result, "speed-large", "decode"))])
+
+
+_LEAST_SHARE = 0.4
+"""Of its expected time that a part must have left to begin: what it finds first is worth most."""
+_MOST_SHARE = 4.0
+"""Of its expected time, and a minute, that a part may take: one that hangs shall not take the next ones' time."""
+_SECONDS = 8.5 * 60
+"""Of one call."""
+_KEPT_CHARACTERS = 2000
+
+_STEPS = "benchmarks.decode --no-baselines --context 1024 --rounds 16 --copy-mb 2048"
+_GROWTH = "benchmarks.growth --streams mixed --sampling greedy --requests 80 --repeated 24 --max-tokens 96"
+_OVERHEAD = "benchmarks.contenders --question overhead --batch 1 4 16 64 --rounds 8"
+_EXACT = "benchmarks.exact --prompts 32 --max-tokens 48 --rounds 1"
+_TESTS = (
+    "triton_attention", "triton_sampling", "static_steps", "pass_noise", "triton_layers", "taps", "take_weights",
+)  # fmt: skip
+PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    # The drafter's kernels are compiled for the CPU, once a machine.
+    "kernels": (100, ("benchmarks.growth --requests 2 --repeated 2 --max-tokens 8",)),
+    "exactness": (70, (f"{_EXACT} --dtype float32 bfloat16 float16",)),
+    # At once: what they wait for is a compiler. Of versions that are not ours no warning shall fail.
+    "tests": (160, tuple(f"pytest -q -p no:cacheprovider -W default tests/test_{name}.py" for name in _TESTS)),
+    "speed-large": (
+        60, (f"{_STEPS} --shape 8b --batch 1 --draft 0 1 3 7 15 31 63", f"{_STEPS} --shape 8b --batch 8 32 64"),
+    ),
+    "repeats": (20, ("benchmarks.growth --shape 8b --streams --repeated 4 --max-tokens 256",)),
+    "drafting": (20, (f"{_STEPS} --shape 8b --batch 64 --context 256 --draft 0 15 --index-tokens 1000000",)),
+    "overhead-large": (100, (f"{_OVERHEAD} --shape 8b",)),
+    "speed-small": (40, (f"{_STEPS} --shape 1b --batch 1 --draft 0 1 3 7 15 31 63",)),
+    "soak": (50, ("benchmarks.gpu_soak",)),
+    "growth": (40, (f"{_GROWTH} --dtype float32",)),
+    "profile": (50, (f"{_STEPS} --shape 8b --batch 1 32 --draft 0 15 --profiled 4 --traces traces",)),
+    "growth-real": (50, (f"{_GROWTH} --model REAL", f"{_EXACT} --model REAL --dtype float32 --drafters ssd random")),
+    "overhead-small": (50, (f"{_OVERHEAD} --dtype float32",)),
+    "speed-variants": (
+        60, (f"{_STEPS} --shape 8b --batch 1 --draft 0 3 15 --enforce-eager",),
+    ),
+}  # fmt: skip
+"""By name, in the order of their worth: the seconds that it should take on a GPU with 3 TB/s, and programs of ours with
+their arguments, or pytest."""
+
+CALLS: Final[tuple[tuple[str, ...], ...]] = (
+    ("kernels", "exactness", "tests"),
+    ("kernels", "speed-large", "repeats", "drafting", "overhead-large", "speed-small"),
+    ("kernels", "soak", "growth", "profile"),
+    ("kernels", "growth-real", "overhead-small", "speed-variants"),
+)
+
+SMALL: Final = {
+    "exact": "--prompts 2 --max-tokens 8",
+    "growth": "--requests 3 --repeated 2 --max-tokens 24",
+    "decode": "--shape tiny --context 64 --rounds 2 --copy-mb 16 --batch 1 --draft 0 3 --index-tokens 4000",
+    "contenders": "--batch 1 --rounds 1 --max-tokens 4",
+    "gpu_soak": "--requests 24 --reopened 2",
+}
+"""Said last for a look on a CPU, by program."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns 1 where a part failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=(__doc__ or "").split("\n")[0])
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="the parts of one call")
+    which.add_argument("--parts", nargs="+", choices=tuple(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
+    which.add_argument("--marks", action="store_true", help="run nothing: print the marks of the results in --out")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu for a look at the script (default: %(default)s)")
+    parser.add_argument("--real", metavar="DIR", help="a pretrained model, for the part growth-real")
+    parser.add_argument("--out", type=Path, default=Path(), help="directory for results and traces (default: here)")
+    args = parser.parse_args(argv)
+    result: Found = read_results(args.out) if args.marks else {**head("gpu_check"), "device": args.device}
+    names = () if args.marks else args.parts or (CALLS[args.call - 1] if args.call else tuple(PARTS))
+    ends = time.monotonic() + (_SECONDS if args.call or args.parts else 60 * 60)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        print(f"== {name}: some {PARTS[name][0]} s", flush=True)
+        result[name] = found = _played(name, args, ends - time.monotonic())
+        words = [f"{key} {found[key]}" for key in ("skipped", "cut", "failure") if key in found]
+        print("; ".join(["passed" if found["passed"] else "FAILED", *words]), flush=True)
+        result["device"] = next((each["device"] for each in found["results"] if "device" in each), result["device"])
+        path = args.out / f"gpu_check{f'-{args.call}' if args.call else ''}.json"
+        path.write_text(json.dumps(result) + "\n")
+    for mark in marks(result):
+        print("{word:<13} {mark}: {measured} ({bound})".format_map(mark.cells()))
+    failed = [part for part in names if not result[part]["passed"]]
+    print(json.dumps({**head("gpu_check"), "failed": failed, "marks": [mark.cells() for mark in marks(result)]}))
+    return int(bool(failed))
+
+
+def _played(name: str, args: argparse.Namespace, left: float) -> Found:
+    """What a part's programs found within the time that is left."""
+    (seconds, commands), found = PARTS[name], Found(passed=True, results=[])
+    if left < _LEAST_SHARE * seconds:
+        return found | {"skipped": f"{left:.0f} s were left, it takes some {seconds}"}
+    if name == "growth-real" and args.real is None:
+        return found | {"skipped": "no pretrained model: name its directory with --real"}
+    ends = time.monotonic() + min(left, _MOST_SHARE * seconds + 60)
+    device = "cpu" if name == "kernels" else args.device
+
+    def play(number: int) -> dict[str, str]:
+        words = commands[number].split()
+        words = [{"REAL": args.real, "traces": str(args.out / "traces")}.get(word, word) for word in words]
+        if words[0] != "pytest":
+            small = SMALL.get(words[0].removeprefix("benchmarks."), "") if args.device == "cpu" else ""
+            words += [*small.split(), "--device", device, "--out", f"{scratch}/{number}.json"]
+        return _run(words, Path(scratch) / f"{number}.log", device, ends)
+
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
+        with ThreadPoolExecutor(len(commands) if name == "tests" else 1) as lanes:
+            for failure in lanes.map(play, range(len(commands))):
+                if failure:
+                    found |= {"passed": False, **failure}
+        found["results"] = [json.loads(path.read_text()) for path in sorted(Path(scratch).glob("*.json"))]
+    return found
+
+
+def _run(words: Sequence[str], log: Path, device: str, ends: float) -> dict[str, str]:
+    """A program to its end, or until its time is over; what is said of one that ended otherwise than it should.
+
+    It leads a group: what it starts ends with it, and a fault on the device too.
+    """
+    # Where there is a device, kernels are compiled, whatever tells the tests so.
+    environment = os.environ | ({} if device == "cpu" else {"TRITON_INTERPRET": "0"})
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words], cwd=ROOT, env=environment, stdout=said, stderr=said, start_new_session=True
+        )
+    try:
+        process.wait(max(0.0, ends - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return {"cut": f"{' '.join(words)}: its time was over; what it had found stands"}
+    if process.returncode == 0:
+        return {}
+    text = log.read_text(errors="replace").strip()[-_KEPT_CHARACTERS:]
+    return {"failure": f"{' '.join(words)}: status {process.returncode}: {text}"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Everything that only a GPU can show, in a few calls. See ``python -m benchmarks.gpu_check --help``."""

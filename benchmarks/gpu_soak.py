@@ -1,0 +1,136 @@
+"""Thousands of requests of many kinds on one engine, every seventh cancelled; then engines opened and closed.
+
+``python -m benchmarks.gpu_soak [MODEL] [--requests N] [--reopened N] [--out FILE]``
+
+What a request is answered must always be the same. Memory must not grow from the first quarter on, when all has been at
+work once, and what an engine took must be given back when it is closed. The last line of stdout is one JSON object;
+status 1 where any of this is not so.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from benchmarks.exactness import differs
+from benchmarks.run import Option, Run
+from benchmarks.ways import open_engine, requests_of
+from benchmarks.workloads import snippets
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.engine import Engine
+from ssd.engine.request import FinishReason
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
+
+_SLOTS: Final = 16
+_CANCELLED: Final = 7
+_MOST_GROWTH: Final = 1.01
+_MOST_LEFT: Final = {"allocated": 4 << 20, "in_use": 64 << 20}
+"""Bytes on the device after the last engine was closed, beyond what was there after the first: of tensors, and of all
+that is in use there, as recorded graphs are no tensors."""
+
+OPTIONS = {"requests": 2000, "reopened": Option(default=4, help="times that the engine is opened and closed again")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    run = Run("gpu_soak", __doc__, argv, OPTIONS, has_model=True)
+    if run.args.dtype == "auto":
+        run.args.dtype = "float32"
+    codec, model = run.load()
+    draft, config = DraftConfig(num_speculative_tokens=16), EngineConfig(max_num_seqs=_SLOTS)
+    found: dict[str, Any] = {}
+    after = []
+    for number in range(run.args.reopened + 1):
+        with CacheSet(CacheConfig(), codec.fingerprint, inline=True) as caches:
+            engine = open_engine(
+                model, "ssd", slots=_SLOTS, length=512, draft=draft, config=config, codec=codec, caches=caches
+            )
+            if number == 0:
+                found = soak(engine, caches, _questions(codec), run.args.requests)
+            else:
+                list(engine.generate([[5, 6, 7] * 10] * _SLOTS, SamplingParams(max_tokens=8, temperature=0.0)))
+            del engine
+        gc.collect()  # a target and its recorded steps refer to each other
+        after.append(device_memory(model.device))
+    left = {name: after[-1][name] - after[1][name] for name in _MOST_LEFT}
+    run.say(f"{found['answers']} answers, {found['changed']} changed, {found['unfinished']} unfinished, memory over "
+            f"that of the first quarter {found['growth']}, left behind {left}")  # fmt: skip
+    is_wrong = found["changed"] or found["unfinished"] or found["growth"] > _MOST_GROWTH
+    is_wrong = is_wrong or any(left[name] > most for name, most in _MOST_LEFT.items())
+    return run.end(**found, left=left, reopened=after, is_wrong=bool(is_wrong))
+
+
+def soak(
+    engine: Engine, caches: CacheSet, questions: Sequence[tuple[list[int], SamplingParams]], number: int
+) -> dict[str, Any]:
+    """``number`` requests drawn from the questions, twice as many waiting as there are slots."""
+    chance = random.Random(0)
+    answers: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    asked: dict[str, int] = {}
+    said: dict[str, list[int]] = defaultdict(list)
+    held, reasons, num_asked = [device_memory(engine.target.device)], Counter[FinishReason](), 0
+    while num_asked < number or asked:
+        while num_asked < number and len(asked) < 2 * _SLOTS:
+            index = chance.randrange(len(questions))
+            engine.submit(requests_of([questions[index][0]], [questions[index][1]], num_asked)[0])
+            asked[str(num_asked)] = index
+            num_asked += 1
+        for output in engine.step():
+            name = output.request_id
+            said[name] += output.token_ids
+            if output.finish_reason is not None:
+                reasons[output.finish_reason] += 1
+                index, tokens = asked.pop(name), tuple(said.pop(name))
+                if output.finish_reason is not FinishReason.CANCELLED:
+                    answers[index].add(tokens)
+            elif int(name) % _CANCELLED == 0 and chance.random() < 0.2:
+                engine.cancel(name)
+        caches.maintain()
+        if 4 * reasons.total() >= number * len(held):
+            held.append(device_memory(engine.target.device))
+    violations, changed = engine.check(), reasons[FinishReason.ERROR]
+    for index, different in answers.items():  # now that every slot is free
+        right, *others = sorted(different)
+        changed += sum(differs(engine.target, *questions[index], other, right) for other in others)
+    return {
+        "answers": number - reasons[FinishReason.CANCELLED],
+        "changed": changed,
+        "unfinished": len(violations),
+        "memory": held,
+        "growth": round(held[-1]["allocated"] / held[1]["allocated"], 4) if held[1]["allocated"] else 1.0,
+    }
+
+
+def _questions(codec: TextCodec) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts with sampling whose answer is always the same: greedy or with a seed."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1},
+        {"temperature": 0.0, "repetition_penalty": 1.1},
+        {"temperature": 1.0, "seed": 2, "logprobs": 3},
+    )
+    return [
+        (codec.encode_prompt(text)[-(40 + 5 * index) :], SamplingParams(max_tokens=24, **kinds[index % len(kinds)]))
+        for index, text in enumerate(snippets(5)[:60])
+    ]
+
+
+def device_memory(device: torch.device) -> dict[str, int]:
+    """Bytes: held by tensors, and in use on the device by anyone. Zeros on a CPU."""
+    if device.type != "cuda":
+        return {"allocated": 0, "in_use": 0}
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return {"allocated": torch.cuda.memory_allocated(device), "in_use": total - free}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
