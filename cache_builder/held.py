@@ -6,15 +6,17 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
-from ssd.errors import StoreUnavailable, TokenizerMismatch
-from ssd.retrieval.directory import LEARNED_NAME, read_learned, whose_segments
+from ssd.errors import CacheError, StoreUnavailable, TokenizerMismatch
+from ssd.retrieval.directory import LEARNED_NAME, load_segments, read_learned, whose_segments
 from ssd.retrieval.files import MANIFEST_NAME, Manifest, read_manifest
 from ssd.retrieval.segment import Segment, Tokens
-from ssd.retrieval.static import load_static_directory
+
+if TYPE_CHECKING:
+    from ssd.text.codec import TextCodec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +48,24 @@ def open_held(paths: Sequence[Path]) -> list[Held]:
                 f"{path} was made with tokenizer {fingerprint:.40}, {found[0].path} with {found[0].fingerprint}: their "
                 "token ids mean other text. Give caches of one tokenizer, or build one of them again"
             )
-        segments = tuple(load_static_directory(path, fingerprint=fingerprint))
-        found.append(Held(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=segments))
+        segments, failures = load_segments(path, manifest)
+        for failure in failures:
+            if isinstance(failure, CacheError):
+                raise failure
+            raise StoreUnavailable(f"{path} is incomplete: {failure}. Copy or build it again") from failure
+        found.append(Held(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=tuple(segments)))
     return found
+
+
+def open_one(path: Path, codec: TextCodec | None) -> Held:
+    """As ``open_held``. ``codec`` : what it must have been made with, None where that does not matter."""
+    (cache,) = open_held([path])
+    if codec is not None and codec.fingerprint != cache.fingerprint:
+        raise TokenizerMismatch(
+            f"{path} was made with tokenizer {cache.fingerprint}, this one is {codec.fingerprint}: its token ids mean "
+            "other text. Give the tokenizer it was made with"
+        )
+    return cache
 
 
 def digest_of(sequence: Tokens) -> int:

@@ -326,11 +326,6 @@ class SuffixDrafter:
         self._verified: dict[str, tuple[int, int | TokenIds]] = {}  # tokens, and which were right: so many or these
         self._learned: dict[str, LearnedState | None] = {}
 
-    @property
-    def workspace_address(self) -> int:
-        """Of the `Frame` that the last call left, for who says how it came about; until the next call."""
-        return self._workspace.address
-
     def model_of(self, learned: LearnedState | None) -> AcceptanceModel:
         """What was learned about acceptance in a namespace; with None, of all requests that have none."""
         return self._models.of(learned)
