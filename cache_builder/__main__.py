@@ -17,12 +17,12 @@ _EXAMPLES = """\
 examples:
   ssd-cache build answers.jsonl --tokenizer ./my-model --out warm/
   ssd-cache build docs/*.md logs.jsonl.gz --tokenizer ./my-model --out warm/ --force
-  zcat transcripts.gz | ssd-cache build - --tokenizer ./my-model --out warm/ --add
+  zcat transcripts.gz | ssd-cache build - --tokenizer ./my-model --out more/
   ssd-cache build alpaca.json --field prompt=instruction --field completion=output --tokenizer ./my-model --out warm/
   ssd-cache inspect warm/
   ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache inspect warm/ --deep --tokenizer ./my-model
-  ssd-cache merge warm/ cache/support --out merged/ --namespace support
+  ssd-cache merge warm/ more/ cache/support --out merged/ --namespace support
   ssd-cache inspect warm/ --sequences | gzip > warm.jsonl.gz
   ssd-cache explain warm/ --prompt question.txt --tokenizer ./my-model
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default

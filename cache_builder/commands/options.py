@@ -82,7 +82,7 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what 
     except Exception as error:  # a server that talks nonsense raises whatever it likes
         reason = shown(hide_password(f"{type(error).__name__}: {error}", url))
         raise StoreUnavailable(
-            f"{address_of(url)} {failed()} ({reason}): check address, rights (ssd-cache redis-status) and maxmemory"
+            f"{address_of(url)} {failed()} ({reason}): check address, rights and maxmemory (ssd-cache redis-status)"
         ) from None
     finally:
         client.close()
@@ -129,7 +129,6 @@ def add_log_arguments(command: argparse.ArgumentParser, *, in_time: bool = True)
         "--chat-template", type=Path, metavar="FILE", help="the server's --chat-template (default: the model's)"
     )
     command.add_argument("--format", choices=FORMATS, default="auto", help="of all logs (default: by their names)")
-    command.add_argument("--split", metavar="NAME", help="of datasets on disk that have several")
     command.add_argument(
         "--field", action="append", default=[], metavar="OURS=THEIRS",
         help="what records call text, prompt, completion, messages, token_ids or prompt_length, a.b.0 for nested ones; "
@@ -154,7 +153,7 @@ def read_logs(options: argparse.Namespace, names: list[str], class_by: str | Non
     from ssd.text.codec import TextCodec
 
     fields = FieldNames.parse(options.field)
-    sources = find_sources(names, options.format, options.split)
+    sources = find_sources(names, options.format)
     codec = TextCodec.load(options.tokenizer, chat_template=chat_template_of(options))
     with progress_bar(sum(source.size or 0 for source in sources), "B") as progress:
         read = read_log(
