@@ -39,8 +39,7 @@ def log(count: int) -> Log:
 
 def evaluated(count: int, **changes: Any) -> dict[str, Any]:
     measured = summarised(found(count, **changes), log(count), ["a"] * count)
-    more = {"class_definitions": {}, "measured": {**measured, "replayed": {"speedup": 1.9}}}
-    return {**EVALUATION, **more}
+    return {**EVALUATION, "measured": {**measured, "replayed": {"speedup": 1.9}}}
 
 
 def test_figures_are_sums_over_requests() -> None:

@@ -15,7 +15,7 @@ EVALUATION: dict[str, Any] = {
     "report": "evaluate",
     "date": "2026-11-22",
     "version": "1.2.3",
-    "parameters": {"cache": "growing", "warm": ["a", "b"], "shape": "tree", "draft_limit": 16, "batch": 1},
+    "parameters": {"cache": "growing", "warm": ["a", "b"], "draft_limit": 16},
     "inputs": ["monday.jsonl"],
     "tokenizer": "some-tokenizer",
     "requests": 1200,
@@ -23,7 +23,6 @@ EVALUATION: dict[str, Any] = {
     "output_tokens": 240_000,
     "speedup": 1.84,
     "tokens_per_step": 2.11,
-    "of_oracle": 0.7,
     "drafted_per_step": 4.5,
     "acceptance_rate": 0.25,
     "cost": {"source": "measured: some-model", "widths": [1, 2, 65], "costs": [1, 1.1, 2.2]},
@@ -32,18 +31,16 @@ EVALUATION: dict[str, Any] = {
         {"name": "new text", "requests": 1000, "output_tokens": 200_000, "tokens_per_step": 1.1, "speedup": 0.97},
     ],
     "acceptance_by_position": [{"position": at, "drafted": 100, "accepted": 60 - at} for at in range(1, 20)],
-    "class_definitions": {"asked again": "the same prompt came before"},
     "by_cache": [{"cache": "none", **STEPS}, {"cache": "growing", **STEPS}],
     "by_source": [{"source": "own", "drafted": 90, "accepted": 30}, {"source": "tail", "drafted": 9, "accepted": 9}],
     "growth": [{"requests": 300 * (1 + at), **STEPS} for at in range(4)],
     "needs": {
-        "memory_bytes": 300_000_000, "disk_bytes": 100_000_000, "cached_tokens": 9000, "redis_bytes": 5_000_000,
-        "redis_bytes_per_request": 4900, "propose_us": 30,
+        "memory_bytes": 300_000_000, "disk_bytes": 100_000_000, "cached_tokens": 9000, "propose_us": 30,
     },
     "documents": {"number": 0},
     "unknown": ["Whether tomorrow repeats as much.", "What sampling does."],
 }  # fmt: skip
-CURVES = ("growth", "acceptance_by_position", "cost")
+CURVES = ("growth", "acceptance_by_position")
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
@@ -110,7 +107,7 @@ def test_what_logs_call_things_is_shown_and_never_obeyed(hostile: str) -> None:
     row = {"name": hostile, "requests": 3, "output_tokens": 9, "tokens_per_step": 1.0, "speedup": 1.0}
     changed = {
         **EVALUATION,
-        "classes": [row, row], "class_definitions": {hostile: hostile},
+        "classes": [row, row],
         "by_source": [{"source": hostile, "drafted": 3, "accepted": 2}, *EVALUATION["by_source"][:1]],
         "inputs": [hostile], "tokenizer": hostile, "unknown": [hostile, hostile], "version": hostile,
         "parameters": {**EVALUATION["parameters"], hostile: [hostile]},
@@ -119,4 +116,4 @@ def test_what_logs_call_things_is_shown_and_never_obeyed(hostile: str) -> None:
     assert [tag for tag, _ in found.tags] == [tag for tag, _ in usual.tags]
     names = {name for _, attributes in usual.tags for name in attributes}
     assert {name for _, attributes in found.tags for name in attributes} <= names
-    assert found.text.count(hostile.replace("\0", "\ufffd")) >= 7 or "\0" in hostile
+    assert found.text.count(hostile.replace("\0", "\ufffd")) >= 6 or "\0" in hostile

@@ -15,11 +15,11 @@ import numpy as np
 
 from benchmarks.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.peers import Peer
+from benchmarks.replay.oracle import oracle_steps
 from benchmarks.traces import TraceTokenizer, limited, read_records, read_sessions, trace_name
 from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.costs import CostCurve, StepCosts
 from cache_builder.evaluation.log import Row
-from cache_builder.evaluation.oracle import oracle_steps
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES
 

@@ -43,7 +43,7 @@ def add(command: argparse.ArgumentParser) -> None:
     """Its arguments."""
     command.description = _DESCRIPTION
     command.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, pattern, directory or URL; see above")
-    add_log_arguments(command, in_time=False)
+    add_log_arguments(command)
     command.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write; created if missing")
     command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="name kept in the files (default: %(default)s)")
     command.add_argument("--force", action="store_true", help="replace the cache in DIR")

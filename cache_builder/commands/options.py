@@ -119,8 +119,8 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
         yield bar.update
 
 
-def add_log_arguments(command: argparse.ArgumentParser, *, in_time: bool = True) -> None:
-    """How logs are read: as ``ssd-cache build`` reads its inputs. ``in_time`` : they may be ordered."""
+def add_log_arguments(command: argparse.ArgumentParser) -> None:
+    """How logs are read: as ``ssd-cache build`` reads its inputs."""
     command.add_argument(
         "--tokenizer", default=str(MODEL_PATH), metavar="DIR_OR_MODEL",
         help="the served model's directory or id, or a tokenizer.json (default: the bundled model's)",
@@ -135,10 +135,6 @@ def add_log_arguments(command: argparse.ArgumentParser, *, in_time: bool = True)
         "repeatable; THEIRS alone is the text",
     )  # fmt: skip
     command.add_argument("--skip-invalid", action="store_true", help="count lines that cannot be used and go on")
-    if in_time:
-        command.add_argument(
-            "--time-field", metavar="FIELD", help="order requests by it: numbers or ISO 8601; a.b nests"
-        )
 
 
 def chat_template_of(options: argparse.Namespace) -> str | None:
@@ -157,7 +153,7 @@ def read_logs(options: argparse.Namespace, names: list[str], class_by: str | Non
     codec = TextCodec.load(options.tokenizer, chat_template=chat_template_of(options))
     with progress_bar(sum(source.size or 0 for source in sources), "B") as progress:
         read = read_log(
-            sources, codec, fields=fields, class_by=class_by, time_by=options.time_field,
+            sources, codec, fields=fields, class_by=class_by,
             skip_invalid=options.skip_invalid, progress=progress,
         )  # fmt: skip
     return codec, read

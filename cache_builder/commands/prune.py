@@ -15,7 +15,7 @@ from cache_builder.building.unfinished import check_new, new_cache
 from cache_builder.commands.options import CACHE_DIRECTORY, add_log_arguments, progress_bar, read_logs
 from cache_builder.evaluation.costs import flat
 from cache_builder.evaluation.decoding import OutputDecoder
-from cache_builder.evaluation.log import Keys, Log, runs
+from cache_builder.evaluation.log import Log
 from cache_builder.held import Held, open_held, open_one
 from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting.ask import SOURCES
@@ -79,6 +79,9 @@ _WARM: Final = SOURCES.index("warm")
 _WIDTH: Final = 32
 """Tokens up to which a pass is taken to cost nothing more: drafts are long, so that what helps any device is seen."""
 
+_FACTOR: Final = 0x9E3779B97F4A7C15
+
+Keys = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
@@ -102,9 +105,18 @@ def accepted_runs(
             positions = len(row.context) + np.cumsum(steps.accepted + 1) - steps.accepted - 1
             for step in np.flatnonzero((steps.accepted > 0) & (steps.sources == _WARM)).tolist():
                 begin, end = positions[step] - RUN_TOKENS + 1, positions[step] + steps.accepted[step]
-                found.append(runs(text[max(0, begin) : end], RUN_TOKENS))
+                found.append(_runs(text[max(0, begin) : end]))
             progress(len(row.output))
     return found
+
+
+def _runs(tokens: Tokens) -> Keys:
+    """uint64[n - RUN_TOKENS + 1]: a hash of each run of tokens, by where it begins. O(n)."""
+    room = max(0, len(tokens) - RUN_TOKENS + 1)
+    keys = np.zeros(room, np.uint64)
+    for place in range(RUN_TOKENS):
+        keys = keys * np.uint64(_FACTOR) + tokens[place : place + room].astype(np.uint64)
+    return (keys ^ (keys >> np.uint64(29))) * np.uint64(_FACTOR)
 
 
 def credits_of(cache: Held, found: Iterable[Keys]) -> Counts:
@@ -116,7 +128,7 @@ def credits_of(cache: Held, found: Iterable[Keys]) -> Counts:
     is_placed = np.zeros(len(keys), np.bool_)
     credits = np.zeros(-(-cache.num_tokens // BLOCK_TOKENS), np.int64)
     for start, tokens in _placed(cache):
-        there = runs(tokens, RUN_TOKENS)
+        there = _runs(tokens)
         begins = np.flatnonzero(np.isin(there, keys))
         at, first = np.unique(np.searchsorted(keys, there[begins]), return_index=True)
         begins, at = begins[first][~is_placed[at]], at[~is_placed[at]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
@@ -53,9 +54,9 @@ def log_of(found: Mapping[str, Any], log: Log) -> Log | None:
     return Log(np.concatenate(texts), starts, np.array([len(prompt) for prompt in prompts], np.int64))
 
 
-def summarised(found: Mapping[str, Any], log: Log, classes: Sequence[str]) -> dict[str, Any]:
-    """The report's part of it. ``classes`` : of every request of the log."""
-    names = [classes[number] for number in log.with_prompt.tolist()]
+def summarised(found: Mapping[str, Any], log: Log, labels: Sequence[str] | None) -> dict[str, Any]:
+    """The report's part of it. ``labels`` : the class of every request of the log, where there are any."""
+    names = ["" if labels is None else labels[number] for number in log.with_prompt.tolist()]
     facts = {key: found[key] for key in ("model", "device", "dtype", "threads", "too_long")}
     return {**facts, "temperatures": [_of_one(each, names) for each in found["temperatures"]]}
 
@@ -64,9 +65,7 @@ def _of_one(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     rows: Sequence[Row] = found["requests"]
     bounds = sorted({round(len(rows) * window / _WINDOWS) for window in range(_WINDOWS + 1)})
     slower = sorted((row for row in rows if _seconds(row, "ssd") > _seconds(row, "none")), key=_ratio)
-    kinds = sorted(
-        {names[row["request"]] for row in rows}, key=lambda kind: -sum(names[r["request"]] == kind for r in rows)
-    )
+    kinds = [kind for kind, _ in Counter(names[row["request"]] for row in rows).most_common() if kind]
     return {
         "temperature": found["temperature"],
         **figures_of(rows),

@@ -106,13 +106,10 @@ def _headline(evaluation: Evaluation) -> str:
 
 def _drafts(evaluation: Evaluation) -> str:
     parameters = evaluation["parameters"]
-    share = evaluation["of_oracle"]
     return (
-        ("" if share is None else f"{share:.0%} of the tokens a step that the best drafts in hindsight would give; ")
-        + f"{evaluation['drafted_per_step']:.1f} tokens drafted a step, {evaluation['acceptance_rate']:.0%} of them "
-        f"accepted; {parameters['shape']}s of at most {parameters['draft_limit']}, cache {parameters['cache']}"
+        f"{evaluation['drafted_per_step']:.1f} tokens drafted a step, {evaluation['acceptance_rate']:.0%} of them "
+        f"accepted; trees of at most {parameters['draft_limit']}, cache {parameters['cache']}"
         + (f", warm: {', '.join(parameters['warm'])}" if parameters["warm"] else "")
-        + (f", {parameters['batch']} rows a pass" if parameters["batch"] > 1 else "")
     )
 
 
@@ -121,7 +118,6 @@ def _needs(needs: Evaluation) -> list[str]:
     return [
         f"  memory {_bytes(needs['memory_bytes'])} for {needs['cached_tokens']:,} tokens, files "
         f"{_bytes(needs['disk_bytes'])}",
-        f"  sharing {_bytes(needs['redis_bytes'])} through Redis, {needs['redis_bytes_per_request']:,.0f} a request",
         *([f"  {proposal:.0f} us of a processor for a proposal, here"] if proposal is not None else []),
     ]
 
@@ -173,16 +169,6 @@ def _shares(evaluation: Evaluation) -> list[Evaluation]:
     return [{**row, "share": row["accepted"] / row["drafted"]} for row in rows if row["drafted"]]
 
 
-def _passes(evaluation: Evaluation) -> list[Evaluation]:
-    cost = evaluation["cost"]
-    return [{"width": width, "cost": value} for width, value in zip(cost["widths"], cost["costs"], strict=True)]
-
-
-def _defined(evaluation: Evaluation) -> list[Evaluation]:
-    rows = sorted(evaluation["classes"], key=lambda row: -int(row["output_tokens"]))
-    return [{**row, "about": evaluation["class_definitions"].get(row["name"], "")} for row in rows]
-
-
 def _ways(key: str) -> Callable[[Evaluation], Sequence[Evaluation]]:
     """Rows of every temperature that was measured, each with its name; ``key`` "": of all of it."""
 
@@ -219,10 +205,8 @@ _MEASURED: Final = (
 )  # fmt: skip
 _TABLES: Final = (
     _Table(
-        "By class of traffic", _defined,
-        (
-            ("class", "name", str), ("", "about", str), *_REQUESTS, ("output tokens", "output_tokens", _count), *_STEPS,
-        ),
+        "By class of traffic", itemgetter("classes"),
+        (("class", "name", str), *_REQUESTS, ("output tokens", "output_tokens", _count), *_STEPS),
     ),
     _Table("It grows with use", itemgetter("growth"), (("after requests", "requests", _count), *_STEPS), is_curve=True),
     _Table(
@@ -244,10 +228,6 @@ _TABLES: Final = (
             ("accepted", "accepted", _count),
         ),
     ),
-    _Table(
-        "What a pass costs, in passes of one token", _passes,
-        (("tokens of the pass", "width", _count), ("cost", "cost", _two)), is_curve=True,
-    ),
 )  # fmt: skip
 
 
@@ -267,8 +247,6 @@ def _figure(table: _Table, rows: Sequence[Evaluation]) -> str:
         points = sorted((row[x], row[y]) for row in rows if row.get("way", "") == name)
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.set(xlabel=x_name, ylabel=y_name, ylim=(0, None))
-    if min(row[x] for row in rows) > 0 and max(row[x] for row in rows) > 30 * min(row[x] for row in rows):
-        axes.set_xscale("log")
     if len(names) > 1:
         axes.legend()
     picture = io.BytesIO()
