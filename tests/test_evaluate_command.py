@@ -78,7 +78,6 @@ def test_the_report_has_all_its_parts_and_they_agree() -> None:
     steps = found["output_tokens"] - accepted
     assert found["tokens_per_step"] == pytest.approx(found["output_tokens"] / steps, abs=1e-3)
     assert found["speedup"] > 1.5 and num_to_decode(log, plan()) == 2 * found["output_tokens"]
-    assert all(each["drafted"] >= each["accepted"] for each in found["acceptance_by_position"])
     assert [each["cache"] for each in found["by_cache"]] == ["none", "growing"]
     assert found["by_cache"][0]["speedup"] < found["speedup"]
     assert found["needs"]["disk_bytes"] > 0

@@ -81,9 +81,8 @@ def _block(number: int, parts: list[tuple[Part, str]], how: str, weight: int) ->
 class BuildOptions:
     """How a build is done.
 
-    ``force`` : in place of a cache that is there; ``fresh`` : without what an earlier build that did not end had
-    finished. ``fields`` : how records call theirs. ``jobs`` : processes, None for one a core. ``block_bytes`` : of text
-    in a block, None as ``plan_of`` chooses.
+    ``force`` : in place of a cache that is there. ``fields`` : how records call theirs. ``jobs`` : processes, None for
+    one a core. ``block_bytes`` : of text in a block, None as ``plan_of`` chooses.
     """
 
     namespace: str
@@ -91,7 +90,6 @@ class BuildOptions:
     chat_template: str | None = None
     format: Format = "auto"
     force: bool = False
-    fresh: bool = False
     skip_invalid: bool = False
     fields: FieldNames = AS_WE_CALL_THEM
     jobs: int | None = None

@@ -97,7 +97,7 @@ def build(
     check_new(out, force=options.force)
     sources = find_sources(inputs, options.format)
     codec = codec_of(options.tokenizer, options.chat_template)
-    with working_directory(out, fresh=options.fresh) as working:
+    with working_directory(out, fresh=False) as working:
         block_options = BlockOptions(
             directory=working.absolute(),
             fingerprint=codec.fingerprint,

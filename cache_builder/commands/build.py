@@ -48,9 +48,6 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="name kept in the files (default: %(default)s)")
     command.add_argument("--force", action="store_true", help="replace the cache in DIR")
     command.add_argument(
-        "--fresh", action="store_true", help="begin anew, without what a build that was ended finished"
-    )
-    command.add_argument(
         "--executor", choices=("local", "ray"), default="local",
         help="who reads, tokenises and sorts: processes here, or the workers of a Ray cluster (default: %(default)s)",
     )  # fmt: skip
@@ -73,7 +70,6 @@ def run(options: argparse.Namespace) -> int:
         chat_template=chat_template_of(options),
         format=options.format,
         force=options.force,
-        fresh=options.fresh,
         skip_invalid=options.skip_invalid,
         fields=FieldNames.parse(options.field),
         jobs=options.jobs,

@@ -51,12 +51,6 @@ def add(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument("--class-by", metavar="FIELD", help="a field of the records that names their class; a.b nests")
     command.add_argument("--json", action="store_true", help="print one JSON line alone")
-    command.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page of its tables, and of plots where matplotlib is installed",
-    )
     add_log_arguments(command)
     add_cost_arguments(command)
     group = command.add_argument_group("decoding", "with --measure: what is decoded with the model, one at a time")
@@ -80,7 +74,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from cache_builder.evaluation.evaluate import Plan, evaluate, num_to_decode
-    from cache_builder.evaluation.report import headline, page, summary
+    from cache_builder.evaluation.report import headline, summary
 
     _check(options)
     if options.measure is not None and options.tokenizer == str(MODEL_PATH):
@@ -106,8 +100,6 @@ def run(options: argparse.Namespace) -> int:
     result |= {"without_prompt_records": read.num_without_prompt, "without_answer_records": read.num_without_answer}
     result["measured"] = None if options.measure is None else _measured(options, read, plan, costs)
     result["headline"] = headline(result)
-    if options.html is not None:
-        options.html.write_text(page(result), "utf-8")
     print(json.dumps(result) if options.json else summary(result))
     return 0
 
@@ -124,7 +116,7 @@ def _measured(options: argparse.Namespace, read: ReadLog, plan: Plan, costs: Ste
         max_tokens=options.measure_tokens, minutes=options.measure_minutes, temperatures=options.temperature,
         draft_limit=options.draft_limit, warm=list(map(str, plan.warm)), learns=plan.cache == "growing",
     )  # fmt: skip
-    summary = summarised(found, read.log, read.labels)
+    summary = summarised(found)
     same = log_of(found, read.log)
     replayed = None if same is None else evaluate(same, plan, costs)
     summary["replayed"] = None if replayed is None else {key: replayed[key] for key in ("speedup", "tokens_per_step")}

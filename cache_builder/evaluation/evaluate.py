@@ -54,7 +54,7 @@ class Outcome:
 
     ``requests`` : int64[r], the numbers of those decoded. Of each ``num_steps``, ``num_accepted`` : int64[r].
     ``drafted`` : int16, tokens drafted in each step of all, one request after another. ``ns`` : of a processor, for all
-    proposals. ``by_depth``, ``by_source`` : see `OutputDecoder`. ``num_cached_tokens``, ``index_bytes`` : of what the
+    proposals. ``by_source`` : see `OutputDecoder`. ``num_cached_tokens``, ``index_bytes`` : of what the
     cache holds at the end.
     """
 
@@ -63,7 +63,6 @@ class Outcome:
     num_accepted: Int64s
     drafted: npt.NDArray[np.int16]
     ns: int
-    by_depth: tuple[Int64s, Int64s]
     by_source: dict[str, tuple[int, int, int]]
     num_cached_tokens: int
     index_bytes: int
@@ -105,7 +104,6 @@ def replay(
             num_accepted,
             np.concatenate(drafted),
             ns,
-            decoder.by_depth(),
             decoder.by_source(),
             snapshot.num_tokens,
             of_segments + 8 * (snapshot.tail_stop - snapshot.tail_start),  # the tail as if it were in a segment
@@ -169,7 +167,6 @@ def evaluate(
         **judge.figures(main),
         "documents": {"number": len(without), "tokens": int(np.diff(log.starts)[without].sum())},
         "classes": [] if labels is None else _classes(main, judge, labels),
-        "acceptance_by_position": _by_position(main),
         "by_source": [
             {"source": source, "drafts": drafts, "drafted": drafted, "accepted": accepted}
             for source, (drafts, drafted, accepted) in main.by_source.items()
@@ -225,16 +222,6 @@ def _classes(main: Outcome, judge: _Judge, classes: Sequence[str]) -> list[dict[
     if len(ordered) > _MOST_CLASSES:
         groups.append((_OTHER_CLASSES, ~np.isin(names.astype(str), ordered[:_MOST_CLASSES])))
     return [{"name": name, "requests": int(of.sum()), **judge.figures(main, of)} for name, of in groups]
-
-
-def _by_position(main: Outcome) -> list[dict[str, int]]:
-    """Position 1 is the first token of a draft; of a tree all tokens that stand there."""
-    drafted, accepted = main.by_depth
-    last = int(np.flatnonzero(drafted).max(initial=-1))
-    return [
-        {"position": depth + 1, "drafted": int(drafted[depth]), "accepted": int(accepted[depth])}
-        for depth in range(last + 1)
-    ]
 
 
 def _growth(main: Outcome, judge: _Judge) -> list[dict[str, Any]]:
