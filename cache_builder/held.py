@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-import xxhash
-
 from ssd.errors import CacheError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.directory import LEARNED_NAME, load_segments, read_learned, whose_segments
 from ssd.retrieval.files import MANIFEST_NAME, Manifest, read_manifest
-from ssd.retrieval.segment import Segment, Tokens
+from ssd.retrieval.segment import Segment
 
 if TYPE_CHECKING:
     from ssd.text.codec import TextCodec
@@ -68,11 +66,6 @@ def open_one(path: Path, codec: TextCodec | None) -> Held:
     return cache
 
 
-def digest_of(sequence: Tokens) -> int:
-    """A number of a sequence that another one has not: 128 bits, of which no two are expected to be alike."""
-    return xxhash.xxh3_128_intdigest(sequence.tobytes())
-
-
 def learned_of(path: Path) -> bytes | None:
     """What drafting learned, kept beside the segments in ``path``; None where nothing is. Raises StoreUnavailable."""
     try:
@@ -101,11 +94,6 @@ def manifest_of(path: Path) -> Manifest:
         raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
     hint = f"It has caches in {', '.join(inside[:5])}" if inside else "Make one with `ssd-cache build`"
     raise StoreUnavailable(f"{path} holds no cache (no {MANIFEST_NAME}). {hint}")
-
-
-def fingerprint_of(path: Path) -> str:
-    """The tokenizer a directory was made with. Raises as ``manifest_of``."""
-    return manifest_of(path).fingerprint
 
 
 Decode: TypeAlias = Callable[[Sequence[int]], str] | None

@@ -18,13 +18,12 @@ from cache_builder.commands.options import (
     redis_client,
     redis_url_of,
 )
-from cache_builder.held import fingerprint_of
+from cache_builder.held import open_held
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
 from ssd.retrieval.files import check_namespace
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.static import load_static_directory
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry, stream_key
 from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, max_entries_of
 from ssd.sharing.stream import append
@@ -100,8 +99,8 @@ def push(
     check_namespace(namespace)
     if max_tokens < MAX_ENTRY_TOKENS:
         raise ConfigError(f"max_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry, got {max_tokens}")
-    fingerprint = fingerprint_of(directory)
-    segments = load_static_directory(directory, fingerprint=fingerprint)
+    (cache,) = open_held([directory])
+    fingerprint, segments = cache.fingerprint, cache.segments
     lengths = np.fromiter(map(len, sequences_of(segments)), np.int64)
     first = len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))
     key = stream_key(fingerprint, namespace)
