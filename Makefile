@@ -177,7 +177,7 @@ $(CLIENTS_READY): $(CLIENTS_PINS)/requirements.txt $(CLIENTS_PINS)/constraints.t
 # disk. Its terms are not ours: nothing is downloaded before ACCEPT_GEMMA_TERMS=1 says that they are accepted.
 real-model: $(REAL_MODEL)/.checked
 	@echo "real-model: $(REAL_MODEL) is ready: --model real; ssd-cache evaluate LOG --measure $(REAL_MODEL)"
-	$(if $(LOGS),$(REAL)/bin/python -m cache_builder evaluate $(LOGS) --measure $(REAL_MODEL) --html real-model.html)
+	$(if $(LOGS),$(REAL)/bin/python -m cache_builder evaluate $(LOGS) --measure $(REAL_MODEL) > real-model.txt)
 
 # The figures of docs/ that were measured on it: 55 minutes on two idle cores.
 bench-real: $(READY) real-model

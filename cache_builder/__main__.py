@@ -17,12 +17,12 @@ _EXAMPLES = """\
 examples:
   ssd-cache build answers.jsonl --tokenizer ./my-model --out warm/
   ssd-cache build docs/*.md logs.jsonl.gz --tokenizer ./my-model --out warm/ --force
-  zcat transcripts.gz | ssd-cache build - --tokenizer ./my-model --out warm/ --add
+  zcat transcripts.gz | ssd-cache build - --tokenizer ./my-model --out more/
   ssd-cache build alpaca.json --field prompt=instruction --field completion=output --tokenizer ./my-model --out warm/
   ssd-cache inspect warm/
   ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
-  ssd-cache check warm/ --tokenizer ./my-model
-  ssd-cache merge warm/ cache/support --out merged/ --namespace support
+  ssd-cache inspect warm/ --deep --tokenizer ./my-model
+  ssd-cache merge warm/ more/ cache/support --out merged/ --namespace support
   ssd-cache inspect warm/ --sequences | gzip > warm.jsonl.gz
   ssd-cache explain warm/ --prompt question.txt --tokenizer ./my-model
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
@@ -36,7 +36,7 @@ COMMANDS = {
     "build": "make a cache directory from files",
     "evaluate": "what a cache would gain on your own logs",
     "inspect": "what a cache directory holds, and whether it is intact",
-    "check": "whether all of a cache directory is right",
+    "check": "is now: inspect --deep",
     "merge": "make one cache of several",
     "explain": "what would be drafted after a text, and why",
     "push": "write a cache directory into the log that servers share",

@@ -6,20 +6,20 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import xxhash
-
-from ssd.errors import StoreUnavailable, TokenizerMismatch
-from ssd.retrieval.directory import LEARNED_NAME, is_segment_file, read_learned
+from ssd.errors import CacheError, StoreUnavailable, TokenizerMismatch
+from ssd.retrieval.directory import LEARNED_NAME, is_segment_file, load_segments, read_learned
 from ssd.retrieval.files import MANIFEST_NAME, Manifest, read_manifest
-from ssd.retrieval.segment import Segment, Tokens
-from ssd.retrieval.static import load_static_directory
+from ssd.retrieval.segment import Segment
+
+if TYPE_CHECKING:
+    from ssd.text.codec import TextCodec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A directory and its segments, mapped: static ones first, then a server's from the oldest to the newest."""
+    """A directory and its segments: static ones first, then a server's from the oldest to the newest."""
 
     path: Path
     fingerprint: str
@@ -46,14 +46,24 @@ def open_held(paths: Sequence[Path]) -> list[Held]:
                 f"{path} was made with tokenizer {fingerprint:.40}, {found[0].path} with {found[0].fingerprint}: their "
                 "token ids mean other text. Give caches of one tokenizer, or build one of them again"
             )
-        segments = tuple(load_static_directory(path, fingerprint=fingerprint))
-        found.append(Held(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=segments))
+        segments, failures = load_segments(path, manifest)
+        for failure in failures:
+            if isinstance(failure, CacheError):
+                raise failure
+            raise StoreUnavailable(f"{path} is incomplete: {failure}. Copy or build it again") from failure
+        found.append(Held(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=tuple(segments)))
     return found
 
 
-def digest_of(sequence: Tokens) -> int:
-    """A number of a sequence that another one has not: 128 bits, of which no two are expected to be alike."""
-    return xxhash.xxh3_128_intdigest(sequence.tobytes())
+def open_one(path: Path, codec: TextCodec | None) -> Held:
+    """As ``open_held``. ``codec`` : what it must have been made with, None where that does not matter."""
+    (cache,) = open_held([path])
+    if codec is not None and codec.fingerprint != cache.fingerprint:
+        raise TokenizerMismatch(
+            f"{path} was made with tokenizer {cache.fingerprint}, this one is {codec.fingerprint}: its token ids mean "
+            "other text. Give the tokenizer it was made with"
+        )
+    return cache
 
 
 def learned_of(path: Path) -> bytes | None:
@@ -83,11 +93,6 @@ def manifest_of(path: Path) -> Manifest:
         raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
     hint = f"It has caches in {', '.join(inside[:5])}" if inside else "Make one with `ssd-cache build`"
     raise StoreUnavailable(f"{path} holds no cache (no {MANIFEST_NAME}). {hint}")
-
-
-def fingerprint_of(path: Path) -> str:
-    """The tokenizer a directory was made with. Raises as ``manifest_of``."""
-    return manifest_of(path).fingerprint
 
 
 Decode: TypeAlias = Callable[[Sequence[int]], str] | None

@@ -16,7 +16,6 @@ import pytest
 
 import ssd
 from cache_builder.__main__ import main
-from cache_builder.inputs.lines import array_elements
 from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.segment import SEPARATOR
@@ -188,24 +187,17 @@ def test_push_reaches_a_running_replica(
     assert main(["pull", "--out", str(saved), "--redis", redis_server.url, "--namespace", "other"]) == 2
 
 
-def test_an_existing_cache_is_kept_added_to_or_replaced(
+def test_an_existing_cache_is_kept_or_replaced(
     model: Path, codec: TextCodec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     one, two = (write_lines(tmp_path / f"{n}.jsonl", {"text": n}) for n in ("one", "two"))
-    first, second = (codec.encode_text_example(text).token_ids for text in ("one", "two"))
     assert build(model, out, one) == 0
     assert build(model, out, two) == 2
     assert "--force" in error_of(capsys)
-    assert build(model, out, two, "--add") == 0
-    assert sequences(out, codec) == [first, second]
-    assert build(model, out, two, "--add", "--force") == 2
+    assert sequences(out, codec) == [codec.encode_text_example("one").token_ids]
     assert build(model, out, two, "--force") == 0
-    assert sequences(out, codec) == [second]
-    capsys.readouterr()
-    other = write_model_directory(tmp_path / "other", num_tokens=401)
-    assert build(other, out, one, "--add") == 2
-    assert "tokenizer" in error_of(capsys)
+    assert sequences(out, codec) == [codec.encode_text_example("two").token_ids]
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "diary.txt").write_text("mine")
     assert build(model, tmp_path / "notes", one, "--force") == 2
@@ -327,13 +319,6 @@ def test_a_torn_array_names_its_file(
     assert not (tmp_path / "out").exists()
 
 
-def test_elements_of_an_array_are_its_text() -> None:
-    values = [{"text": "x" * size, "n": size} for size in (0, 10, 1 << 20, 5)]
-    assert [json.loads(element) for element in array_elements(json.dumps(values))] == values
-    assert list(array_elements("[12, 3.5e1]")) == ["12", "3.5e1"]
-    assert list(array_elements("[ ]")) == []
-
-
 def test_other_names_are_understood(model: Path, codec: TextCodec, tmp_path: Path) -> None:
     pair = write_lines(tmp_path / "pair.jsonl", {"prompt": "a", "completion": "b"})
     alpaca = write_lines(tmp_path / "alpaca.jsonl", {"instruction": "a", "output": "b"})
@@ -363,10 +348,9 @@ def test_a_chat_template_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixt
 # -- builds that end early, and files that come again ----------------------------------------------------------------
 
 
-def test_what_occurs_often_in_new_files_is_stored_as_often(model: Path, codec: TextCodec, tmp_path: Path) -> None:
+def test_what_occurs_often_is_stored_as_often(model: Path, codec: TextCodec, tmp_path: Path) -> None:
     once, thrice = {"text": "said once"}, {"text": "said again"}
-    assert build(model, tmp_path / "out", write_lines(tmp_path / "a.jsonl", once, thrice)) == 0
-    assert build(model, tmp_path / "out", write_lines(tmp_path / "b.jsonl", once, thrice, thrice, thrice), "--add") == 0
+    assert build(model, tmp_path / "out", write_lines(tmp_path / "b.jsonl", once, thrice, thrice, thrice)) == 0
     found = [codec.decode(sequence, skip_special_tokens=True) for sequence in sequences(tmp_path / "out", codec)]
     assert sorted(found) == ["said again"] * 3 + ["said once"]
 

@@ -24,11 +24,9 @@ from cache_builder.building.block import (
     BlockOptions,
     BlockResult,
     BuildOptions,
-    Stored,
     build_block,
     codec_of,
     plan_of,
-    write_stored,
 )
 from cache_builder.building.build import build, joined_id, neighbours_of
 from cache_builder.building.unfinished import unfinished_directory, working_directory
@@ -211,11 +209,6 @@ def test_what_is_finished_is_kept_where_a_later_line_is_wrong(corpus: Path, mode
         build([str(corpus)], out, options_for(model))
     (corpus / "z.jsonl").write_text('{"text": "mended"}')
     assert build([str(corpus)], out, options_for(model)).num_reused_tokens > 10_000
-    with pytest.raises(InputError):
-        (corpus / "z.jsonl").write_text("{broken")
-        build([str(corpus)], out, options_for(model, force=True))
-    (corpus / "z.jsonl").write_text('{"text": "mended"}')
-    assert build([str(corpus)], out, options_for(model, force=True, fresh=True)).num_reused_tokens == 0
 
 
 def test_errors_of_workers_are_told_as_they_are(corpus: Path, model: str, tmp_path: Path) -> None:
@@ -302,31 +295,3 @@ def test_a_build_killed_at_any_moment_ends_as_if_it_was_not(
     assert subprocess.run(command, env=environment).returncode == 0 or out.exists()
     assert ids_of(out) == ids_of(tmp_path / "undisturbed")
     assert len(inodes) > 2
-
-
-# -- what is there already --------------------------------------------------------------------------------------------
-
-
-def test_adding_again_stores_nothing_however_the_blocks_fall(corpus: Path, model: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    build([str(corpus)], out, options_for(model))
-    before = ids_of(out)
-    for size in (3_000, 1 << 30, 20_000):
-        result = build([str(corpus)], out, options_for(model, add=True, block_bytes=size))
-        assert (result.num_tokens, result.num_records) == (0, 581) and ids_of(out) == before
-    (corpus / "e.jsonl").write_text('{"text": "new"}\n')
-    result = build([str(corpus)], out, options_for(model, add=True))
-    assert result.num_sequences == 1 and ids_of(out)[:-1] == before
-
-
-def test_stored_sequences_are_each_good_for_one(model: str, corpus: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    build([str(corpus)], out, options_for(model))
-    write_stored(out, tmp_path / "stored.npy", fingerprint=codec_of(model, None).fingerprint)
-    stored = Stored(tmp_path / "stored.npy")
-    there = [np.array(sequence, np.int32) for sequence in sequences(out, model)]
-    assert all(stored.take(sequence) for sequence in there)
-    assert not any(stored.take(sequence) for sequence in there)
-    stored.begin()
-    assert stored.take(np.concatenate([[5, 6], there[0]]).astype(np.int32)), "its beginning may be stored elsewhere"
-    assert not stored.take(np.array([1, 2, 3], np.int32))

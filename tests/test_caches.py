@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
 from cache_builder.building.unfinished import unfinished_directory, working_directory
-from cache_builder.commands.check import RIGHT, check, first_wrong
+from cache_builder.commands.inspect import RIGHT, first_wrong, inspect
 from cache_builder.commands.merge import merge
 from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
@@ -104,7 +104,7 @@ def test_a_servers_own_cache_and_a_built_one_become_one(tmp_path: Path, capsys: 
     assert manifest is not None
     assert manifest.namespace == "all"
     assert all(segment.start is None for segment in load_static_directory(tmp_path / "out", fingerprint=FINGERPRINT))
-    assert check(tmp_path / "out").faults == []
+    assert inspect(tmp_path / "out", deep=True).faults == []
 
 
 def test_equal_sequences_are_stored_once_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_cache_that_a_server_writes_is_not_replaced(tmp_path: Path) -> None:
     assert read_cache(path) == TEXTS
 
 
-# check
+# inspect --deep
 
 
 def rewritten(path: Path, segment: Segment) -> None:
@@ -180,12 +180,11 @@ def test_a_sound_directory_is_called_sound(
 ) -> None:
     path = write_cache(tmp_path / "a", TEXTS, fingerprint=codec.fingerprint)
     (path / "learned.bin").write_bytes(AcceptanceModel().to_bytes())
-    assert main(["check", str(path), "--tokenizer", str(model)]) == 0
-    assert "sound" in capsys.readouterr().out
-    assert main(["check", str(path), "--json"]) == 0
+    assert main(["inspect", "--deep", str(path), "--tokenizer", str(model)]) == 0
+    assert "FAULT" not in capsys.readouterr().out
+    assert main(["inspect", "--deep", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["is_sound"], found["num_sequences"], found["largest_id"]) == (True, len(TEXTS), 39)
-    assert found["candidates_learned_from"] == 0
+    assert (found["is_intact"], found["num_sequences"], found["learned_from"]) == (True, len(TEXTS), 0)
 
 
 def test_what_checksums_cannot_see_is_a_fault_that_says_what_to_do(tmp_path: Path, model: Path) -> None:
@@ -197,22 +196,22 @@ def test_what_checksums_cannot_see_is_a_fault_that_says_what_to_do(tmp_path: Pat
         segment.text, order, build_fence(segment.text, order, segment.width), segment.width, None, segment.segment_id
     )
     rewritten(path, unsorted)
-    (fault,) = check(path).faults
+    (fault,) = inspect(path, deep=True).faults
     assert "is not that of its text" in fault
     assert "build the directory again" in fault
     fence = segment.fence + np.uint64(1)
     rewritten(path, Segment(segment.text, segment.order.copy(), fence, segment.width, None, segment.segment_id))
-    assert "the fence of" in check(path).faults[0]
+    assert "is not that of its text" in inspect(path, deep=True).faults[0]
     rewritten(path, build_segment(segment.tokens[:25], start=None, segment_id=segment.segment_id))
-    assert "tokens from position" in check(path).faults[0]
-    foreign = check(path, codec=TextCodec.load(str(model))).faults
+    assert "tokens from position" in inspect(path, deep=True).faults[0]
+    foreign = inspect(path, deep=True, codec=TextCodec.load(str(model))).faults
     assert any("made with tokenizer" in fault for fault in foreign)
 
 
 def test_ids_that_the_tokenizer_has_not_are_a_fault(tmp_path: Path, model: Path, codec: TextCodec) -> None:
     path = write_cache(tmp_path / "a", [[1, codec.vocab_size]], fingerprint=codec.fingerprint)
-    assert "the tokenizer's are below" in check(path, codec=codec).faults[0]
-    assert main(["check", str(path), "--tokenizer", str(model)]) == 1
+    assert "the tokenizer's are below" in inspect(path, deep=True, codec=codec).faults[0]
+    assert main(["inspect", "--deep", str(path), "--tokenizer", str(model)]) == 1
 
 
 def test_leftovers_are_named_and_what_was_learned_is_looked_at(
@@ -224,16 +223,16 @@ def test_leftovers_are_named_and_what_was_learned_is_looked_at(
     for name in ("manifest.json.12.tmp", "old.seg.left-out", "notes.txt"):
         (path / name).write_bytes(b"")
     (path / "learned.bin").write_bytes(AcceptanceModel().to_bytes()[:-1] + b"x")
-    report = check(path)
+    report = inspect(path, deep=True)
     assert len(report.notes) == 4
     assert "learned anew" in report.faults[0]
-    assert main(["check", str(path)]) == 1
+    assert main(["inspect", "--deep", str(path)]) == 1
     (path / "learned.bin").unlink()
     file.unlink()
-    assert any("is missing" in fault for fault in check(path).faults)
+    assert any("is missing" in fault for fault in inspect(path, deep=True).faults)
     (path / MANIFEST_NAME).unlink()
     capsys.readouterr()
-    assert main(["check", str(path)]) == 2
+    assert main(["inspect", "--deep", str(path)]) == 2
     assert "no manifest.json" in capsys.readouterr().err
 
 
@@ -246,13 +245,12 @@ def test_names_that_a_terminal_would_obey_are_shown_as_escapes(
     manifest = read_manifest(path)
     assert manifest is not None
     write_manifest(path, replace(manifest, namespace="\x1b[31m\ud800"))
-    for command in ("check", "inspect"):
-        assert main([command, str(path)]) in (0, 1)
+    for more in ([], ["--deep"]):
+        assert main(["inspect", str(path), *more]) in (0, 1)
         said = capsys.readouterr().out
         assert "\x1b" not in said
         said.encode()
-    faults = check(path).faults
-    assert any("names that no writer writes" in fault for fault in faults)
+    faults = inspect(path, deep=True).faults
     assert any("holds text of namespace 'default'" in fault for fault in faults)
 
 
@@ -269,10 +267,12 @@ def test_a_byte_that_flips_anywhere_is_found_or_harmless(
     for at, flipped in data.draw(st.lists(st.tuples(st.integers(0, 1 << 32), st.integers(1, 255)), max_size=3)):
         content[at % len(content)] ^= flipped
     file.write_bytes(content)
-    for command in (["check", str(path)], ["inspect", str(path), "--sequences"]):
-        assert main(command) in (0, 1, 2)
+    ids = path.parent / "ids.json"
+    ids.write_text("[9, 5, 6, 7]")
+    for command in (["inspect", "--deep"], ["inspect", "--sequences"], ["explain", "--prompt", str(ids)]):
+        assert main([*command, str(path)]) in (0, 1, 2)
     try:
-        sound = not check(path).faults
+        sound = not inspect(path, deep=True).faults
     except SSDError:
         sound = False
     if sound:

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from cache_builder.__main__ import main
-from cache_builder.evaluation.costs import StepCosts, flat, in_batch
+from cache_builder.evaluation.costs import StepCosts, flat
 from cache_builder.evaluation.decoding import OutputDecoder
 from cache_builder.evaluation.evaluate import Plan, evaluate, num_to_decode, replay
-from cache_builder.evaluation.log import ASKED_AGAIN, NEW, NEXT_TURN, QUOTES, SHARED, Log, classes_of
+from cache_builder.evaluation.log import Log
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
@@ -48,14 +48,14 @@ def plan(**changes: Any) -> Plan:
 
 
 def write_log(path: Path, num_records: int = 12) -> Path:
-    """Questions whose answers repeat a few sentences, with a kind and a time, the newest first."""
+    """Questions whose answers repeat a few sentences, with a kind."""
     chosen = random.Random(3)
     sentences = [f"The {thing} is kept in the {place} until it is needed." for thing in "abcd" for place in "xyz"]
     with path.open("w") as file:
         for number in range(num_records):
             answer = " ".join(chosen.sample(sentences, 4))
             record = {"prompt": f"Question {number}?", "completion": answer, "meta": {"kind": f"kind {number % 3}"}}
-            file.write(json.dumps({**record, "at": f"2026-01-{28 - number:02}T10:00:00Z"}) + "\n")
+            file.write(json.dumps(record) + "\n")
     return path
 
 
@@ -68,7 +68,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 
 def test_the_report_has_all_its_parts_and_they_agree() -> None:
     log = made_log()
-    found = evaluate(log, plan(), COSTS)
+    found = evaluate(log, plan(), COSTS, labels=["one", "two"] * 20)
     assert found["report"] == "evaluate"
     assert found["requests"] == len(log) == sum(each["requests"] for each in found["classes"])
     assert found["output_tokens"] == log.output_lengths.sum() == sum(each["output_tokens"] for each in found["classes"])
@@ -78,10 +78,9 @@ def test_the_report_has_all_its_parts_and_they_agree() -> None:
     steps = found["output_tokens"] - accepted
     assert found["tokens_per_step"] == pytest.approx(found["output_tokens"] / steps, abs=1e-3)
     assert found["speedup"] > 1.5 and num_to_decode(log, plan()) == 2 * found["output_tokens"]
-    assert all(each["drafted"] >= each["accepted"] for each in found["acceptance_by_position"])
     assert [each["cache"] for each in found["by_cache"]] == ["none", "growing"]
     assert found["by_cache"][0]["speedup"] < found["speedup"]
-    assert found["needs"]["redis_bytes"] > 0 and found["needs"]["disk_bytes"] > 0
+    assert found["needs"]["disk_bytes"] > 0
     json.dumps(found)
 
 
@@ -118,31 +117,6 @@ def test_documents_are_learned_and_not_decoded() -> None:
     assert (alone["requests"], alone["speedup"], alone["classes"]) == (0, 1.0, [])
 
 
-def test_costs_of_a_batch_are_those_of_as_many_tokens() -> None:
-    costs = in_batch(StepCosts(flat(32), "made", step_ms=10.0, overhead=0.1, recycling=1.2), 8)
-    assert costs.curve.upto(5).tolist() == [0, 1, 1, 1, 1, 1.25]
-    assert (costs.step_ms, costs.recycling) == (10.0, 0.0)
-    assert costs.overhead == pytest.approx(0.8)
-
-
-def test_classes_are_what_can_be_seen_in_any_order() -> None:
-    numbers = np.random.default_rng(1)
-
-    def some(count: int) -> list[int]:
-        return numbers.integers(10, 40_000, count).tolist()
-
-    question, answer, instructions, passage = some(30), some(40), some(64), some(50)
-    requests = [
-        (question, answer), ([*question, *answer, *some(9)], some(20)),
-        *(([*instructions, *some(5)], some(20)) for _ in range(4)),
-        ([*some(9), *passage], passage[5:45]), ([3, 4, 5], some(20)), ([3, 4, 5], some(20)), (some(40), some(30)),
-    ]  # fmt: skip
-    expected = [NEW, NEXT_TURN, *[SHARED] * 4, QUOTES, ASKED_AGAIN, ASKED_AGAIN, NEW]
-    assert classes_of(log_of(*requests)) == expected
-    order = numbers.permutation(len(requests)).tolist()
-    assert classes_of(log_of(*(requests[place] for place in order))) == [expected[place] for place in order]
-
-
 def test_the_command_prints_one_json_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(capsys, str(write_log(tmp_path / "log.jsonl")), "--class-by", "meta.kind")
     assert found["requests"] == 12 and found["inputs"] == ["log.jsonl"]
@@ -157,19 +131,6 @@ def test_the_command_prints_a_summary_for_people(tmp_path: Path, capsys: pytest.
     assert said.startswith("12 requests are too few for a figure: 30 are needed\n")
     assert re.search(r"\nreplayed: speed-up \d\.\d\d if a pass of 32 tokens takes as long as one .*assumed", said)
     assert "What the cache adds" in said and "What this cannot know" in said
-    assert re.search(r"\n  new text +none of these +12 ", said)
-
-
-def test_requests_are_ordered_by_time_where_that_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_log(tmp_path / "log.jsonl")
-    lines = path.read_text().splitlines()
-    path.with_name("turned.jsonl").write_text("\n".join(reversed(lines)))
-    by_time = run_json(capsys, str(path), "--time-field", "at")
-    turned = run_json(capsys, str(path.with_name("turned.jsonl")))
-    plain = run_json(capsys, str(path))
-    assert by_time["growth"] == turned["growth"] != plain["growth"]
 
 
 def test_a_warm_directory_is_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,13 +145,6 @@ def test_a_warm_directory_is_searched(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [each["cache"] for each in both["by_cache"]] == ["none", "frozen", "growing"]
 
 
-def test_a_batch_drafts_chains_at_its_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_json(capsys, str(write_log(tmp_path / "log.jsonl")), "--batch", "64")
-    assert (found["parameters"]["shape"], found["parameters"]["batch"]) == ("chain", 64)
-    assert any(sentence.startswith("A batch of 64") for sentence in found["unknown"])
-    assert found["speedup"] < run_json(capsys, str(tmp_path / "log.jsonl"))["speedup"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -198,10 +152,7 @@ def test_a_batch_drafts_chains_at_its_costs(tmp_path: Path, capsys: pytest.Captu
         (["empty.jsonl"], "the logs hold no answer"),
         (["notes.txt"], "the logs hold no answer"),
         (["log.jsonl", "--cache", "frozen"], "give --warm DIR"),
-        (["log.jsonl", "--cache", "none", "--warm", "x"], "leave out --warm"),
         (["log.jsonl", "--warm", "x"], "x holds no cache"),
-        (["log.jsonl", "--time-field", "meta.kind"], "no time in field"),
-        (["log.jsonl", "--batch", "0"], "--batch must be at least 1"),
         (["log.jsonl", "--draft-limit", "200"], "num_speculative_tokens must be within"),
         (["log.jsonl", "--cost", "log.jsonl"], "no cost curve in log.jsonl"),
     ],

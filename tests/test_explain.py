@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
 from ssd.config import CacheConfig
@@ -16,7 +14,7 @@ from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.static import StaticWriter
+from ssd.retrieval.static import StaticWriter, load_static_directory
 from ssd.text.codec import TextCodec
 from tests.tokenizers_for_tests import write_model_directory
 
@@ -53,27 +51,25 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("shape", ["tree", "chain"])
-def test_a_draft_is_shown_with_its_places_and_why_it_ends(
+def test_a_draft_is_shown_with_the_places_its_beginning_stands_at(
     cache: Path, model: Path, codec: TextCodec, tmp_path: Path, shape: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt = write(tmp_path / "prompt.txt", "once the cat sat on the")
     text = explained(capsys, str(cache), "--prompt", prompt, "--tokenizer", str(model), "--shape", shape)
-    assert "by rule of thumb" in text
-    assert f"draft: a {shape} of" in text
-    assert "it ends here: " in text
-    assert "stands as well" in text
-    assert "what each view says" in text
+    assert "by rule of thumb" in text and f"draft: a {shape} of" in text and "stand 3 times in the cache" in text
     body = explained(capsys, str(cache), "--prompt", prompt, "--tokenizer", str(model), "--shape", shape, "--json")
     found = json.loads(body)
-    assert found["shape"] == shape
-    first = found["positions"][0]["candidates"]
-    assert first[0]["chance"] > first[1]["chance"]
-    assert first[0]["token_id"] == found["draft"]["token_ids"][0]
-    votes = {candidate["token_id"]: candidate["index_votes"][0] for candidate in first}
     stop = len(codec.encode_completion("the cat sat on the"))
-    mat, roof = (codec.encode_completion(said)[stop] for said in (SAID, "the cat sat on the roof"))
-    assert (votes[mat], votes[roof]) == (2, 1)
-    assert {place["goes_on"][0] for place in found["lookups"][0]["places"]} >= {mat, roof}
+    mat, roof = (codec.encode_completion(said)[stop:] for said in (SAID, "the cat sat on the roof"))
+    assert found["num_places"] == 3 and found["draft"]["token_ids"][0] in (mat[0], roof[0])
+    texts = [token for block in blocks_of_all(cache, codec) for token in block]
+    for place, goes_on in zip(found["places"], (mat, mat, roof), strict=True):
+        assert texts[place["position"] :][: len(place["goes_on"])] == place["goes_on"] == goes_on[:12]
+        assert place["before"] == codec.encode_completion("the cat sat on the")[-12:]
+
+
+def blocks_of_all(cache: Path, codec: TextCodec) -> list[list[int]]:
+    return [each.tokens.tolist() for each in load_static_directory(cache, fingerprint=codec.fingerprint)]
 
 
 def test_the_draft_is_the_drafters_own_and_learned_bin_is_used(
@@ -92,18 +88,17 @@ def test_the_draft_is_the_drafters_own_and_learned_bin_is_used(
             drafter.finish(str(number))
         drafter.publish()
     ids = write(tmp_path / "ids.json", json.dumps(said[:6]))
-    arguments = [str(tmp_path / "served"), "--token-ids", ids, "--draft-limit", "4", "--price", "0.05"]
+    arguments = [str(tmp_path / "served"), "--prompt", ids, "--draft-limit", "4"]
     found = json.loads(explained(capsys, *arguments, "--shape", "chain", "--json"))
     stored = AcceptanceModel.from_bytes((tmp_path / "served/learned.bin").read_bytes())
     assert found["learned_from"] == stored.num_learned > 0
-    request = DraftRequest("x", np.array(said[:6], np.int32), 6, snapshot, 4, prices=np.array([0.05]), learned=learned)
+    request = DraftRequest("x", np.array(said[:6], np.int32), 6, snapshot, 4, learned=learned)
     draft = SuffixDrafter(recycling=False).propose([request])[0]
     assert draft.probabilities is not None
     assert found["draft"]["token_ids"] == draft.token_ids.tolist()
     assert found["draft"]["chances"] == pytest.approx(draft.probabilities.tolist(), rel=1e-4)  # kept as float32
     text = explained(capsys, *arguments)
     assert "chances as learned from" in text
-    assert "the draft limit of 4 tokens is reached" in text
 
 
 def test_prompts_come_as_text_messages_bodies_and_ids(
@@ -123,27 +118,25 @@ def test_prompts_come_as_text_messages_bodies_and_ids(
 
 
 def test_where_nothing_stands_that_is_said(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = explained(capsys, str(cache), "--token-ids", write(tmp_path / "ids.json", "[399]"))
+    text = explained(capsys, str(cache), "--prompt", write(tmp_path / "ids.json", "[399]"))
     assert "no draft: the last token stands nowhere else" in text
 
 
 @pytest.mark.parametrize(
     ("content", "more", "message"),
     [
-        ("[1, -1]", (), "expected one JSON array of token ids"),
-        ("[1, 3000000000]", (), "expected one JSON array of token ids"),
+        ("[1, -1]", (), "must be an object with"),
+        ("{}", (), "or an array of token ids"),
         ("[]", (), "give a prompt of at least one token"),
         ("{", (), "not JSON"),
         ("[" * 100_000, (), "not JSON"),
         ("[1]", ("--draft-limit", "0"), "draft limit must be within"),
-        ("[1]", ("--price", "nan"), "price of a token must be above"),
-        ("[1]", ("--output", "x"), "--output goes with --prompt"),
     ],
 )
 def test_what_cannot_be_explained_is_one_line(
     cache: Path, tmp_path: Path, content: str, more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["explain", str(cache), "--token-ids", write(tmp_path / "ids.json", content), *more]) == 2
+    assert main(["explain", str(cache), "--prompt", write(tmp_path / "ids.json", content), *more]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
@@ -158,23 +151,3 @@ def test_a_cache_of_another_tokenizer_or_a_prompt_without_one_is_refused(
     assert "was made with tokenizer" in capsys.readouterr().err
     assert main(["explain", str(cache), "--prompt", prompt]) == 2
     assert "was made with tokenizer" in capsys.readouterr().err
-
-
-@given(st.integers(0, 4), st.lists(st.tuples(st.integers(0, 1 << 32), st.integers(1, 255)), min_size=1, max_size=3))
-@settings(max_examples=40)
-def test_a_damaged_cache_is_refused_or_explained(
-    tmp_path_factory: pytest.TempPathFactory, number: int, flips: list[tuple[int, int]]
-) -> None:
-    base = tmp_path_factory.mktemp("flip")
-    with StaticWriter(base / "a", fingerprint="0123456789abcdef" * 2, segment_tokens=12) as writer:
-        for _ in range(3):
-            writer.append([1, 2, 3, 4, 5, 6, 7])
-    (base / "a/learned.bin").write_bytes(AcceptanceModel().to_bytes())
-    files = [base / "a/manifest.json", base / "a/learned.bin", *sorted((base / "a").glob("*.seg"))]
-    file = files[number % len(files)]
-    content = bytearray(file.read_bytes())
-    for at, flipped in flips:
-        content[at % len(content)] ^= flipped
-    file.write_bytes(content)
-    ids = write(base / "ids.json", "[9, 1, 2, 3]")
-    assert main(["explain", str(base / "a"), "--token-ids", ids]) in (0, 2)

@@ -37,10 +37,8 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec.load(str(write_model_directory(tmp_path_factory.mktemp("model"))))
 
 
-def records(
-    name: str | Path, format: Format = "auto", fields: FieldNames = AS_WE_CALL_THEM, split: str | None = None
-) -> list[Record]:
-    return list(read_sources(find_sources([str(name)], format, split), lambda num_bytes: None, fields))
+def records(name: str | Path, format: Format = "auto", fields: FieldNames = AS_WE_CALL_THEM) -> list[Record]:
+    return list(read_sources(find_sources([str(name)], format), lambda num_bytes: None, fields))
 
 
 def texts(name: str | Path, **options: Any) -> list[str]:
@@ -63,7 +61,6 @@ TEXT_LINES = jsonl(*({"text": text} for text in TEXTS))
 
 def test_tables_hold_what_lines_hold(tmp_path: Path, codec: TextCodec) -> None:
     import pyarrow as pa
-    import pyarrow.feather
     import pyarrow.parquet
 
     rows: list[dict[str, Any]] = [
@@ -73,13 +70,11 @@ def test_tables_hold_what_lines_hold(tmp_path: Path, codec: TextCodec) -> None:
     ]
     table = pa.Table.from_pylist(rows)
     pa.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=1)
-    pa.feather.write_feather(table, tmp_path / "rows.arrow", compression="uncompressed")
     expected = [chat_examples(codec, [USER, ANSWER]), [codec.encode_text_example("a document")], [([5, 6, 7], 0)]]
-    for name in ("rows.parquet", "rows.arrow"):
-        found = records(tmp_path / name)
-        assert [examples_of(record, codec).examples for record in found] == expected
-        assert "image" not in (found[0].line or {}), "columns of no use are not read"
-        assert found[2].where.endswith(f"{name}: row 3")
+    found = records(tmp_path / "rows.parquet")
+    assert [examples_of(record, codec).examples for record in found] == expected
+    assert "image" not in (found[0].line or {}), "columns of no use are not read"
+    assert found[2].where.endswith("rows.parquet: row 3")
 
 
 def test_lists_of_token_ids_come_as_arrays(tmp_path: Path, codec: TextCodec) -> None:
@@ -94,33 +89,6 @@ def test_lists_of_token_ids_come_as_arrays(tmp_path: Path, codec: TextCodec) -> 
     assert [examples_of(record, codec, fields).examples[0] for record in found] == [
         (row, length) for row, length in zip(rows, [1, 0, 7], strict=True)
     ]
-
-
-def test_a_dataset_on_disk_is_read_by_its_split(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_dict({"text": TEXTS})
-    data.save_to_disk(tmp_path / "plain", num_shards=3)
-    assert texts(tmp_path / "plain") == TEXTS
-    datasets.DatasetDict({"train": data, "test": data.select([4])}).save_to_disk(tmp_path / "split")
-    assert texts(tmp_path / "split", split="train") == TEXTS
-    assert texts(tmp_path / "split", split="test") == TEXTS[4:5]
-    with pytest.raises(InputError, match="give --split, one of train, test"):
-        texts(tmp_path / "split")
-    (tmp_path / "plain" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../../etc/passwd"}]}))
-    with pytest.raises(InputError, match="names no files beside it"):
-        texts(tmp_path / "plain")
-
-
-@pytest.mark.parametrize("dtype", ["int32", "uint16", "int64"])
-def test_an_array_of_token_ids_is_cut_at_its_marks(dtype: str, tmp_path: Path, codec: TextCodec) -> None:
-    if dtype == "uint16":
-        np.save(tmp_path / "ids.npy", np.array([1, 2, 3], dtype))
-        expected = [[1, 2, 3]]
-    else:
-        np.save(tmp_path / "ids.npy", np.array([1, 2, -1, 3, -1, -1, 4, 5], dtype))
-        expected = [[1, 2], [3], [], [4, 5]]
-    found = [examples_of(record, codec).examples[0].token_ids for record in records(tmp_path / "ids.npy")]
-    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -182,46 +150,6 @@ def test_a_batchs_two_files_are_joined(tmp_path: Path, codec: TextCodec) -> None
     ]
 
 
-VLLM = """\
-INFO 11-22 10:00:00 [api_server.py:1] Started server process
-INFO 11-22 10:00:01 [logger.py:43] Received request chatcmpl-1: prompt: "<|user|>it's\\n'me'<|assistant|>", params: \
-SamplingParams(n=1, stop=[], temperature=0.0), prompt_token_ids: None, prompt_embeds shape: None, lora_request: None.
-INFO 11-22 10:00:01 [logger.py:43] Received request cmpl-2-0: prompt: 'two', params: SamplingParams(), \
-prompt_token_ids: [7, 8, 9], prompt_embeds shape: None, lora_request: None.
-INFO 11-22 10:00:02 [logger.py:67] Generated response chatcmpl-1 (streaming delta): output: 'hi', output_token_ids: \
-[1], finish_reason: streaming_delta
-INFO 11-22 10:00:02 [logger.py:67] Generated response chatcmpl-1 (streaming complete): output: 'hi there', \
-output_token_ids: None, finish_reason: streaming_complete
-INFO 11-22 10:00:02 [logger.py:67] Generated response cmpl-2: output: 'a\\tb', output_token_ids: \
-[1], finish_reason: stop
-DEBUG 11-22 10:00:03 [logger.py:50] Request cmpl-3 details: prompt: 'three', prompt_token_ids: [5], \
-prompt_embeds shape: None.
-INFO 11-22 10:00:03 [logger.py:60] Received request cmpl-3: params: SamplingParams(), lora_request: None.
-INFO 11-22 10:00:04 [logger.py:67] Generated response cmpl-3: output: 'said', finish_reason: stop
-INFO 11-22 10:00:04 [logger.py:67] Generated response cmpl-4: output: 'alone', finish_reason: stop
-INFO 11-22 10:00:04 [logger.py:67] Generated response cmpl-5: output: '', finish_reason: stop
-INFO 11-22 10:00:05 [logger.py:67] Generated response cmpl-6: output: 'cut of
-"""
-
-
-def test_a_log_of_vllm_gives_its_exchanges(tmp_path: Path, codec: TextCodec) -> None:
-    (tmp_path / "vllm.log").write_text(VLLM)
-    found = [examples_of(record, codec).examples[0] for record in records(tmp_path / "vllm.log")]
-    rendered = codec.encode_completion("<|user|>it's\n'me'<|assistant|>")
-    assert found == [
-        codec.encode_answer_example(rendered, "hi there"),
-        codec.encode_answer_example([7, 8, 9], "a\tb"),
-        codec.encode_answer_example([5], "said"),
-        codec.encode_text_example("alone"),
-    ]
-    asked = codec.encode_chat([{"role": "user", "content": "it's\n'me'"}])
-    assert rendered == asked, "a chat is what the server would have made of it"
-    (tmp_path / "other.log").write_text("a plain log\n")
-    assert [record.text for record in records(tmp_path / "other.log")] == ["a plain log\n"]
-    with pytest.raises(InputError, match="run vLLM with --enable-log-outputs"):
-        records(tmp_path / "other.log", "vllm")
-
-
 # -- places -----------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +186,7 @@ def test_urls_are_read_as_files_are(tmp_path: Path) -> None:
 
 
 def test_a_url_without_its_package_names_it() -> None:
-    with pytest.raises(InputError, match="needs the package s3fs: pip install s3fs"):
+    with pytest.raises(InputError, match="s3fs"):
         pytest.importorskip("fsspec")
         if __import__("importlib.util").util.find_spec("s3fs"):
             pytest.skip("it is there")
@@ -321,7 +249,7 @@ def test_a_line_without_end_is_refused_whatever_it_was_packed_in(
             records(tmp_path / name)
 
 
-KINDS = ["a.parquet", "a.arrow", "a.npy", "a.jsonl", "a.jsonl.zst", "a.jsonl.gz", "a.txt", "a.log"]
+KINDS = ["a.parquet", "a.jsonl", "a.json", "a.jsonl.zst", "a.jsonl.gz", "a.txt"]
 
 
 def good_bytes(name: str) -> bytes:
@@ -332,13 +260,9 @@ def good_bytes(name: str) -> bytes:
     out = io.BytesIO()
     if name == "a.parquet":
         pa.parquet.write_table(table, out)
-    elif name == "a.arrow":
-        with pa.ipc.new_stream(out, table.schema) as writer:
-            writer.write_table(table)
-    elif name == "a.npy":
-        np.save(out, np.array([1, 2, -1, 3, -1], np.int32))
     else:
-        data = VLLM.encode() if name == "a.log" else jsonl(*({"text": text} for text in TEXTS[:5]))
+        lines = [{"text": text} for text in TEXTS[:5]]
+        data = json.dumps(lines).encode() if name == "a.json" else jsonl(*lines)
         out.write(zst(data) if name.endswith("zst") else gzip.compress(data) if name.endswith("gz") else data)
     return out.getvalue()
 
@@ -382,7 +306,8 @@ def test_any_bytes_are_read_or_refused(data: bytes, name: str) -> None:
 @given(st.lists(st.sampled_from(["", "a", "{}", "é" * 9, "x" * 40]), max_size=30), st.integers(1, 12), st.booleans())
 def test_ranges_of_a_file_hold_every_line_once(found: list[str], count: int, has_end: bool) -> None:
     data = ("\n".join(found) + ("\n" if has_end else "")).encode()
-    whole = [line for _, line in lines.lines_of("a", io.BytesIO(data))]
+    whole = [record.text.encode() for record in lines.json_lines("a", io.BytesIO(data))]
+    assert "".join(map(bytes.decode, whole)).split() == data.decode().split()
     bounds = [len(data) * number // count for number in range(count)]
     parts = [
         record.text.encode()
@@ -399,7 +324,7 @@ def test_ranges_of_a_file_hold_every_line_once(found: list[str], count: int, has
         assert "".join(texts).split() == data.decode().split()
 
 
-@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.arrow", "in.npy"])
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
 def test_parts_of_a_file_hold_its_records_in_order(name: str, tmp_path: Path, codec: TextCodec) -> None:
     import pyarrow as pa
     import pyarrow.parquet
@@ -409,11 +334,6 @@ def test_parts_of_a_file_hold_its_records_in_order(name: str, tmp_path: Path, co
     path = tmp_path / name
     if name == "in.parquet":
         pa.parquet.write_table(table, path, row_group_size=17)
-    elif name == "in.arrow":
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-            writer.write_table(table, max_chunksize=13)
-    elif name == "in.npy":
-        np.save(path, np.concatenate([[*row, -1] for row in rows]).astype(np.int32))
     else:
         path.write_bytes(jsonl(*({"token_ids": row} for row in rows)))
     (source,) = find_sources([str(path)])

@@ -20,9 +20,8 @@ from ssd.config import IndexConfig
 from ssd.errors import CacheError
 from ssd.retrieval.files import is_segment_id, write_file
 from ssd.retrieval.prefixes import PrefixFilter, split_sequence
-from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.segment import SEPARATOR, Tokens, open_segment, write_segment
-from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS, load_static_directory
+from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
 from ssd.retrieval.suffix_array import build_segment
 from ssd.text.codec import TextCodec
 
@@ -78,76 +77,19 @@ def _block(number: int, parts: list[tuple[Part, str]], how: str, weight: int) ->
     return Block(number, tuple(part for part, _ in parts), key, xxhash.xxh3_64_hexdigest(places.encode()), weight)
 
 
-_TAIL_TOKENS = 32
-_ROW = np.dtype([("tail", "<u8"), ("whole", "<u8"), ("length", "<i8")])
-
-
-def write_stored(directory: Path, path: Path, *, fingerprint: str) -> None:
-    """Write the sequences of ``directory`` to ``path`` for `Stored`. Raises CacheError, OSError. O(tokens)."""
-    found = [
-        (_digest(sequence[-_TAIL_TOKENS:]), _digest(sequence), len(sequence))
-        for sequence in sequences_of(load_static_directory(directory, fingerprint=fingerprint))
-    ]
-    np.save(path, np.sort(np.array(found, _ROW), order="tail"), allow_pickle=False)
-
-
-class Stored:
-    """The sequences of a directory, 24 bytes each, in a file that workers map; and which of them were found.
-
-    Each is good for one that is equal: how often a text occurs ranks drafts. 64 bits of hash, so that a collision is
-    not expected below 10^9 sequences.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """``path`` : of what `write_stored` wrote. Raises OSError."""
-        self._rows = np.load(path, mmap_mode="r", allow_pickle=False)
-        self._tails = self._rows["tail"]
-        self._places: set[int] = set()
-
-    def begin(self) -> None:
-        """None was found yet."""
-        self._places.clear()
-
-    def take(self, tokens: Tokens) -> bool:
-        """Whether ``tokens`` are stored, or their end is where their beginning was stored once for many.
-
-        What was found is not found a second time.
-        """
-        if not len(self._rows):
-            return False
-        tail = np.uint64(_digest(tokens[-_TAIL_TOKENS:]))
-        place = int(np.searchsorted(self._tails, tail))
-        while place < len(self._rows) and self._tails[place] == tail:
-            length = int(self._rows[place]["length"])
-            is_free = place not in self._places and length <= len(tokens)
-            if is_free and _digest(tokens[-length:]) == int(self._rows[place]["whole"]):
-                self._places.add(place)
-                return True
-            place += 1
-        return False
-
-
-def _digest(tokens: Tokens) -> int:
-    return xxhash.xxh3_64_intdigest(tokens.tobytes())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
     """How a build is done.
 
-    ``add`` : to a cache that is there already, what it does not hold; ``force`` : in place of it; ``fresh`` : without
-    what an earlier build that did not end had finished. ``fields`` : how records call theirs. ``jobs`` : processes,
-    None for one a core. ``block_bytes`` : of text in a block, None as ``plan_of`` chooses.
+    ``force`` : in place of a cache that is there. ``fields`` : how records call theirs. ``jobs`` : processes, None for
+    one a core. ``block_bytes`` : of text in a block, None as ``plan_of`` chooses.
     """
 
     namespace: str
     tokenizer: str
     chat_template: str | None = None
     format: Format = "auto"
-    split: str | None = None
-    add: bool = False
     force: bool = False
-    fresh: bool = False
     skip_invalid: bool = False
     fields: FieldNames = AS_WE_CALL_THEM
     jobs: int | None = None
@@ -160,13 +102,11 @@ class BlockOptions:
     """What is the same for all blocks of a build; pickles to a few hundred bytes.
 
     ``directory`` : where ``segments`` and ``journal`` lie, both there already. ``fingerprint`` : the tokenizer's.
-    ``stored`` : a file of ``Stored``, what need not be stored.
     """
 
     directory: Path
     fingerprint: str
     build: BuildOptions
-    stored: Path | None = None
 
     @property
     def segments(self) -> Path:
@@ -188,8 +128,6 @@ class BuildResult:
     num_tokens: int = 0
     num_skipped_prompt_tokens: int = 0
     """Prompt tokens not stored, because an earlier sequence of the segment begins with the same blocks."""
-    num_stored_sequences: int = 0
-    """Sequences that were in the cache that is added to already, and not stored again."""
     num_invalid: int = 0
     """Lines left out by ``skip_invalid``."""
     num_without_prompt: int = 0
@@ -265,7 +203,6 @@ class _Builder:
         self._options = options
         self._progress = progress
         self._codec = codec_of(options.build.tokenizer, options.build.chat_template)
-        self._stored = None if options.stored is None else Stored(options.stored)
         self._held = np.empty(options.build.segment_tokens, np.int32)
         self._segments: list[tuple[str, int]] = []
         self._begin()
@@ -314,9 +251,6 @@ class _Builder:
         kept: list[Tokens] = []
         for token_ids, prompt_length in found.examples:
             tokens = np.array(token_ids, np.int32)
-            if self._stored is not None and self._stored.take(tokens):
-                counts.num_stored_sequences += 1
-                continue
             pieces = self._known.pieces(tokens, prompt_length, 0)
             num_stored = sum(map(len, pieces))
             counts.num_sequences += len(pieces)
@@ -331,8 +265,6 @@ class _Builder:
         index = IndexConfig()
         self._lead_in = index.lead_in_tokens
         self._known = PrefixFilter(index.dedup_block_tokens, index.lead_in_tokens)
-        if self._stored is not None:
-            self._stored.begin()
         self._num_held = 0
 
     def _write(self) -> None:

@@ -20,17 +20,15 @@ from cache_builder.building.block import (
     codec_of,
     plan_of,
     write_new_segment,
-    write_stored,
 )
-from cache_builder.building.unfinished import check_new, holds_cache, replace_directory, working_directory
+from cache_builder.building.unfinished import check_new, replace_directory, working_directory
 from cache_builder.inputs.record import STANDARD_INPUT, InputError
 from cache_builder.inputs.sources import Source, find_sources
 from cache_builder.inputs.streams import is_regular
 from cache_builder.workers import Progress, run
 from ssd import __version__
 from ssd.errors import ConfigError
-from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.files import Manifest, read_manifest, sync_directory, write_manifest
+from ssd.retrieval.files import Manifest, sync_directory, write_manifest
 from ssd.retrieval.segment import concatenate, open_segment
 from ssd.text.codec import TextCodec
 
@@ -96,19 +94,16 @@ def build(
     ConfigError, CacheError, OSError; then ``out`` is as it was before, and what was finished is kept beside it for the
     next build.
     """
-    is_addition = _is_addition(out, add=options.add, force=options.force)
-    sources = find_sources(inputs, options.format, options.split)
+    check_new(out, force=options.force)
+    sources = find_sources(inputs, options.format)
     codec = codec_of(options.tokenizer, options.chat_template)
-    with working_directory(out, fresh=options.fresh) as working:
+    with working_directory(out, fresh=False) as working:
         block_options = BlockOptions(
             directory=working.absolute(),
             fingerprint=codec.fingerprint,
             build=options,
-            stored=working.absolute() / "stored.npy" if is_addition else None,
         )
-        if block_options.stored is not None:
-            write_stored(out, block_options.stored, fingerprint=codec.fingerprint)
-        blocks = plan_of(sources, _how(options, codec, out if is_addition else None), options.block_bytes)
+        blocks = plan_of(sources, _how(options, codec), options.block_bytes)
         jobs = _jobs(options.jobs, sources, blocks)
         begin(sum(source.size or 0 for source in sources))
         if executor is not None and jobs == 0:
@@ -118,7 +113,7 @@ def build(
         else:
             results = executor(blocks, block_options, progress)
         result, segments = _collected(results)
-        if result.num_tokens == 0 and not result.num_stored_sequences:
+        if result.num_tokens == 0:
             skipped = f", and {result.num_invalid} lines were left out as invalid" if result.num_invalid else ""
             if result.num_without_answer:
                 skipped += f", and {result.num_without_answer} of {result.num_records} records say no answer"
@@ -128,35 +123,20 @@ def build(
         for _ in run(merge, together, block_options, lambda num_bytes, num_tokens: None, jobs=jobs):
             pass
         result.num_segments = len(final)
-        if is_addition:
-            _add(out, final, block_options)
-        else:
-            _publish(out, working, final, block_options)
+        _publish(out, working, final, block_options)
     return result
 
 
-def _is_addition(out: Path, *, add: bool, force: bool) -> bool:
-    """Whether ``out`` is a cache that is added to; raises ConfigError, or CacheLocked before an hour's work."""
-    if add and force:
-        raise ConfigError("--add and --force exclude each other: add to the cache, or replace it")
-    if force:
-        check_new(out, force=True)
-        return False
-    return holds_cache(out, hint=None if add else "--add adds to it, --force replaces it")
-
-
-def _how(options: BuildOptions, codec: TextCodec, added_to: Path | None) -> str:
+def _how(options: BuildOptions, codec: TextCodec) -> str:
     """All that decides what becomes of a text: what was made another way is not used."""
     try:
         tokenizer = xxhash.xxh3_128_hexdigest(codec.to_json().encode())
     except ValueError:
         tokenizer = options.tokenizer
-    manifest = None if added_to is None else read_manifest(added_to)
     return json.dumps(
         [
             __version__, codec.fingerprint, tokenizer, codec.eos_token_ids, codec.chat_template(options.chat_template),
             options.namespace, sorted(options.fields.names.items()), options.skip_invalid, options.segment_tokens,
-            None if manifest is None else manifest.segment_ids,
         ]
     )  # fmt: skip
 
@@ -196,20 +176,3 @@ def _publish(out: Path, working: Path, final: Sequence[Neighbours], options: Blo
     write_manifest(options.segments, manifest)
     replace_directory(out, working)
     sync_directory(out.parent)
-
-
-def _add(out: Path, final: Sequence[Neighbours], options: BlockOptions) -> None:
-    """The segments count in ``out`` together with those that are there. Raises CacheError, OSError."""
-    directory = SegmentDirectory(out, fingerprint=options.fingerprint, namespace=options.build.namespace)
-    try:
-        segments, failures = directory.load()
-        if failures:
-            raise failures[0]
-        there = {segment.segment_id for segment in segments}
-        for segment_id in map(joined_id, final):
-            if segment_id not in there:
-                (options.segments / f"{segment_id}.seg").rename(directory.path_of(segment_id))
-                segments.append(directory.adopt(segment_id))
-        directory.commit(segments, next_position=0)
-    finally:
-        directory.close()

@@ -84,19 +84,14 @@ def new_cache(
 
 def check_new(out: Path, *, force: bool) -> None:
     """Raises ConfigError, or CacheLocked, where ``out`` is not to be written. ``force`` : a cache there is replaced."""
-    if holds_cache(out, hint=None if force else "--force replaces it, or give another directory with --out"):
-        DirectoryLock(out).close()
-
-
-def holds_cache(out: Path, *, hint: str | None) -> bool:
-    """Whether a cache is there. Raises ConfigError where ``out`` is something else, or a cache and there is a ``hint``
-    of what to do about it."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: give a directory with --out")
     if (out / MANIFEST_NAME).exists():
-        if hint is not None:
-            raise ConfigError(f"{out} holds a cache already: {hint}")
-        return True
-    if out.exists() and any(path.name != LOCK_NAME for path in out.iterdir()):
+        if not force:
+            raise ConfigError(
+                f"{out} holds a cache already: --force replaces it, or give another directory with --out; `ssd-cache "
+                "merge` makes one of two"
+            )
+        DirectoryLock(out).close()
+    elif out.exists() and any(path.name != LOCK_NAME for path in out.iterdir()):
         raise ConfigError(f"{out} is not empty and holds no cache: give another directory with --out")
-    return False

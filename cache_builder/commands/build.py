@@ -21,9 +21,7 @@ Write text into a directory that `ssd-serve --warm DIR` searches from its first 
 An INPUT is a file, a quoted pattern ('logs/**/*.jsonl.zst'), a directory (its files of known kinds, sorted), a URL of
 these (s3://bucket/logs, gs://, https://; credentials as fsspec finds them), or - for standard input. By their names:
   .jsonl .ndjson .json   one JSON object a line, or an array of them
-  .parquet .arrow        the same objects as rows; a directory that datasets' save_to_disk wrote is read by --split
-  .npy                   token ids, int32[n], -1 after every sequence
-  .log                   vLLM's, with --enable-log-requests --enable-log-outputs
+  .parquet               the same objects as rows
   all others             plain text, one document each
 .gz and .zst are unpacked on the way.
 
@@ -45,14 +43,10 @@ def add(command: argparse.ArgumentParser) -> None:
     """Its arguments."""
     command.description = _DESCRIPTION
     command.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, pattern, directory or URL; see above")
-    add_log_arguments(command, in_time=False)
+    add_log_arguments(command)
     command.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write; created if missing")
     command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="name kept in the files (default: %(default)s)")
-    command.add_argument("--add", action="store_true", help="add to the cache in DIR")
     command.add_argument("--force", action="store_true", help="replace the cache in DIR")
-    command.add_argument(
-        "--fresh", action="store_true", help="begin anew, without what a build that was ended finished"
-    )
     command.add_argument(
         "--executor", choices=("local", "ray"), default="local",
         help="who reads, tokenises and sorts: processes here, or the workers of a Ray cluster (default: %(default)s)",
@@ -75,10 +69,7 @@ def run(options: argparse.Namespace) -> int:
         tokenizer=options.tokenizer,
         chat_template=chat_template_of(options),
         format=options.format,
-        split=options.split,
-        add=options.add,
         force=options.force,
-        fresh=options.fresh,
         skip_invalid=options.skip_invalid,
         fields=FieldNames.parse(options.field),
         jobs=options.jobs,
@@ -111,8 +102,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"  {result.num_reused_tokens:,} of these tokens had been finished by a build that was ended")
     if result.num_skipped_prompt_tokens:
         print(f"  {result.num_skipped_prompt_tokens:,} prompt tokens were stored before and not repeated")
-    if result.num_stored_sequences:
-        print(f"  {result.num_stored_sequences:,} sequences were there already and not stored again")
     if result.num_invalid:
         print(f"  {result.num_invalid:,} invalid lines were left out")
     return 0

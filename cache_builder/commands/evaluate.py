@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cache_builder.commands.options import add_log_arguments, progress_bar, read_logs
-from cache_builder.evaluation.costs import add_cost_arguments, costs_of, in_batch
+from cache_builder.evaluation.costs import add_cost_arguments, costs_of
 from ssd.bundled import MODEL_PATH
-from ssd.config import DRAFT_SHAPES, DraftConfig, IndexConfig
+from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ Decode recorded requests again with drafts, as a server with this cache would ha
 
 No model is needed: what the logs say is what it said. With --measure MODEL some of the requests are decoded by that
 model too, with drafts and without by turns, and every output is compared. Requests are taken in the order of the files,
-or of --time-field, each before it is learned. Logs are read as `ssd-cache build` reads them; documents are learned and
-not decoded.
-Classes, where no --class-by names a field, are what can be seen. A request is of the first one that is true of it:
+each before it is learned. Logs are read as `ssd-cache build` reads them; documents are learned and not decoded.
 """
 
 _MEASURED_PROMPTS: Final = 16
@@ -33,19 +31,15 @@ _MEASURED_PROMPTS: Final = 16
 
 def add(command: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    from cache_builder.evaluation.log import DEFINITIONS
-
-    known = "\n".join(f"  {name}: {sentence}" for name, sentence in DEFINITIONS.items())
-    command.description = _DESCRIPTION + known
+    command.description = _DESCRIPTION
     draft, index = DraftConfig(), IndexConfig()
     command.add_argument("inputs", nargs="+", metavar="LOG", help="as the inputs of build")
     command.add_argument(
         "--warm", action="append", default=[], type=Path, metavar="DIR", help="a cache directory to search; repeatable"
     )
     command.add_argument(
-        "--cache", choices=("growing", "frozen", "none"), default="growing",
-        help="growing: requests are learned as they end; frozen: only --warm is searched; none: no more than each "
-        "request's own text (default: %(default)s)",
+        "--cache", choices=("growing", "frozen"), default="growing",
+        help="growing: requests are learned as they end; frozen: only --warm is searched (default: %(default)s)",
     )  # fmt: skip
     command.add_argument(
         "--cache-tokens", type=int, default=index.capacity_tokens, metavar="N",
@@ -55,21 +49,8 @@ def add(command: argparse.ArgumentParser) -> None:
         "--draft-limit", type=int, default=draft.num_speculative_tokens, metavar="N",
         help="most tokens of a draft (default: %(default)s)",
     )  # fmt: skip
-    command.add_argument(
-        "--draft-shape", choices=DRAFT_SHAPES, default=draft.draft_shape,
-        help="auto: trees for one sequence alone, chains in a batch (default: %(default)s)",
-    )  # fmt: skip
-    command.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="sequences decoded together (default: %(default)s)"
-    )
     command.add_argument("--class-by", metavar="FIELD", help="a field of the records that names their class; a.b nests")
     command.add_argument("--json", action="store_true", help="print one JSON line alone")
-    command.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page of its tables, and of plots where matplotlib is installed",
-    )
     add_log_arguments(command)
     add_cost_arguments(command)
     group = command.add_argument_group("decoding", "with --measure: what is decoded with the model, one at a time")
@@ -93,7 +74,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from cache_builder.evaluation.evaluate import Plan, evaluate, num_to_decode
-    from cache_builder.evaluation.report import headline, page, summary
+    from cache_builder.evaluation.report import headline, summary
 
     _check(options)
     if options.measure is not None and options.tokenizer == str(MODEL_PATH):
@@ -104,25 +85,21 @@ def run(options: argparse.Namespace) -> int:
         fingerprint=codec.fingerprint,
         cache=options.cache,
         warm=tuple(options.warm),
-        draft=DraftConfig(num_speculative_tokens=options.draft_limit, draft_shape=options.draft_shape),
+        draft=DraftConfig(num_speculative_tokens=options.draft_limit),
         index=IndexConfig(capacity_tokens=options.cache_tokens),
-        batch=options.batch,
     )
-    costs = in_batch(costs_of(options, lambda: _some_prompts(log)), options.batch)
+    costs = costs_of(options, lambda: _some_prompts(log))
     with progress_bar(num_to_decode(log, plan), " tokens") as progress:
         result = evaluate(
             log, plan, costs, labels=read.labels, inputs=[Path(name).name for name in options.inputs],
             tokenizer=Path(options.tokenizer).name, progress=progress,
         )  # fmt: skip
     result["parameters"] |= {
-        "class_by": options.class_by, "time_field": options.time_field,
-        "records": read.num_records, "invalid_records": read.num_invalid,
+        "class_by": options.class_by, "records": read.num_records, "invalid_records": read.num_invalid,
     }  # fmt: skip
     result |= {"without_prompt_records": read.num_without_prompt, "without_answer_records": read.num_without_answer}
     result["measured"] = None if options.measure is None else _measured(options, read, plan, costs)
     result["headline"] = headline(result)
-    if options.html is not None:
-        options.html.write_text(page(result), "utf-8")
     print(json.dumps(result) if options.json else summary(result))
     return 0
 
@@ -130,7 +107,6 @@ def run(options: argparse.Namespace) -> int:
 def _measured(options: argparse.Namespace, read: ReadLog, plan: Plan, costs: StepCosts) -> dict[str, Any] | None:
     """Requests of the log decoded with the model; what the replay predicts of the very same outputs is said beside."""
     from cache_builder.evaluation.evaluate import evaluate
-    from cache_builder.evaluation.log import classes_of
     from cache_builder.evaluation.measured import decode_with, log_of, summarised
 
     if not options.measure_requests:
@@ -140,8 +116,7 @@ def _measured(options: argparse.Namespace, read: ReadLog, plan: Plan, costs: Ste
         max_tokens=options.measure_tokens, minutes=options.measure_minutes, temperatures=options.temperature,
         draft_limit=options.draft_limit, warm=list(map(str, plan.warm)), learns=plan.cache == "growing",
     )  # fmt: skip
-    classes = list(read.labels) if read.labels is not None else classes_of(read.log)
-    summary = summarised(found, read.log, classes)
+    summary = summarised(found)
     same = log_of(found, read.log)
     replayed = None if same is None else evaluate(same, plan, costs)
     summary["replayed"] = None if replayed is None else {key: replayed[key] for key in ("speedup", "tokens_per_step")}
@@ -152,17 +127,13 @@ def _check(options: argparse.Namespace) -> None:
     """Raises ConfigError for what argparse cannot know."""
     if options.cache == "frozen" and not options.warm:
         raise ConfigError("--cache frozen searches what --warm names: give --warm DIR, or --cache none")
-    if options.cache == "none" and options.warm:
-        raise ConfigError("--cache none searches no directory: leave out --warm, or take --cache frozen")
     for name, value, least in (
-        ("--batch", options.batch, 1), ("--draft-limit", options.draft_limit, 1),
+        ("--draft-limit", options.draft_limit, 1),
         ("--measure-requests", options.measure_requests, 0), ("--measure-tokens", options.measure_tokens, 2),
         ("--measure-minutes", options.measure_minutes, 0), ("--temperature", min(options.temperature), 0),
     ):  # fmt: skip
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
-    if options.batch > 4096:
-        raise ConfigError(f"--batch must be at most 4096, got {options.batch}")
 
 
 def _some_prompts(log: Log) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""``ssd-cache inspect``: what a cache directory holds, every byte of it checked."""
+"""``ssd-cache inspect``: what a cache directory holds and whether it is right; every fault with what to do about it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,64 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from cache_builder.commands.options import CACHE_DIRECTORY, codec_of
-from cache_builder.held import manifest_of, open_held, plain
-from ssd.errors import CacheError, TokenizerMismatch
-from ssd.retrieval.files import Manifest, is_segment_id
+from cache_builder.commands.options import CACHE_DIRECTORY, codec_of, progress_bar
+from cache_builder.held import learned_of, manifest_of, open_one, plain
+from ssd.compiled.addresses import TokenIds, address, int32_array, kernel, load_uint32
+from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.errors import CacheError
+from ssd.retrieval.directory import LEARNED_NAME
+from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, Manifest
 from ssd.retrieval.ring import blocks_of, sequences_of
-from ssd.retrieval.segment import SEPARATOR, open_segment
+from ssd.retrieval.segment import GUARD_BYTES, SEPARATOR, Segment, open_segment
+from ssd.retrieval.suffix_array import build_fence
 from ssd.text.codec import TextCodec
+
+_DESCRIPTION = """\
+What a directory holds, every byte of it against its checksum. Changes nothing. Ends with status 1 where there is a
+fault.
+
+With --deep also what a checksum cannot see: that every segment is sorted right, that all token ids are the
+tokenizer's, that manifest and files agree, that what was learned can be used, and what else lies there.
+"""
+_REBUILD: Final = "build the directory again, or restore it from a copy"
+
+
+def add(command: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    command.description = _DESCRIPTION
+    command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
+    command.add_argument("--deep", action="store_true", help="look for what a checksum cannot see, too")
+    one = command.add_mutually_exclusive_group()
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+    one.add_argument(
+        "--sequences", action="store_true", help="print what it holds, a JSON line a sequence, which build reads"
+    )
+    command.add_argument(
+        "--tokenizer",
+        metavar="DIR_OR_MODEL",
+        help="with --deep: whose ids it should hold; with --sequences: print text",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    codec = codec_of(options)
+    if options.sequences:
+        try:
+            _print_sequences(options.directory, codec)
+        except BrokenPipeError:  # who read it has read enough; what is left must not be written at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    with progress_bar(0, " tokens") as progress:
+        report = inspect(options.directory, deep=options.deep, codec=codec, progress=progress)
+    print(json.dumps(report.as_json(), indent=1) if options.json else report.as_text())
+    return 1 if report.faults else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,24 +71,27 @@ class SegmentReport:
     """One segment; ``error`` is None when its file is there and every checksum matches."""
 
     id: str
-    num_tokens: int
-    num_bytes: int
+    num_tokens: int = 0
+    num_bytes: int = 0
     is_static: bool
-    error: str | None
+    error: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectoryReport:
-    """A directory; token counts are of text, without what ends sequences."""
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """A directory; token counts are of text, without what ends sequences.
+
+    ``faults`` : what is wrong, and what to do. Of ``--deep`` alone: ``notes``, what may stay as it is;
+    ``num_sequences``; ``learned_from``, candidates that learned.bin rests on.
+    """
 
     path: Path
     manifest: Manifest
-    segments: tuple[SegmentReport, ...]
-
-    @property
-    def is_intact(self) -> bool:
-        """True when no segment is damaged or missing."""
-        return all(segment.error is None for segment in self.segments)
+    segments: list[SegmentReport] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_sequences: int | None = None
+    learned_from: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -54,93 +102,165 @@ class DirectoryReport:
             "generation": self.manifest.generation,
             "num_tokens": sum(segment.num_tokens for segment in self.segments),
             "num_bytes": sum(segment.num_bytes for segment in self.segments),
-            "is_intact": self.is_intact,
+            "num_sequences": self.num_sequences,
+            "learned_from": self.learned_from,
+            "is_intact": not self.faults,
             "segments": [asdict(segment) for segment in self.segments],
+            "faults": self.faults,
+            "notes": self.notes,
         }
 
     def as_text(self) -> str:
         """For people."""
-        totals = self.as_json()
+        facts = self.as_json()
+        sequences = "" if self.num_sequences is None else f" in {self.num_sequences:,} sequences"
         lines = [
             f"{self.path}",
             f"  namespace    {plain(self.manifest.namespace)}",
             f"  tokenizer    {plain(self.manifest.fingerprint)}",
             f"  generation   {self.manifest.generation}",
-            f"  tokens       {totals['num_tokens']:,}",
-            f"  bytes        {totals['num_bytes']:,}",
+            f"  tokens       {facts['num_tokens']:,}{sequences}",
+            f"  bytes        {facts['num_bytes']:,}",
             f"  segments     {len(self.segments)}",
         ]
         for segment in self.segments:
-            state = "checksums ok" if segment.error is None else f"DAMAGED: {segment.error}"
+            state = "checksums ok" if segment.error is None else "DAMAGED"
             lines.append(f"    {segment.id:40}{segment.num_tokens:>14,} tokens   {state}")
+        if self.learned_from is not None:
+            lines.append(f"  {LEARNED_NAME}: learned from {self.learned_from:,} candidates")
+        lines += [f"  note: {plain(note)}" for note in self.notes]
+        lines += [f"  FAULT: {plain(fault)}" for fault in self.faults]
         return "\n".join(lines)
 
 
-def inspect_directory(path: Path) -> DirectoryReport:
-    """Read all of a directory and check it. Changes nothing. Raises SegmentCorrupt, FormatVersion, StoreUnavailable."""
+def inspect(
+    path: Path,
+    *,
+    deep: bool = False,
+    codec: TextCodec | None = None,
+    progress: Callable[[int], object] = lambda num_tokens: None,
+) -> Report:
+    """Read all of a directory and check it. Changes nothing.
+
+    ``codec`` : what it should have been made with, for ``deep``; None does not look. ``progress`` is told of tokens.
+    O(tokens); with ``deep`` 4 bytes a token of the largest segment. Raises CacheError where there is no cache.
+    """
     manifest = manifest_of(path)
-    return DirectoryReport(
-        path=path,
-        manifest=manifest,
-        segments=tuple(_inspect_segment(path, entry, manifest.fingerprint) for entry in manifest.segments),
-    )
+    report = Report(path=path, manifest=manifest)
+    if deep:
+        report.num_sequences = 0
+        if codec is not None and codec.fingerprint != manifest.fingerprint:
+            report.faults.append(
+                f"it was made with tokenizer {manifest.fingerprint}, this one is {codec.fingerprint}: use the "
+                "tokenizer it was made with, or build it again"
+            )
+            codec = None
+    for entry in manifest.segments:
+        _inspect_segment(entry, report, deep, codec)
+        progress(report.segments[-1].num_tokens)
+    if deep:
+        _check_learned(report)
+        parts = {MANIFEST_NAME, LEARNED_NAME, LOCK_NAME}
+        parts |= {f"{segment.id}.seg" for segment in report.segments}
+        report.notes += [f"{file.name} is no part of it" for file in sorted(path.iterdir()) if file.name not in parts]
+    return report
 
 
-def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> SegmentReport:
-    segment_id = str(entry["id"])
-    assert is_segment_id(segment_id)  # read_manifest checked it
-    file = path / f"{segment_id}.seg"
-    num_tokens, num_bytes, error = 0, 0, None
+def _inspect_segment(entry: dict[str, Any], report: Report, deep: bool, codec: TextCodec | None) -> None:
+    manifest, file = report.manifest, report.path / f"{entry['id']}.seg"  # read_manifest checked the name
+    num_bytes = num_tokens = 0
+    error = None
     try:
         num_bytes = file.stat().st_size
-        segment = open_segment(file, fingerprint=fingerprint)
+        namespace = manifest.namespace if deep else None
+        segment = open_segment(file, fingerprint=manifest.fingerprint, namespace=namespace)
         num_tokens = sum(int(np.count_nonzero(block != SEPARATOR)) for block in blocks_of(segment))
+        if deep:
+            _check_segment(segment, entry, num_tokens, report, codec)
     except FileNotFoundError:
         error = f"{file} is missing"
     except (CacheError, OSError) as failure:
         error = str(failure)
-    return SegmentReport(
-        id=segment_id,
-        num_tokens=num_tokens,
-        num_bytes=num_bytes,
-        is_static=entry.get("start") is None,
-        error=error,
+    if error is not None:
+        report.faults.append(error)
+    is_static = entry.get("start") is None
+    report.segments.append(
+        SegmentReport(id=entry["id"], num_tokens=num_tokens, num_bytes=num_bytes, is_static=is_static, error=error)
     )
+
+
+def _check_segment(
+    segment: Segment, entry: dict[str, Any], num_tokens: int, report: Report, codec: TextCodec | None
+) -> None:
+    name = f"{segment.segment_id}.seg"
+    assert report.num_sequences is not None
+    report.num_sequences += len(segment) - num_tokens
+    if (said := (entry.get("num_tokens"), entry.get("start"))) != (len(segment), segment.start):
+        report.faults.append(
+            f"{MANIFEST_NAME} says of {name} that it has {said[0]!r:.20} tokens from position {said[1]!r:.20} on, the "
+            f"file has {len(segment)} from {segment.start}: restore one of the two"
+        )
+    largest = max(int(block.max()) for block in blocks_of(segment))
+    if codec is not None and largest >= codec.vocab_size:
+        report.faults.append(
+            f"{name} holds token id {largest}, the tokenizer's are below {codec.vocab_size}: {_REBUILD}"
+        )
+    fence = build_fence(segment.text, segment.order, segment.width) if first_wrong(segment) == RIGHT else None
+    if fence is None or not np.array_equal(fence, segment.fence):
+        report.faults.append(
+            f"the order of {name} is not that of its text: lookups miss what it holds, outputs stay right; {_REBUILD}"
+        )
+
+
+def _check_learned(report: Report) -> None:
+    try:
+        stored = learned_of(report.path)
+        report.learned_from = None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
+    except (CacheError, ValueError) as error:
+        report.faults.append(f"{LEARNED_NAME} is not used ({error}): remove it, what it held is learned anew")
+
+
+RIGHT: Final = -1
+"""No rank is wrong."""
+
+
+def first_wrong(segment: Segment) -> int:
+    """The first rank at which a segment's order is not that of its text, RIGHT where there is none, without sorting it.
+
+    An order is right if it names every position once and each neighbour's text goes on as the order itself says: of two
+    positions the one whose last token is smaller comes first, and of equal ones that whose text before that token does
+    (Burkhardt and Kaerkkaeinen 2003, "Fast lightweight suffix array construction and checking", section 3.3).
+    O(n), about 0.1 us a token. The guards of the text must be whole, as ``open_segment`` checks.
+    """
+    n, text = len(segment), address(segment.text) + GUARD_BYTES
+    return int(_first_wrong(text, segment.width, address(segment.order), n, np.empty(n + 1, np.int32)))
+
+
+@kernel
+def _first_wrong(text: int, width: int, order_address: int, n: int, ranks: TokenIds) -> int:
+    order, mask = int32_array(order_address, n), (1 << (8 * width)) - 1
+    ranks[:] = -1
+    for rank in range(n):
+        position = np.int64(order[rank])
+        if position < 1 or position > n or ranks[position] >= 0:
+            return rank
+        ranks[position] = rank
+    for rank in range(1, n):
+        before, here = np.int64(order[rank - 1]), np.int64(order[rank])
+        code_before = load_uint32(text + width * int(before - 1)) & mask
+        code_here = load_uint32(text + width * int(here - 1)) & mask
+        if code_before > code_here:
+            return rank
+        # ranks[0] is -1: a text that ends precedes those it is the beginning of.
+        if code_before == code_here and ranks[before - 1] >= ranks[here - 1]:
+            return rank
+    return RIGHT
 
 
 def _print_sequences(path: Path, codec: TextCodec | None) -> None:
     """Every sequence in order as one JSON line: its ids, or with ``codec`` its text, which may give other ids again."""
-    (cache,) = open_held([path])
-    if codec is not None and codec.fingerprint != cache.fingerprint:
-        raise TokenizerMismatch(
-            f"{path} was made with tokenizer {cache.fingerprint}, this one is {codec.fingerprint}: its token ids mean "
-            "other text. Give the tokenizer it was made with"
-        )
-    for sequence in sequences_of(cache.segments):
+    for sequence in sequences_of(open_one(path, codec).segments):
         ids = sequence.tolist()
         record = {"token_ids": ids} if codec is None else {"text": codec.decode(ids)}
         sys.stdout.buffer.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
     sys.stdout.buffer.flush()
-
-
-def add(command: argparse.ArgumentParser) -> None:
-    """Its arguments."""
-    command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
-    one = command.add_mutually_exclusive_group()
-    one.add_argument("--json", action="store_true", help="print one JSON object")
-    one.add_argument(
-        "--sequences", action="store_true", help="print what it holds, a JSON line a sequence, which build reads"
-    )
-    command.add_argument("--tokenizer", metavar="DIR_OR_MODEL", help="with --sequences: print text, not ids")
-
-
-def run(options: argparse.Namespace) -> int:
-    if options.sequences:
-        try:
-            _print_sequences(options.directory, codec_of(options))
-        except BrokenPipeError:  # who read it has read enough; what is left must not be written at the exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    report = inspect_directory(options.directory)
-    print(json.dumps(report.as_json(), indent=1) if options.json else report.as_text())
-    return 0 if report.is_intact else 1

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from cache_builder.building.unfinished import check_new, new_cache
 from cache_builder.commands.options import progress_bar
-from cache_builder.held import digest_of, open_held
+from cache_builder.held import open_held
 from ssd.errors import ConfigError
 from ssd.retrieval.files import check_namespace
 from ssd.retrieval.ring import sequences_of
@@ -61,14 +63,14 @@ def merge(
     result = MergeResult(len(caches), sum(len(cache.segments) for cache in caches), namespace=named)
     if not any(cache.num_tokens for cache in caches):
         raise ConfigError("the caches hold no text: nothing was merged")
-    known: set[int] = set()
+    known: set[bytes] = set()
     fingerprint = caches[0].fingerprint
     with new_cache(out, fingerprint=fingerprint, namespace=named, force=force, segment_tokens=segment_tokens) as writer:
         for cache in caches:
             for sequence in sequences_of(cache.segments):
                 progress(len(sequence) + 1)
                 if unique:
-                    digest = digest_of(sequence)
+                    digest = xxhash.xxh3_128_digest(sequence.tobytes())
                     if digest in known:
                         result.num_repeated += 1
                         continue

@@ -82,7 +82,7 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what 
     except Exception as error:  # a server that talks nonsense raises whatever it likes
         reason = shown(hide_password(f"{type(error).__name__}: {error}", url))
         raise StoreUnavailable(
-            f"{address_of(url)} {failed()} ({reason}): check address, rights (ssd-cache redis-status) and maxmemory"
+            f"{address_of(url)} {failed()} ({reason}): check address, rights and maxmemory (ssd-cache redis-status)"
         ) from None
     finally:
         client.close()
@@ -119,8 +119,8 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
         yield bar.update
 
 
-def add_log_arguments(command: argparse.ArgumentParser, *, in_time: bool = True) -> None:
-    """How logs are read: as ``ssd-cache build`` reads its inputs. ``in_time`` : they may be ordered."""
+def add_log_arguments(command: argparse.ArgumentParser) -> None:
+    """How logs are read: as ``ssd-cache build`` reads its inputs."""
     command.add_argument(
         "--tokenizer", default=str(MODEL_PATH), metavar="DIR_OR_MODEL",
         help="the served model's directory or id, or a tokenizer.json (default: the bundled model's)",
@@ -129,17 +129,12 @@ def add_log_arguments(command: argparse.ArgumentParser, *, in_time: bool = True)
         "--chat-template", type=Path, metavar="FILE", help="the server's --chat-template (default: the model's)"
     )
     command.add_argument("--format", choices=FORMATS, default="auto", help="of all logs (default: by their names)")
-    command.add_argument("--split", metavar="NAME", help="of datasets on disk that have several")
     command.add_argument(
         "--field", action="append", default=[], metavar="OURS=THEIRS",
         help="what records call text, prompt, completion, messages, token_ids or prompt_length, a.b.0 for nested ones; "
         "repeatable; THEIRS alone is the text",
     )  # fmt: skip
     command.add_argument("--skip-invalid", action="store_true", help="count lines that cannot be used and go on")
-    if in_time:
-        command.add_argument(
-            "--time-field", metavar="FIELD", help="order requests by it: numbers or ISO 8601; a.b nests"
-        )
 
 
 def chat_template_of(options: argparse.Namespace) -> str | None:
@@ -154,11 +149,11 @@ def read_logs(options: argparse.Namespace, names: list[str], class_by: str | Non
     from ssd.text.codec import TextCodec
 
     fields = FieldNames.parse(options.field)
-    sources = find_sources(names, options.format, options.split)
+    sources = find_sources(names, options.format)
     codec = TextCodec.load(options.tokenizer, chat_template=chat_template_of(options))
     with progress_bar(sum(source.size or 0 for source in sources), "B") as progress:
         read = read_log(
-            sources, codec, fields=fields, class_by=class_by, time_by=options.time_field,
+            sources, codec, fields=fields, class_by=class_by,
             skip_invalid=options.skip_invalid, progress=progress,
         )  # fmt: skip
     return codec, read

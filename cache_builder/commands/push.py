@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from cache_builder.commands.options import (
@@ -20,19 +18,15 @@ from cache_builder.commands.options import (
     redis_client,
     redis_url_of,
 )
-from cache_builder.held import fingerprint_of
+from cache_builder.held import open_held
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
 from ssd.retrieval.files import check_namespace
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.static import load_static_directory
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry, stream_key
 from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, max_entries_of
 from ssd.sharing.stream import append
-
-if TYPE_CHECKING:
-    import redis
 
 _DESCRIPTION = """\
 Write the text of a cache directory into the shared log, as if a server had said it: running servers draft from it
@@ -70,8 +64,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pushed:
+class Pushed(NamedTuple):
     """What was written, and what the log's bound left out."""
 
     num_sequences: int
@@ -106,10 +99,10 @@ def push(
     check_namespace(namespace)
     if max_tokens < MAX_ENTRY_TOKENS:
         raise ConfigError(f"max_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry, got {max_tokens}")
-    fingerprint = fingerprint_of(directory)
-    segments = load_static_directory(directory, fingerprint=fingerprint)
+    (cache,) = open_held([directory])
+    fingerprint, segments = cache.fingerprint, cache.segments
     lengths = np.fromiter(map(len, sequences_of(segments)), np.int64)
-    first = _first_that_fits(lengths, max_tokens)
+    first = len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))
     key = stream_key(fingerprint, namespace)
     num_written = 0
 
@@ -128,7 +121,10 @@ def push(
                 Entry(REPLICA_ID, xxhash.xxh3_128_digest(part.tobytes(), seed=num_written + number), part)
                 for number, part in enumerate(batch)
             ]
-            _write(client, key, entries, max_tokens)
+            values = [pack_entry(entry, key) for entry in entries]
+            for refusal in append(client, key, values, max_entries=max_entries_of(max_tokens)):
+                if refusal is not None:
+                    raise refusal
             num_written += len(entries)
             progress(sum(map(len, batch)))
     return Pushed(
@@ -138,15 +134,3 @@ def push(
         num_left_out_sequences=first,
         num_left_out_tokens=int(lengths[:first].sum()),
     )
-
-
-def _first_that_fits(lengths: npt.NDArray[np.int64], max_tokens: int) -> int:
-    """Index of the first sequence so that it and all later ones hold at most ``max_tokens`` tokens."""
-    return len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))
-
-
-def _write(client: redis.Redis, key: str, entries: list[Entry], max_tokens: int) -> None:
-    values = [pack_entry(entry, key) for entry in entries]
-    for refusal in append(client, key, values, max_entries=max_entries_of(max_tokens)):
-        if refusal is not None:
-            raise refusal

@@ -1,4 +1,4 @@
-"""``ssd-cache redis-status``: the whole of a shared store as one report, for people and for programs.
+"""``ssd-cache redis-status``: what a Redis that servers share through holds, for people and for programs.
 
 Others write there: all is bounded, checked, and shown escaped.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,179 +18,94 @@ from ssd.sharing.connection import address_of, masters_of, server_of
 from ssd.sharing.entry import KEYS_VERSION, Entry, InvalidEntryError, num_tokens_of, stream_key, unpack_entry
 from ssd.sharing.noise_root import KEY as NOISE
 from ssd.sharing.redis_log import COUNTERS_KEY as GENERATIONS
-from ssd.sharing.stream import BEGINNING, RawEntry, all_entries, entries_after, newest_entries, order, value_of
+from ssd.sharing.stream import BEGINNING, RawEntry, entries_after, newest_entries, order, value_of
 
 if TYPE_CHECKING:
     import redis
 
-_DESCRIPTION = "Look at a Redis that servers share through: what is there, and whether they may do what they need."
+_DESCRIPTION = "Look at a Redis that servers share through: what is there, how old it is, and what should be changed."
+_MOST_KEYS: Final = 20_000
+_NAME: Final = re.compile(rb"ssd:%d:\{([0-9a-f]{32}):([A-Za-z0-9_.-]{1,64})\}" % KEYS_VERSION)
+_SAMPLE: Final = 64
+_ANY_TOKEN: Final = 1 << 31
+
+Facts = dict[str, Any]
 
 
 def add(command: argparse.ArgumentParser) -> None:
     """Its arguments."""
     command.description = _DESCRIPTION
     add_redis_argument(command)
-    command.add_argument("--exact", action="store_true", help="read all entries, not some, to count their tokens")
     command.add_argument("--json", action="store_true", help="print one JSON line")
 
 
 def run(options: argparse.Namespace) -> int:
-    status = read_status(redis_url_of(options), exact=options.exact)
-    print(json.dumps(status.as_json()) if options.json else status.as_text())
+    status = read_status(redis_url_of(options))
+    print(json.dumps(status) if options.json else as_text(status))
     return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerFacts:
-    """``error`` : why nothing is known, empty where something is."""
+def read_status(url: str) -> Facts:
+    """What is at ``url``, as ``--json`` prints it. Writes nothing.
 
-    address: str
-    product: str = "unknown"
-    version: str = ""
-    role: str = "unknown"
-    memory_bytes: int | None = None
-    max_memory_bytes: int | None = None
-    """None or 0: no bound of its own."""
-    policy: str = ""
-    """What it does when it is full."""
-    persistence: str = "unknown"
-    error: str = ""
-
-    def warnings(self) -> Iterator[str]:
-        """What an operator should change, a sentence each."""
-        where = f" at {self.address}" if self.address else ""
-        if self.role == "slave":
-            yield f"the server{where} is a replica, which refuses writes: name its master, or its sentinels"
-        if self.max_memory_bytes and self.policy.startswith("allkeys"):
-            yield (
-                f"maxmemory-policy {self.policy}{where} may drop whole namespaces when memory is short: use noeviction "
-                "or volatile-lru, our logs are bounded"
-            )
-        if self.max_memory_bytes and self.memory_bytes and self.memory_bytes > 0.9 * self.max_memory_bytes:
-            yield f"the server{where} uses more than 90 % of its maxmemory: it is about to refuse, or to drop"
-
-    def line(self) -> str:
-        """For people."""
-        where = f"{self.address}  " if self.address else ""
-        if self.error:
-            return f"{where}unknown: {self.error}"
-        limit = _spelled_bytes(self.max_memory_bytes) if self.max_memory_bytes else "no limit"
-        memory = f"memory {_spelled_bytes(self.memory_bytes)} of {limit}, {self.policy or 'policy unknown'}"
-        return f"{where}{self.product} {self.version}, {self.role}, {memory}, persistence: {self.persistence}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamespaceFacts:
-    """``error`` : why the rest is not known. Ages in seconds by the server's clock."""
-
-    fingerprint: str
-    namespace: str
-    entries: int = 0
-    tokens: int = 0
-    is_exact: bool = True
-    """Whether all entries were read for ``tokens``, not some of the oldest and newest."""
-    invalid_entries: int = 0
-    """Of the entries read."""
-    bytes: int | None = None
-    oldest_age_s: float | None = None
-    newest_age_s: float | None = None
-    last_writer: str = ""
-    """Its replica id, another one for each opening; pushed text has none."""
-    error: str = ""
-
-    def lines(self) -> Iterator[str]:
-        """For people."""
-        if self.error:
-            yield f"cannot be read: {self.error}"
-            return
-        about = "" if self.is_exact else "about "
-        yield f"log        {self.entries:,} entries, {about}{self.tokens:,} tokens, {_spelled_bytes(self.bytes)}"
-        if self.entries:
-            ages = f"oldest {_spelled_age(self.oldest_age_s)} ago, newest {_spelled_age(self.newest_age_s)} ago"
-            yield f"           {ages}, last written by {self.last_writer or 'nobody known'}"
-        if self.invalid_entries:
-            yield f"           {self.invalid_entries:,} of the entries read are none of ours"
-
-
-@dataclass(frozen=True, slots=True)
-class Right:
-    """``is_given`` : None where that cannot be told."""
-
-    command: str
-    needed_for: str
-    is_given: bool | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """``generations`` : counted deletions, None where that cannot be read; ``has_noise_root`` : never its value."""
-
-    address: str
-    servers: list[ServerFacts]
-    namespaces: list[NamespaceFacts]
-    warnings: list[str]
-    generations: int | None
-    has_noise_root: bool | None
-    user: str
-    rights: list[Right]
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it, to be printed on one line."""
-        return {"report": "redis-status", **asdict(self)}
-
-    def as_text(self) -> str:
-        """A page of lines."""
-        return "\n".join([self.address, *self._lines()])
-
-    def _lines(self) -> Iterator[str]:
-        for server in self.servers:
-            yield f"  server     {server.line()}"
-        for space in self.namespaces:
-            yield f"  namespace  {space.namespace}  (tokenizer {space.fingerprint[:8]})"
-            yield from (f"             {line}" for line in space.lines())
-        if not self.namespaces:
-            yield "  namespaces none"
-        counted = "unknown" if self.generations is None else str(self.generations)
-        noise = {True: "there", False: "none", None: "unknown"}[self.has_noise_root]
-        yield f"  counters   deletions of {counted} caches counted; root of noise: {noise}"
-        missing = [right for right in self.rights if right.is_given is False]
-        unknown = [right for right in self.rights if right.is_given is None]
-        yield f"  user       {self.user}: {'not all rights' if missing + unknown else 'may do all that is needed'}"
-        for right in missing:
-            yield f"    missing  +{right.command.lower()} for {right.needed_for}"
-        if unknown:
-            yield f"    unknown  {' '.join('+' + right.command.lower() for right in unknown)}"
-        for warning in self.warnings:
-            yield f"  warning    {warning}"
-
-
-def read_status(url: str, *, exact: bool = False) -> Status:
-    """What is at ``url``. Writes nothing. ``exact`` : read all entries for their tokens.
-
-    Raises ConfigError, and StoreUnavailable where nothing answers, or nonsense.
+    What could not be asked is None, or says so as its ``error``; ages are seconds by the server's clock,
+    ``generations`` counted deletions; of the root of noise it is said whether it is there, never its value. Raises
+    ConfigError, and StoreUnavailable where nothing answers, or nonsense.
     """
     with redis_client(url, lambda: "does not answer") as client:
         servers = [_server_facts(address, node) for address, node in masters_of(client)]
-        user, rights = _rights_of(client)
-        warnings = [warning for server in servers for warning in server.warnings()]
-        listed = _told(lambda: _namespaces(client))
-        if isinstance(listed, Exception):
-            warnings.append(f"namespaces cannot be listed ({shown(listed)}): this needs +scan")
-            listed = [], True
-        names, is_all = listed
-        if not is_all:
-            warnings.append(f"more than {_MOST_KEYS:,} keys: the others were not looked at")
+        warnings = [warning for server in servers for warning in _warnings(server)]
+        names = _told(lambda: _namespaces(client))
+        if isinstance(names, Exception):
+            warnings.append(f"namespaces cannot be listed ({shown(names)}): this needs +scan")
+            names = []
         noise = _number(_told(lambda: client.strlen(NOISE)))
-        return Status(
-            address=address_of(url),
-            servers=servers,
-            namespaces=[_namespace_facts(client, *each, exact=exact) for each in names],
-            warnings=warnings,
-            generations=_number(_told(lambda: client.hlen(GENERATIONS))),
-            has_noise_root=None if noise is None else noise > 0,
-            user=user,
-            rights=rights,
+        return {
+            "report": "redis-status",
+            "address": address_of(url),
+            "servers": servers,
+            "namespaces": [_namespace_facts(client, *name) for name in names],
+            "warnings": warnings,
+            "generations": _number(_told(lambda: client.hlen(GENERATIONS))),
+            "has_noise_root": None if noise is None else noise > 0,
+        }
+
+
+def as_text(status: Facts) -> str:
+    """For people."""
+    lines = [status["address"]]
+    for server in status["servers"]:
+        said = server.get("error") and f"unknown: {server['error']}"
+        if not said:
+            limit = _spelled(server["max_memory_bytes"], _BYTES) if server["max_memory_bytes"] else "no limit"
+            said = (
+                f"{server['product']} {server['version']}, {server['role']}, memory "
+                f"{_spelled(server['memory_bytes'], _BYTES)} of {limit}, {server['policy'] or 'policy unknown'}"
+            )
+        lines.append(f"  server     {server['address']}  {said}".rstrip())
+    for space in status["namespaces"]:
+        lines.append(f"  namespace  {space['namespace']}  (tokenizer {space['fingerprint'][:8]})")
+        if "error" in space:
+            lines.append(f"             cannot be read: {space['error']}")
+            continue
+        lines.append(
+            f"             {space['entries']:,} entries, about {space['tokens']:,} tokens, "
+            f"{_spelled(space['bytes'], _BYTES)}"
         )
+        if space["entries"]:
+            oldest, newest = (_spelled(space[key], _SECONDS) for key in ("oldest_age_s", "newest_age_s"))
+            lines.append(
+                f"             oldest {oldest} ago, newest {newest} ago, of late written by "
+                f"{', '.join(space['writers']) or 'nobody known'}"
+            )
+        if space["invalid_entries"]:
+            lines.append(f"             {space['invalid_entries']:,} of the entries read are none of ours")
+    if not status["namespaces"]:
+        lines.append("  namespaces none")
+    counted = "unknown" if status["generations"] is None else str(status["generations"])
+    noise = {True: "there", False: "none", None: "unknown"}[status["has_noise_root"]]
+    lines.append(f"  counters   deletions of {counted} caches counted; root of noise: {noise}")
+    return "\n".join([*lines, *(f"  warning    {warning}" for warning in status["warnings"])])
 
 
 def _told(ask: Callable[[], Any]) -> Any:
@@ -209,153 +123,78 @@ def _told(ask: Callable[[], Any]) -> Any:
         return error
 
 
-def _server_facts(address: str, server: redis.Redis) -> ServerFacts:
+def _server_facts(address: str, server: redis.Redis) -> Facts:
     """What INFO says, whatever that is."""
     info = _told(server.info)
     if isinstance(info, Exception):
-        return ServerFacts(address=address, error=shown(f"{type(info).__name__}: {info}"))
+        return {"address": address, "error": shown(f"{type(info).__name__}: {info}")}
     said = {str(name): value for name, value in info.items()} if isinstance(info, dict) else {}
-    persistence = "none seen" if "aof_enabled" in said else "unknown"
-    if _number(said.get("aof_enabled")):
-        persistence = "append-only file"
-    elif _number(said.get("rdb_last_save_time")) and _number(said.get("rdb_saves")):
-        persistence = "snapshots"
     is_valkey = "valkey_version" in said or said.get("server_name") == "valkey"
-    return ServerFacts(
-        address=address,
-        product="Valkey" if is_valkey else "Redis" if "redis_version" in said else "unknown",
-        version=shown(said.get("valkey_version" if is_valkey else "redis_version", "")),
-        role=shown(said.get("role", "unknown")),
-        memory_bytes=_number(said.get("used_memory")),
-        max_memory_bytes=_number(said.get("maxmemory")),
-        policy=shown(said.get("maxmemory_policy", "")),
-        persistence=persistence,
-    )
+    return {
+        "address": address,
+        "product": "Valkey" if is_valkey else "Redis" if "redis_version" in said else "unknown",
+        "version": shown(said.get("valkey_version" if is_valkey else "redis_version", "")),
+        "role": shown(said.get("role", "unknown")),
+        "memory_bytes": _number(said.get("used_memory")),
+        "max_memory_bytes": _number(said.get("maxmemory")),
+        "policy": shown(said.get("maxmemory_policy", "")),
+    }
 
 
-_KEY: Final = stream_key("0" * 32, "status")  # nobody's
-
-_NEEDED: Final[dict[str, tuple[tuple[str | int, ...], ...]]] = {
-    "sharing": (
-        ("XADD", _KEY, "*", "e", ""),
-        ("XREAD", "COUNT", 1, "STREAMS", _KEY, "0-0"),
-        ("XRANGE", _KEY, "-", "+", "COUNT", 1),
-        ("XTRIM", _KEY, "MAXLEN", 1),
-        ("DEL", _KEY),
-        ("UNWATCH",),
-        ("PING",),
-    ),
-    "coupled noise": (("GETRANGE", _KEY, 0, 1), ("SET", _KEY, "")),
-    "API keys": (("HMGET", _KEY, "a"), ("HINCRBY", _KEY, "a", 1), ("HGET", _KEY, "a"), ("HSET", _KEY, "a", "")),
-    "pull, purge and this list": (("SCAN", 0), ("XREVRANGE", _KEY, "+", "-", "COUNT", 1)),
-    "the delay in /metrics": (("TIME",),),
-}
+def _warnings(server: Facts) -> Iterator[str]:
+    """What an operator should change, a sentence each."""
+    where = f" at {server['address']}" if server["address"] else ""
+    if server.get("role") == "slave":
+        yield f"the server{where} is a replica, which refuses writes: name its master, or its sentinels"
+    most = server.get("max_memory_bytes")
+    if most and server["policy"].startswith("allkeys"):
+        yield (
+            f"maxmemory-policy {server['policy']}{where} may drop whole namespaces when memory is short: use "
+            "noeviction or volatile-lru, our logs are bounded"
+        )
+    if most and (server["memory_bytes"] or 0) > 0.9 * most:
+        yield f"the server{where} uses more than 90 % of its maxmemory: it is about to refuse, or to drop"
 
 
-def _rights_of(client: redis.Redis) -> tuple[str, list[Right]]:
-    """The user's name, and each right, of commands that none is given of. Raises a lost connection.
-
-    A server checks rights when it queues a command of a transaction. So each is queued and the connection closed, which
-    gives the transaction up.
-    """
-    from redis.exceptions import NoPermissionError
-
-    server = server_of(client, _KEY)
-    pool = server.connection_pool
-    connection: Any = pool.get_connection()
-
-    def answer(*command: str | int) -> Any:
-        connection.send_command(*command)
-        return _told(connection.read_response)
-
-    def may(*command: str | int) -> bool:
-        return not isinstance(answer(*command), NoPermissionError)
-
-    try:
-        user = answer("ACL", "WHOAMI")
-        rights = [Right("WATCH", "sharing", may("WATCH", _KEY))]
-        begun = answer("MULTI")
-        rights.append(Right("MULTI", "sharing", not isinstance(begun, NoPermissionError)))
-        rights.append(Right("EXEC", "sharing", _may_execute(server)))
-        for purpose, commands in _NEEDED.items():
-            for command in commands:
-                is_given = None if isinstance(begun, Exception) else may(*command)
-                rights.append(Right(str(command[0]), purpose, is_given))
-        return "default" if isinstance(user, Exception) else shown(user), rights
-    finally:
-        connection.disconnect()
-        pool.release(connection)
-
-
-def _may_execute(server: redis.Redis) -> bool | None:
-    """Of a transaction that only asks for a sign of life."""
-    from redis.exceptions import NoPermissionError
-
-    with server.pipeline() as pipeline:
-        pipeline.ping()
-        answer = _told(pipeline.execute)
-    if not isinstance(answer, Exception):
-        return True
-    return False if isinstance(answer, NoPermissionError) and "'exec'" in str(answer).lower() else None
-
-
-_MOST_KEYS: Final = 20_000
-_NAME: Final = re.compile(rb"ssd:%d:\{([0-9a-f]{32}):([A-Za-z0-9_.-]{1,64})\}" % KEYS_VERSION)
-_SAMPLE: Final = 64
-_ANY_TOKEN: Final = 1 << 31
-
-
-def _namespaces(client: redis.Redis) -> tuple[list[tuple[str, str]], bool]:
-    """Fingerprint and name of every namespace that has a log, and whether these are all. O(keys)."""
+def _namespaces(client: redis.Redis) -> list[tuple[str, str]]:
+    """Fingerprint and name of every namespace that has a log, of the first keys that are found. O(keys)."""
     keys = (
         key for _, node in masters_of(client) for key in node.scan_iter(match=f"ssd:{KEYS_VERSION}:{{*", count=1000)
     )
-    found = [key for key in islice(keys, _MOST_KEYS) if isinstance(key, bytes)]
-    names = {(match[1].decode(), match[2].decode()) for key in found if (match := _NAME.fullmatch(key))}
-    return sorted(names), next(keys, None) is None
+    found = [_NAME.fullmatch(key) for key in islice(keys, _MOST_KEYS) if isinstance(key, bytes)]
+    return sorted({(match[1].decode(), match[2].decode()) for match in found if match})
 
 
-def _namespace_facts(client: redis.Redis, fingerprint: str, namespace: str, *, exact: bool) -> NamespaceFacts:
-    facts = _told(lambda: _read(client, stream_key(fingerprint, namespace), exact=exact))
+def _namespace_facts(client: redis.Redis, fingerprint: str, namespace: str) -> Facts:
+    facts = _told(lambda: _read(client, stream_key(fingerprint, namespace)))
     if isinstance(facts, Exception):
         facts = {"error": shown(f"{type(facts).__name__}: {facts}")}
-    return NamespaceFacts(fingerprint=fingerprint, namespace=namespace, **facts)
+    return {"fingerprint": fingerprint, "namespace": namespace, **facts}
 
 
-def _read(client: redis.Redis, key: str, *, exact: bool) -> dict[str, Any]:
-    """A few commands, and all entries where ``exact``."""
+def _read(client: redis.Redis, key: str) -> Facts:
+    """A few commands: some of the oldest and of the newest entries stand for all."""
     num_entries = _number(client.xlen(key)) or 0
     newest = newest_entries(client, key, _SAMPLE)
-    read: Iterable[RawEntry] = newest[::-1]
-    if exact:
-        read = all_entries(client, key)
-    elif num_entries > _SAMPLE:
-        read = entries_after(client, key, BEGINNING, _SAMPLE).entries + newest[::-1]
-    num_tokens = num_invalid = num_read = 0
-    oldest_id = None
-    for raw in read:
-        oldest_id = oldest_id or raw[0]
-        num_read += 1
-        num_tokens += num_tokens_of(value_of(raw))
-        num_invalid += _entry(raw, key) is None
-    is_exact = exact or num_read >= num_entries
-    last = _entry(newest[0], key) if newest else None
+    oldest = entries_after(client, key, BEGINNING, _SAMPLE).entries if num_entries > _SAMPLE else []
+    read = [*oldest, *newest[::-1]]
+    entries = [_entry(raw, key) for raw in read]
+    writers = {entry.replica_id for entry in entries[len(oldest) :] if entry is not None}
     clock = _told(server_of(client, key).time)
 
-    def age(entry_id: bytes | None) -> float | None:
-        if entry_id is None or not isinstance(clock, tuple):
+    def age(raw: RawEntry) -> float | None:
+        if not isinstance(clock, tuple):
             return None
-        return float(round(clock[0] + clock[1] / 1e6 - order(entry_id)[0] / 1000, 3))
+        return float(round(clock[0] + clock[1] / 1e6 - order(raw[0])[0] / 1000, 3))
 
     return {
         "entries": num_entries,
-        "tokens": num_tokens if is_exact else round(num_tokens / max(num_read, 1) * num_entries),
-        "is_exact": is_exact,
-        "invalid_entries": num_invalid,
+        "tokens": round(sum(num_tokens_of(value_of(raw)) for raw in read) / max(len(read), 1) * num_entries),
+        "invalid_entries": entries.count(None),
         "bytes": _number(_told(lambda: client.memory_usage(key))),
-        "oldest_age_s": age(oldest_id),
-        "newest_age_s": age(newest[0][0] if newest else None),
-        "last_writer": "" if last is None else "ssd-cache push" if last.replica_id == PUSHED else last.replica_id.hex(),
+        "oldest_age_s": age(read[0]) if read else None,
+        "newest_age_s": age(read[-1]) if read else None,
+        "writers": sorted("ssd-cache push" if each == PUSHED else each.hex() for each in writers),
     }
 
 
@@ -376,20 +215,12 @@ def _number(value: object) -> int | None:
         return None
 
 
-def _spelled_bytes(count: int | None) -> str:
-    if count is None:
-        return "unknown"
-    size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+_BYTES: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+_SECONDS: Final = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
-def _spelled_age(seconds: float | None) -> str:
-    if seconds is None:
+def _spelled(value: float | None, units: tuple[tuple[float, str], ...]) -> str:
+    if value is None:
         return "unknown"
-    for name, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {name}"
-    return f"{max(seconds, 0.0):.1f} s"
+    size, name = next((unit for unit in units if value >= unit[0]), units[-1])
+    return f"{max(value, 0) / size:.1f} {name}"

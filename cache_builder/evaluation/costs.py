@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,6 @@ class CostCurve:
 def flat(width: int) -> CostCurve:
     """Free up to ``width`` tokens, then proportional to them: a device that waits for memory until it computes."""
     return CostCurve(f"flat {width}", np.array([1.0, width, 2.0 * width]), np.array([1.0, 1.0, 2.0]))
-
-
-def at_batch(curve: CostCurve, batch: int, most: int = 129) -> CostCurve:
-    """What a pass of ``batch`` rows costs by the tokens of each, all rows alike: in passes of one token a row."""
-    if batch == 1:
-        return curve
-    widths = np.arange(1.0, most + 1.0)
-    costs = curve.upto(most * batch)[batch::batch]
-    return CostCurve(f"{curve.name}, {batch} rows", widths, costs / costs[0])
 
 
 def _curve_of(result: object, name: str) -> CostCurve:
@@ -119,25 +110,6 @@ class StepCosts:
             "overhead": None if self.overhead is None else round(self.overhead, 4),
             "recycling": round(self.recycling, 4),
         }
-
-
-def in_batch(costs: StepCosts, batch: int) -> StepCosts:
-    """Costs of a batch of rows that are all alike, from those of one row.
-
-    What surrounds a pass is taken to grow with the rows; what the target's own candidates bring is left out, for it is
-    the passes of one row that have room for them.
-    """
-    if batch == 1:
-        return costs
-    of_all = float(costs.curve.upto(batch)[batch])
-    return replace(
-        costs,
-        curve=at_batch(costs.curve, batch),
-        source=f"{costs.source}; of {batch} rows, taken to be alike, by the cost of as many tokens",
-        step_ms=None if costs.step_ms is None else costs.step_ms * of_all,
-        overhead=None if costs.overhead is None else costs.overhead * batch / of_all,
-        recycling=0.0,
-    )
 
 
 FLAT_WIDTH = 32

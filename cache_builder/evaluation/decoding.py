@@ -47,8 +47,8 @@ class Decoder(Record):
     ``costs`` : float64[limit + 1], of a pass of 1, 2, ... tokens; ``more`` : float64[num_more], what each drafted token
     adds at least, not falling. ``sure`` : chance of its first token that the draft of an output's first pass must have.
 
-    ``drafted``, ``accepted`` : by the number of tokens of the draft before them. ``by_source`` : of each of `SOURCES`
-    drafts that were verified, their tokens, accepted ones. ``row`` : of the output. All else is scratch.
+    ``by_source`` : of each of `SOURCES` drafts that were verified, their tokens, accepted ones. ``row`` : of the
+    output. All else is scratch.
     """
 
     workspace: Address
@@ -62,8 +62,6 @@ class Decoder(Record):
     more: Address
     num_more: Int64
     rate: RateRecord
-    drafted: Annotated[Int64s, np.int64, MAX_DRAFT]
-    accepted: Annotated[Int64s, np.int64, MAX_DRAFT]
     by_source: Annotated[Int64s, np.int64, (NUM_SOURCES, 3)]
     prices: Annotated[Float64s, np.float64, MAX_DRAFT]
     chances: Annotated[Float64s, np.float64, MAX_DRAFT]
@@ -99,7 +97,6 @@ def _num_agreeing(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds,
         parent = parent_of(out, node)
         depth = 0 if parent < 0 else decoder.depths[parent] + 1
         decoder.depths[node] = depth
-        decoder.drafted[depth] += 1
         before = 0 if parent < 0 else decoder.agreed[parent]
         if before < 0 or depth >= num_left or out.tokens[node] != text[position + depth]:
             decoder.agreed[node] = -1
@@ -109,7 +106,6 @@ def _num_agreeing(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds,
             longest, last = depth + 1, node
     for depth in range(longest - 1, -1, -1):
         decoder.path[depth] = last
-        decoder.accepted[depth] += 1
         last = parent_of(out, last)
     return longest
 
@@ -152,7 +148,6 @@ def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_leng
 
 
 Ints = npt.NDArray[np.int32]
-Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +204,6 @@ class OutputDecoder:
         took = time.thread_time_ns() - began
         drafted, accepted, sources = self._steps[: 3 * count].reshape(-1, 3).T.copy()
         return Decoded(drafted, accepted, sources, took)
-
-    def by_depth(self) -> tuple[Counts, Counts]:
-        """Tokens drafted and accepted of all outputs so far, int64[MAX_DRAFT], by how many of the draft come before."""
-        record = self._memory.array[0]
-        return record["drafted"].copy(), record["accepted"].copy()
 
     def by_source(self) -> dict[str, tuple[int, int, int]]:
         """Of each source that a draft began with: drafts, their tokens, accepted ones, of all outputs so far."""

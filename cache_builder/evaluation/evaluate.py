@@ -14,14 +14,10 @@ import numpy.typing as npt
 
 from cache_builder.evaluation.costs import CostCurve, StepCosts
 from cache_builder.evaluation.decoding import OutputDecoder, warm_up
-from cache_builder.evaluation.log import DEFINITIONS, Int64s, Log, classes_of
-from cache_builder.evaluation.oracle import oracle_steps
+from cache_builder.evaluation.log import Int64s, Log
 from ssd import __version__
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.prefixes import split_sequence
-from ssd.retrieval.segment import Tokens
-from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry
 
 CacheUse = Literal["growing", "frozen", "none"]
 Flags = npt.NDArray[np.bool_]
@@ -37,8 +33,7 @@ class Plan:
     """What to find out.
 
     ``fingerprint`` : the tokenizer's. ``cache`` : "growing": what was said is learned; "frozen": only ``warm`` is
-    searched; "none": own text alone. ``warm`` : directories searched beside what is learned. ``batch`` : sequences
-    decoded together; above 1 drafts are chains unless ``draft_shape`` says otherwise, as in the engine.
+    searched. ``warm`` : directories searched beside what is learned.
     """
 
     fingerprint: str
@@ -46,19 +41,10 @@ class Plan:
     warm: tuple[Path, ...] = ()
     draft: DraftConfig = field(default_factory=DraftConfig)
     index: IndexConfig = field(default_factory=IndexConfig)
-    batch: int = 1
-
-    @property
-    def is_tree(self) -> bool:
-        """Whether drafts branch."""
-        shape = self.draft.draft_shape
-        return shape == "tree" or (shape == "auto" and self.batch == 1)
 
     @property
     def lesser_uses(self) -> tuple[CacheUse, ...]:
-        """Ways to use the cache that have less than the plan's, the least first."""
-        if self.cache == "none":
-            return ()
+        """Ways to use the cache that have less than the plan's, the least first: "none" is own text alone."""
         return ("none", "frozen") if self.cache == "growing" and self.warm else ("none",)
 
 
@@ -68,8 +54,8 @@ class Outcome:
 
     ``requests`` : int64[r], the numbers of those decoded. Of each ``num_steps``, ``num_accepted`` : int64[r].
     ``drafted`` : int16, tokens drafted in each step of all, one request after another. ``ns`` : of a processor, for all
-    proposals. ``by_depth``, ``by_source`` : see `OutputDecoder`. ``num_cached_tokens``, ``index_bytes`` : of what the
-    cache holds at the end. ``shared_bytes`` : of the entries that sharing would write, without what Redis adds.
+    proposals. ``by_source`` : see `OutputDecoder`. ``num_cached_tokens``, ``index_bytes`` : of what the
+    cache holds at the end.
     """
 
     requests: Int64s
@@ -77,12 +63,10 @@ class Outcome:
     num_accepted: Int64s
     drafted: npt.NDArray[np.int16]
     ns: int
-    by_depth: tuple[Int64s, Int64s]
     by_source: dict[str, tuple[int, int, int]]
     num_cached_tokens: int
     index_bytes: int
     ring_bytes: int
-    shared_bytes: int
 
 
 def replay(
@@ -93,21 +77,13 @@ def replay(
     Raises CacheError for a warm directory that cannot be used.
     """
     warm_up()
-    decoder = OutputDecoder(curve, draft=plan.draft, tree=plan.is_tree)
-    steps, drafted, ns, shared_bytes = list[tuple[int, int, int]](), [np.empty(0, np.int16)], 0, 0
+    decoder = OutputDecoder(curve, draft=plan.draft)
+    steps, drafted, ns = list[tuple[int, int, int]](), [np.empty(0, np.int16)], 0
     can_be_decoded = set(log.with_prompt.tolist())
-
-    def count(pieces: list[Tokens]) -> None:
-        nonlocal shared_bytes
-        for piece in pieces:
-            for part in split_sequence(piece, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS):
-                shared_bytes += len(pack_entry(Entry(bytes(8), bytes(16), part), ""))
-
     with CacheSet(CacheConfig(index=plan.index), plan.fingerprint, inline=True) as caches:
         cache = caches.get()
         for directory in plan.warm if use != "none" else ():
             caches.add_static_directory(directory)
-        cache.add_listener(count)
         for number in range(len(log)):
             row = log.row(number)
             if number in can_be_decoded:
@@ -128,35 +104,24 @@ def replay(
             num_accepted,
             np.concatenate(drafted),
             ns,
-            decoder.by_depth(),
             decoder.by_source(),
             snapshot.num_tokens,
             of_segments + 8 * (snapshot.tail_stop - snapshot.tail_start),  # the tail as if it were in a segment
             snapshot.ring.nbytes,
-            shared_bytes,
         )
 
 
-def unknown(log: Log, plan: Plan, costs: StepCosts) -> list[str]:
-    """Those that hold for this evaluation, the weightiest first."""
-    left_out = "" if costs.overhead is not None else "the engine's own part and the model's second choices, "
+def unknown(log: Log, plan: Plan) -> list[str]:
+    """What holds for this evaluation, the weightiest first."""
     return [
         "Traffic to come: the figures hold for requests like these, in this order.",
         "Sampling: at a temperature above 0 the model may say something else to the same prompt another time.",
         "Time to the first token: the speed-up is that of output tokens.",
-        f"{left_out}draft heads and draft models: they are left out.".capitalize(),
-        f"A batch of {plan.batch}: its sequences are taken to draft alike, and to learn from one another when they end."
-        if plan.batch > 1
-        else "Load: sequences are taken to be decoded one at a time; beside others drafts gain less, see --batch.",
-        *(
-            ["The time of day: each request is taken to find all earlier ones learned, by all replicas that share."]
-            if plan.cache == "growing"
-            else []
-        ),
+        "Load: sequences are taken to be decoded one at a time; beside others drafts gain less.",
+        *(["The time of day: each request is taken to find all earlier ones learned."] * (plan.cache == "growing")),
         *(
             ["The long run: the log is short, and its beginning, with an empty cache, weighs more than it will."]
-            if log.output_lengths[log.with_prompt].sum() < _FEW_TOKENS
-            else []
+            * bool(log.output_lengths[log.with_prompt].sum() < _FEW_TOKENS)
         ),
     ]
 
@@ -178,12 +143,11 @@ def evaluate(
 ) -> dict[str, Any]:
     """The report as it stands in the JSON line and on the page.
 
-    ``labels`` : the class of every request; None: what can be seen. ``progress`` : told how many output tokens were
+    ``labels`` : the class of every request; None: there are none. ``progress`` : told how many output tokens were
     decoded, see ``num_to_decode``. Raises CacheError for a warm directory.
     """
-    main, judge = replay(log, plan, costs.curve, plan.cache, progress), _Judge(log, costs, plan)
+    main, judge = replay(log, plan, costs.curve, plan.cache, progress), _Judge(log, costs)
     uses = [*((use, replay(log, plan, costs.curve, use, progress)) for use in plan.lesser_uses), (plan.cache, main)]
-    classes = list(labels) if labels is not None else classes_of(log)
     without = np.setdiff1d(np.arange(len(log)), main.requests)
     return {
         "report": "evaluate",
@@ -193,8 +157,6 @@ def evaluate(
             "cache": plan.cache,
             "warm": [directory.name or str(directory) for directory in plan.warm],
             "draft_limit": plan.draft.num_speculative_tokens,
-            "shape": "tree" if plan.is_tree else "chain",
-            "batch": plan.batch,
             "capacity_tokens": plan.index.capacity_tokens,
         },
         "inputs": list(inputs),
@@ -204,9 +166,7 @@ def evaluate(
         "cost": costs.as_json(),
         **judge.figures(main),
         "documents": {"number": len(without), "tokens": int(np.diff(log.starts)[without].sum())},
-        "classes": _classes(main, judge, classes),
-        "class_definitions": dict(DEFINITIONS) if labels is None else {},
-        "acceptance_by_position": _by_position(main),
+        "classes": [] if labels is None else _classes(main, judge, labels),
         "by_source": [
             {"source": source, "drafts": drafts, "drafted": drafted, "accepted": accepted}
             for source, (drafts, drafted, accepted) in main.by_source.items()
@@ -217,24 +177,17 @@ def evaluate(
             "memory_bytes": main.index_bytes + main.ring_bytes,
             "disk_bytes": main.index_bytes,
             "cached_tokens": main.num_cached_tokens,
-            "redis_bytes": main.shared_bytes,
-            "redis_bytes_per_request": round(main.shared_bytes / max(1, len(log)), 1),
             "propose_us": round(main.ns / 1e3 / len(main.drafted), 1) if len(main.drafted) else None,
         },
-        "unknown": unknown(log, plan, costs),
+        "unknown": unknown(log, plan),
     }
 
 
 class _Judge:
     """What steps are worth."""
 
-    def __init__(self, log: Log, costs: StepCosts, plan: Plan) -> None:
-        """``plan.batch`` : rows of a pass, each of which waits for the proposals of all."""
-        self._output_lengths, self._costs, self._batch = log.output_lengths, costs, plan.batch
-        self._oracle: Int64s | None = None
-        if not plan.warm:  # of warm directories the text is not at hand
-            texts = [log.tokens[begin:end] for begin, end in pairwise(log.starts.tolist())]
-            self._oracle = oracle_steps(texts, log.prompt_lengths, plan.draft.num_speculative_tokens)
+    def __init__(self, log: Log, costs: StepCosts) -> None:
+        self._output_lengths, self._costs = log.output_lengths, costs
 
     def figures(self, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
         """Of all decoded requests, or those that ``of``, bool[r], says."""
@@ -244,13 +197,11 @@ class _Judge:
         num_output = int(self._output_lengths[requests].sum())
         num_accepted = int(outcome.num_accepted[chosen].sum())
         assert num_output == num_steps + num_accepted
-        propose_s = self._batch * outcome.ns / 1e9 * num_steps / max(1, len(outcome.drafted))
+        propose_s = outcome.ns / 1e9 * num_steps / max(1, len(outcome.drafted))
         speedup = self._costs.speed_up(num_output, np.bincount(drafted, minlength=1), propose_s)
-        best = None if self._oracle is None else int(self._oracle[requests].sum())
         return {
             "output_tokens": num_output,
             "tokens_per_step": _rounded(num_output / num_steps if num_steps else 1.0),
-            "of_oracle": None if best is None else _rounded(best / max(1, num_steps)),
             "drafted_per_step": _rounded(num_drafted / max(1, num_steps)),
             "acceptance_rate": _rounded(num_accepted / max(1, num_drafted)),
             "speedup": _rounded(speedup),
@@ -271,16 +222,6 @@ def _classes(main: Outcome, judge: _Judge, classes: Sequence[str]) -> list[dict[
     if len(ordered) > _MOST_CLASSES:
         groups.append((_OTHER_CLASSES, ~np.isin(names.astype(str), ordered[:_MOST_CLASSES])))
     return [{"name": name, "requests": int(of.sum()), **judge.figures(main, of)} for name, of in groups]
-
-
-def _by_position(main: Outcome) -> list[dict[str, int]]:
-    """Position 1 is the first token of a draft; of a tree all tokens that stand there."""
-    drafted, accepted = main.by_depth
-    last = int(np.flatnonzero(drafted).max(initial=-1))
-    return [
-        {"position": depth + 1, "drafted": int(drafted[depth]), "accepted": int(accepted[depth])}
-        for depth in range(last + 1)
-    ]
 
 
 def _growth(main: Outcome, judge: _Judge) -> list[dict[str, Any]]:

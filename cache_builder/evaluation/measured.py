@@ -1,4 +1,4 @@
-"""What decoding requests with drafts and without came to: counted by request, by part of the log, and where it lost."""
+"""What decoding requests with drafts and without came to: in all and by part of the log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from cache_builder.evaluation.log import Log
 LEAST_REQUESTS: Final = 30
 """Below which no figure is put on top of a report: chance is as large as what is to be shown."""
 _WINDOWS: Final = 10
-_MOST_LOSSES: Final = 5
 
 Row = Mapping[str, Any]
 
@@ -53,20 +52,15 @@ def log_of(found: Mapping[str, Any], log: Log) -> Log | None:
     return Log(np.concatenate(texts), starts, np.array([len(prompt) for prompt in prompts], np.int64))
 
 
-def summarised(found: Mapping[str, Any], log: Log, classes: Sequence[str]) -> dict[str, Any]:
-    """The report's part of it. ``classes`` : of every request of the log."""
-    names = [classes[number] for number in log.with_prompt.tolist()]
+def summarised(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The report's part of it."""
     facts = {key: found[key] for key in ("model", "device", "dtype", "threads", "too_long")}
-    return {**facts, "temperatures": [_of_one(each, names) for each in found["temperatures"]]}
+    return {**facts, "temperatures": [_of_one(each) for each in found["temperatures"]]}
 
 
-def _of_one(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _of_one(found: Mapping[str, Any]) -> dict[str, Any]:
     rows: Sequence[Row] = found["requests"]
     bounds = sorted({round(len(rows) * window / _WINDOWS) for window in range(_WINDOWS + 1)})
-    slower = sorted((row for row in rows if _seconds(row, "ssd") > _seconds(row, "none")), key=_ratio)
-    kinds = sorted(
-        {names[row["request"]] for row in rows}, key=lambda kind: -sum(names[r["request"]] == kind for r in rows)
-    )
     return {
         "temperature": found["temperature"],
         **figures_of(rows),
@@ -74,19 +68,14 @@ def _of_one(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         "bits_compared": found["bits_compared"],
         "bits_differ": found["bits_differ"],
         "growth": [{"up_to": end, **figures_of(rows[begin:end])} for begin, end in pairwise(bounds)],
-        "classes": [{"name": kind, **figures_of([r for r in rows if names[r["request"]] == kind])} for kind in kinds],
-        "slower": len(slower),
-        "slowest": [
-            {"request": row["request"] + 1, "name": names[row["request"]], **figures_of([row])}
-            for row in slower[:_MOST_LOSSES]
-        ],
+        "slower": [row["request"] + 1 for row in rows if row["ssd"]["seconds"] > row["none"]["seconds"]],
     }
 
 
 def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
     """Of some requests: tokens a second both ways with prompts, their ratio, and that of the output alone."""
     tokens = sum(row["ssd"]["tokens"] for row in rows)
-    off_s, on_s = (sum(_seconds(row, way) for row in rows) for way in ("none", "ssd"))
+    off_s, on_s = (sum(row[way]["seconds"] for row in rows) for way in ("none", "ssd"))
     output_off_s, output_on_s = (
         sum(row[way]["seconds"] - row[way]["first_s"] for row in rows) for way in ("none", "ssd")
     )
@@ -104,11 +93,3 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
         "drafted": drafted,
         "accepted": accepted,
     }
-
-
-def _seconds(row: Row, way: str) -> float:
-    return float(row[way]["seconds"])
-
-
-def _ratio(row: Row) -> float:
-    return _seconds(row, "none") / max(1e-9, _seconds(row, "ssd"))

@@ -1,23 +1,19 @@
-"""An evaluation for people: lines for a terminal, and the same lines with pictures of the curves as one HTML file.
+"""An evaluation for people, as lines for a terminal.
 
-Whatever comes from logs, names of classes and of files above all, may have been written by anybody: every text is
-escaped, and the page's own policy forbids it to load or run anything.
+Names of classes and files come from logs, and may have been written by anybody: they are shown escaped.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from html import escape
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from cache_builder.evaluation.measured import LEAST_REQUESTS
+from cache_builder.held import plain
 
 Evaluation = Mapping[str, Any]
 
-_POLICY: Final = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'"
 _MOST_LINES: Final = 20
 _CACHES: Final = {
     "none": "the request's own text alone",
@@ -58,7 +54,7 @@ def _way(way: Evaluation) -> str:
 
 
 def summary(evaluation: Evaluation) -> str:
-    """All that the page says, in lines; of long tables the beginning."""
+    """All of it in lines; of long tables the beginning."""
     lines = [headline(evaluation), *_lacking(evaluation)]
     if evaluation.get("measured") is not None:
         lines.append(_measured_with(evaluation["measured"]))
@@ -73,7 +69,9 @@ def summary(evaluation: Evaluation) -> str:
                 padded = [f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)]
                 lines.append("  ".join(["", f"{line[0]:<{widths[0]}}", *padded[1:]]))
     lines += ["", "What it needs", *_needs(evaluation["needs"]), "", "What this cannot know"]
-    return "\n".join([*lines, *(f"  - {sentence}" for sentence in evaluation["unknown"])])
+    lines += [f"  - {sentence}" for sentence in evaluation["unknown"]]
+    about = f"ssd-cache evaluate {evaluation['version']}, {evaluation['date']}, tokenizer {evaluation['tokenizer']}"
+    return "\n".join(map(plain, [*lines, "", f"{about}, of {', '.join(evaluation['inputs'])}"]))
 
 
 def _measured_with(measured: Evaluation) -> str:
@@ -106,13 +104,10 @@ def _headline(evaluation: Evaluation) -> str:
 
 def _drafts(evaluation: Evaluation) -> str:
     parameters = evaluation["parameters"]
-    share = evaluation["of_oracle"]
     return (
-        ("" if share is None else f"{share:.0%} of the tokens a step that the best drafts in hindsight would give; ")
-        + f"{evaluation['drafted_per_step']:.1f} tokens drafted a step, {evaluation['acceptance_rate']:.0%} of them "
-        f"accepted; {parameters['shape']}s of at most {parameters['draft_limit']}, cache {parameters['cache']}"
+        f"{evaluation['drafted_per_step']:.1f} tokens drafted a step, {evaluation['acceptance_rate']:.0%} of them "
+        f"accepted; trees of at most {parameters['draft_limit']}, cache {parameters['cache']}"
         + (f", warm: {', '.join(parameters['warm'])}" if parameters["warm"] else "")
-        + (f", {parameters['batch']} rows a pass" if parameters["batch"] > 1 else "")
     )
 
 
@@ -121,27 +116,12 @@ def _needs(needs: Evaluation) -> list[str]:
     return [
         f"  memory {_bytes(needs['memory_bytes'])} for {needs['cached_tokens']:,} tokens, files "
         f"{_bytes(needs['disk_bytes'])}",
-        f"  sharing {_bytes(needs['redis_bytes'])} through Redis, {needs['redis_bytes_per_request']:,.0f} a request",
         *([f"  {proposal:.0f} us of a processor for a proposal, here"] if proposal is not None else []),
     ]
 
 
 def _bytes(count: int) -> str:
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
-
-
-def page(evaluation: Evaluation) -> str:
-    """The page. ``evaluation`` : what ``evaluate`` returns. Its curves are drawn where matplotlib is installed."""
-    pictures = [_figure(table, rows) for table in _MEASURED + _TABLES if (rows := table.rows(evaluation))]
-    inputs, version = ", ".join(evaluation["inputs"]), evaluation["version"]
-    about = f"ssd-cache evaluate {version}, {evaluation['date']}, tokenizer {evaluation['tokenizer']}, of {inputs}"
-    parameters = ", ".join(f"{name} {value}" for name, value in evaluation["parameters"].items())
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">'
-        f"<title>{escape(headline(evaluation))}</title></head><body>"
-        f"<pre>{escape(summary(evaluation))}\n\n{escape(about)}\n{escape(parameters)}</pre>{''.join(pictures)}</body></html>\n"
-    )
 
 
 def _count(value: float) -> str:
@@ -152,35 +132,20 @@ def _two(value: float) -> str:
     return f"{value:.2f}"
 
 
+def _number_of(values: Sequence[int]) -> str:
+    return _count(len(values))
+
+
 _Columns = tuple[tuple[str, str, Callable[[Any], str]], ...]
 _STEPS: Final[_Columns] = (("tokens a step", "tokens_per_step", _two), ("speed-up", "speedup", _two))
 
 
 class _Table(NamedTuple):
-    """``rows`` : of an evaluation. ``columns`` : their names, keys and how a value is written.
-
-    ``is_curve`` : whether the last column is drawn over the first.
-    """
+    """``rows`` : of an evaluation. ``columns`` : their names, keys and how a value is written."""
 
     title: str
     rows: Callable[[Evaluation], Sequence[Evaluation]]
     columns: _Columns
-    is_curve: bool = False
-
-
-def _shares(evaluation: Evaluation) -> list[Evaluation]:
-    rows = evaluation["acceptance_by_position"]
-    return [{**row, "share": row["accepted"] / row["drafted"]} for row in rows if row["drafted"]]
-
-
-def _passes(evaluation: Evaluation) -> list[Evaluation]:
-    cost = evaluation["cost"]
-    return [{"width": width, "cost": value} for width, value in zip(cost["widths"], cost["costs"], strict=True)]
-
-
-def _defined(evaluation: Evaluation) -> list[Evaluation]:
-    rows = sorted(evaluation["classes"], key=lambda row: -int(row["output_tokens"]))
-    return [{**row, "about": evaluation["class_definitions"].get(row["name"], "")} for row in rows]
 
 
 def _ways(key: str) -> Callable[[Evaluation], Sequence[Evaluation]]:
@@ -204,35 +169,20 @@ _MEASURED: Final = (
         "Measured", _ways(""),
         (
             *_WAY, *_REQUESTS, *_RATES[:-1], ("of output", "output_speedup", _two),
-            ("outputs that differ", "outputs_differ", _count), ("slower requests", "slower", _count), _RATES[-1],
+            ("outputs that differ", "outputs_differ", _count), ("slower requests", "slower", _number_of), _RATES[-1],
         ),
     ),
     _Table(
         "Measured, as it is used: parts of the requests in their order, the cache empty at first", _ways("growth"),
-        (("up to request", "up_to", _count), *_WAY, *_REQUESTS, *_RATES), is_curve=True,
-    ),
-    _Table("Measured, by class", _ways("classes"), (("class", "name", str), *_WAY, *_REQUESTS, *_RATES)),
-    _Table(
-        "Where drafts lost: one request alone may be chance, what a machine does meanwhile is in its time",
-        _ways("slowest"), (("request", "request", _count), *_WAY, ("class", "name", str), *_RATES),
+        (("up to request", "up_to", _count), *_WAY, *_REQUESTS, *_RATES),
     ),
 )  # fmt: skip
 _TABLES: Final = (
     _Table(
-        "By class of traffic", _defined,
-        (
-            ("class", "name", str), ("", "about", str), *_REQUESTS, ("output tokens", "output_tokens", _count), *_STEPS,
-        ),
+        "By class of traffic", itemgetter("classes"),
+        (("class", "name", str), *_REQUESTS, ("output tokens", "output_tokens", _count), *_STEPS),
     ),
-    _Table("It grows with use", itemgetter("growth"), (("after requests", "requests", _count), *_STEPS), is_curve=True),
-    _Table(
-        "How far drafts hold: of the tokens drafted at each place the share that the model agreed with", _shares,
-        (
-            ("place", "position", _count), ("drafted", "drafted", _count), ("accepted", "accepted", _count),
-            ("share", "share", _two),
-        ),
-        is_curve=True,
-    ),
+    _Table("It grows with use", itemgetter("growth"), (("after requests", "requests", _count), *_STEPS)),
     _Table(
         "What the cache adds to a request's own text", itemgetter("by_cache"),
         (("searched", "cache", lambda use: _CACHES[use]), *_STEPS),
@@ -244,35 +194,4 @@ _TABLES: Final = (
             ("accepted", "accepted", _count),
         ),
     ),
-    _Table(
-        "What a pass costs, in passes of one token", _passes,
-        (("tokens of the pass", "width", _count), ("cost", "cost", _two)), is_curve=True,
-    ),
 )  # fmt: skip
-
-
-def _figure(table: _Table, rows: Sequence[Evaluation]) -> str:
-    """The curves as a picture inside the page; nothing where there are none, or nobody to draw them."""
-    if not table.is_curve or len(rows) < 2:
-        return ""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return ""
-    (x_name, x, _), (y_name, y, _) = table.columns[0], table.columns[-1]
-    figure = Figure(figsize=(7, 2.8), layout="constrained")
-    axes = figure.subplots()
-    names = dict.fromkeys(row.get("way", "") for row in rows)
-    for name in names:
-        points = sorted((row[x], row[y]) for row in rows if row.get("way", "") == name)
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set(xlabel=x_name, ylabel=y_name, ylim=(0, None))
-    if min(row[x] for row in rows) > 0 and max(row[x] for row in rows) > 30 * min(row[x] for row in rows):
-        axes.set_xscale("log")
-    if len(names) > 1:
-        axes.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
-    return (
-        f'<img alt="{escape(table.title)}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
-    )

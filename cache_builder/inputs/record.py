@@ -8,8 +8,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ssd.errors import ConfigError, SSDError
 
-Format: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "arrow", "npy", "vllm"]
-FORMATS: Final = ("auto", "text", "jsonl", "parquet", "arrow", "npy", "vllm")
+Format: TypeAlias = Literal["auto", "text", "jsonl", "parquet"]
+FORMATS: Final = ("auto", "text", "jsonl", "parquet")
 
 Progress: TypeAlias = Callable[[int], None]
 """Is told how many bytes more were read of an input."""

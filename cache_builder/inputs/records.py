@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from cache_builder.inputs.exchanges import UNDERSTOOD, Exchange, exchanges_of
-from cache_builder.inputs.lines import MARKS, Requests, documents, json_lines, vllm_exchanges
+from cache_builder.inputs.lines import Requests, documents, json_lines
+from cache_builder.inputs.parquet import parquet_rows
 from cache_builder.inputs.record import (
     AS_WE_CALL_THEM,
     FieldNames,
-    Format,
     InputError,
     Progress,
     Record,
@@ -22,7 +23,6 @@ from cache_builder.inputs.record import (
 )
 from cache_builder.inputs.sources import Part, Source
 from cache_builder.inputs.streams import open_stream, readable
-from cache_builder.inputs.tables import array_sequences, arrow_rows, parquet_rows
 from ssd.errors import RequestError, shown
 from ssd.text.codec import Example, TextCodec
 from ssd.text.messages import normalize_messages
@@ -45,34 +45,22 @@ def read_part(part: Part, progress: Progress, fields: FieldNames = AS_WE_CALL_TH
     with readable(part.name):
         if part.format == "parquet":
             yield from parquet_rows(part.name, fields.columns(), progress, part.start, part.stop)
-        elif part.format == "arrow":
-            yield from arrow_rows(part.name, fields.columns(), progress, part.start, part.stop)
-        else:
-            yield from _of_stream(part, progress)
-
-
-def _of_stream(part: Part, progress: Progress) -> Iterator[Record]:
-    shown = shown_name(part.name)
-    with open_stream(part.name, progress) as file:
-        format = part.format
-        if format == "auto":  # standard input has no name that tells
-            format = _format_of(file.peek(_PEEKED)) if hasattr(file, "peek") else "text"
-        if format == "npy":
-            yield from array_sequences(shown, file, part.start, part.stop)
-        elif format == "vllm":
-            yield from vllm_exchanges(shown, file)
-        elif format == "text":
-            yield from documents(shown, file, part.start, part.stop)
-        else:
+            return
+        shown = shown_name(part.name)
+        with open_stream(part.name, progress) as file:
+            is_json = part.format == "jsonl" or (part.format == "auto" and _begins_json(file))
+            if not is_json:
+                yield from documents(shown, file, part.start, part.stop)
+                return
             lines = json_lines(shown, file, part.start, part.stop)
             yield from Requests(part.requests).join(lines) if part.requests else lines
 
 
-def _format_of(beginning: bytes) -> Format:
+def _begins_json(file: IO[bytes]) -> bool:
+    """Of standard input, which has no name that tells."""
+    beginning = file.peek(_PEEKED) if isinstance(file, io.BufferedReader) else b""
     first = beginning.lstrip().partition(b"\n")[0].strip()
-    if first.startswith((b"{", b"[{")) or first == b"[":
-        return "jsonl"
-    return "vllm" if any(mark in beginning for mark in MARKS[:2]) else "text"
+    return first.startswith((b"{", b"[{")) or first == b"["
 
 
 class Found(NamedTuple):
@@ -111,8 +99,6 @@ def line_of(record: Record) -> Mapping[str, Any]:
 
 
 def _found_in(line: Mapping[str, Any], where: str, codec: TextCodec) -> Found:
-    if line.get("log") == "vllm" and isinstance(line.get("completion"), str):
-        return Found([_logged(line, where, codec)], has_prompt=bool(line.get("prompt") or "prompt_token_ids" in line))
     if "token_ids" in line:
         return Found([_as_they_are(line, where, codec)])
     exchanges = exchanges_of(line)
@@ -189,17 +175,6 @@ def _as_they_are(line: Mapping[str, Any], where: str, codec: TextCodec) -> Examp
     if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(token_ids):
         raise InputError(f'{where}: "prompt_length" must be within 0..{len(token_ids)}, got {shown(length)}')
     return Example(token_ids, length)
-
-
-def _logged(line: Mapping[str, Any], where: str, codec: TextCodec) -> Example:
-    """An exchange of vLLM's log: its prompt is rendered already, or given as ids."""
-    if "prompt_token_ids" in line:
-        return codec.encode_answer_example(_ids(line["prompt_token_ids"], where, codec), line["completion"])
-    if not line.get("prompt"):
-        return codec.encode_text_example(line["completion"])
-    if line.get("is_rendered"):
-        return codec.encode_answer_example(codec.encode_completion(line["prompt"]), line["completion"])
-    return codec.encode_completion_example(line["prompt"], line["completion"])
 
 
 def _ids(value: Any, where: str, codec: TextCodec) -> list[int]:

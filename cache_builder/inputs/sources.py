@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cache_builder.inputs.lines import MARKS, side_of
+from cache_builder.inputs.lines import side_of
+from cache_builder.inputs.parquet import row_group_bytes
 from cache_builder.inputs.record import STANDARD_INPUT, Format, InputError
 from cache_builder.inputs.streams import COMPRESSED, file_system, is_regular, is_url, open_raw, open_stream, readable
-from cache_builder.inputs.tables import array_header, arrow_batches, dataset_files, row_group_bytes
 from ssd.errors import first_line
 
 _FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet",
-    ".arrow": "arrow", ".npy": "npy",
 }  # fmt: skip
 _TEXTS = (".txt", ".text", ".md", ".rst", ".log")
 _PEEKED = 1 << 16
@@ -42,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A file or a range of it: bytes of text and lines, row groups, record batches, numbers; ``stop`` None: its end."""
+    """A file or a range of it: bytes of text and lines, or row groups; ``stop`` None: its end."""
 
     name: str
     format: Format
@@ -51,45 +50,37 @@ class Part:
     requests: tuple[str, ...] = ()
 
 
-def find_sources(names: Sequence[str], format: Format = "auto", split: str | None = None) -> list[Source]:
+def find_sources(names: Sequence[str], format: Format = "auto") -> list[Source]:
     """The files of ``names`` in their order: files, patterns, directories (sorted), URLs, and - for standard input.
 
-    Each once. Of directories the files of known kinds; one that is a saved dataset is its ``split``. A batch's requests
-    are no file of their own where its responses are there. Raises InputError.
+    Each once. Of directories the files of known kinds. A batch's requests are no file of their own where its responses
+    are there. Raises InputError.
     """
     found: dict[str, Source] = {}
     for name in names:
-        for source in _remote(name, format) if is_url(name) else _local(name, format, split):
+        for source in _remote(name, format) if is_url(name) else _local(name, format):
             found.setdefault(source.name, source)
     return _with_requests(list(found.values()))
 
 
-def _local(name: str, format: Format, split: str | None) -> Iterator[Source]:
+def _local(name: str, format: Format) -> Iterator[Source]:
     path = Path(name)
     if name == STANDARD_INPUT:
         yield Source(name, format, None, secrets.token_hex(8))
     elif path.is_dir():
-        yield from _of_directory(path, format, split)
+        yield from _of_directory(path, format)
     elif path.exists():
         yield _file(path, format)
     elif glob.has_magic(name):
         matched = sorted(glob.glob(name, recursive=True))  # noqa: PTH207  # absolute ones too
         if not matched:
             raise InputError(f"{name}: no file matches. Check the pattern, and quote it")
-        for match in map(Path, matched):
-            if match.is_file():
-                yield _file(match, format)
-            elif dataset_files(match, split) is not None:
-                yield from _of_directory(match, format, split)
+        yield from (_file(match, format) for match in map(Path, matched) if match.is_file())
     else:
         raise InputError(f"{name}: no such file. Check the path, or give - for standard input")
 
 
-def _of_directory(path: Path, format: Format, split: str | None) -> Iterator[Source]:
-    if (files := dataset_files(path, split)) is not None:
-        for file in files:
-            yield _file(file, "arrow")
-        return
+def _of_directory(path: Path, format: Format) -> Iterator[Source]:
     sources: list[Source] = []
     for file in sorted(path.rglob("*")):
         is_hidden = any(part.startswith((".", "_")) for part in file.relative_to(path).parts)
@@ -157,17 +148,7 @@ def _is_known(name: str) -> bool:
 
 
 def _format_of(name: str, format: Format) -> Format:
-    if format != "auto":
-        return format
-    suffix = Path(_bare(name)).suffix
-    if suffix == ".log" and is_regular(name):
-        return "vllm" if any(mark in _beginning(name) for mark in MARKS) else "text"
-    return _FORMATS.get(suffix, "text")
-
-
-def _beginning(name: str) -> bytes:
-    with readable(name), open_stream(name) as file:
-        return file.read(_PEEKED)
+    return _FORMATS.get(Path(_bare(name)).suffix, "text") if format == "auto" else format
 
 
 def _with_requests(sources: list[Source]) -> list[Source]:
@@ -209,7 +190,7 @@ def weight_of(source: Source) -> int:
 def parts_of(source: Source, part_weight: int) -> list[tuple[Part, int]]:
     """The file as parts of some ``part_weight`` bytes of text, with their weights; as one where it cannot be cut.
 
-    Compressed files, JSON arrays, logs, batches, standard input and what is on a web server cannot. Raises InputError.
+    Compressed files, JSON arrays, batches, standard input and what is on a web server cannot. Raises InputError.
     """
     whole = Part(source.name, source.format, requests=source.requests)
     weight = weight_of(source)
@@ -225,15 +206,8 @@ def parts_of(source: Source, part_weight: int) -> list[tuple[Part, int]]:
         return [(whole, weight)]
     if source.format == "parquet":
         return list(_grouped(source, row_group_bytes(source.name), part_weight))
-    if source.format == "arrow" and not is_url(source.name):
-        number = arrow_batches(source.name)
-        return list(_grouped(source, [max(1, weight // max(1, number))] * number, part_weight))
-    if source.format == "npy":
-        with readable(source.name), open_raw(source.name) as file:
-            size, dtype = array_header(source.name, file)
-        return list(_ranges(source, size, max(1, part_weight // dtype.itemsize), 4))
     if source.format in ("jsonl", "text") and _is_plain(source):
-        return list(_ranges(source, source.size, part_weight, 1))
+        return list(_ranges(source, source.size, part_weight))
     return [(whole, weight)]
 
 
@@ -245,11 +219,11 @@ def _is_plain(source: Source) -> bool:
     return is_as_it_is and bool(mark) and (source.format == "text" or mark != b"[")
 
 
-def _ranges(source: Source, size: int, step: int, weight: int) -> Iterator[tuple[Part, int]]:
+def _ranges(source: Source, size: int, step: int) -> Iterator[tuple[Part, int]]:
     count = max(1, round(size / step))
     bounds = [size * number // count for number in range(count)]
     for start, stop in zip(bounds, [*bounds[1:], None], strict=True):
-        yield Part(source.name, source.format, start, stop), max(1, ((size if stop is None else stop) - start) * weight)
+        yield Part(source.name, source.format, start, stop), max(1, (size if stop is None else stop) - start)
 
 
 def _grouped(source: Source, sizes: Iterable[int], most: int) -> Iterator[tuple[Part, int]]:

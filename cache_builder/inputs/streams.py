@@ -19,8 +19,6 @@ COMPRESSED: Final = (".gz", ".zst")
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _BUFFER = 1 << 18
-_EXTRAS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
-           "az": "adlfs", "abfs": "adlfs", "hf": "huggingface_hub"}  # fmt: skip
 
 
 def is_url(name: str) -> bool:
@@ -30,7 +28,7 @@ def is_url(name: str) -> bool:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The fsspec file system of ``url`` and the path there; raises InputError, which names a package that lacks."""
+    """The fsspec file system of ``url`` and the path there; raises InputError."""
     try:
         import fsspec
     except ModuleNotFoundError:
@@ -38,11 +36,7 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         system, path = fsspec.core.url_to_fs(url)
         return system, str(path)
-    except ImportError as error:
-        package = _EXTRAS.get(url.partition("://")[0], "")
-        needed = f"needs the package {package}: pip install {package}" if package else first_line(error)
-        raise InputError(f"{url}: {needed}") from None
-    except Exception as error:  # drivers raise what they like
+    except Exception as error:  # drivers raise what they like; for want of one it says which package has it
         raise InputError(f"{url}: cannot be reached: {first_line(error)}") from None
 
 

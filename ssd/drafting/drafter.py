@@ -179,11 +179,6 @@ class SuffixDrafter:
         self._choices = NamespaceChoices() if keyed else None
         self._kept: dict[str, KeptRow] = {}
 
-    @property
-    def workspace_address(self) -> int:
-        """Of the `Frame` that the last call left, for who says how it came about; until the next call."""
-        return self._workspace.address
-
     def model_of(self, learned: LearnedState | None) -> AcceptanceModel:
         """What was learned about acceptance in a namespace; with None, of all requests that have none."""
         return self._models.of(learned)

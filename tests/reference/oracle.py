@@ -1,4 +1,4 @@
-"""Slow twin of `cache_builder.evaluation.oracle`: every earlier place is tried."""
+"""Slow twin of `benchmarks.replay.oracle`: every earlier place is tried."""
 
 from __future__ import annotations
 

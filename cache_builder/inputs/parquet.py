@@ -1,0 +1,88 @@
+"""Rows of Parquet files as records."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from cache_builder.inputs.record import InputError, Progress, Record
+from cache_builder.inputs.streams import is_url, open_raw
+from ssd.errors import first_line
+
+_BATCH_ROWS = 1024
+_BUFFER = 1 << 20  # of a column, else a whole row group is in memory
+
+
+def row_group_bytes(name: str) -> list[int]:
+    """Uncompressed bytes of each row group of a Parquet file; raises InputError."""
+    with _parquet(name) as file:
+        metadata = file.metadata
+        return [max(1, metadata.row_group(number).total_byte_size) for number in range(metadata.num_row_groups)]
+
+
+def parquet_rows(
+    name: str, columns: Collection[str], progress: Progress, start: int = 0, stop: int | None = None
+) -> Iterator[Record]:
+    """The rows of row groups ``start`` .. ``stop`` with those of ``columns`` that are there, all where none is.
+
+    Raises InputError for what is no Parquet file or is damaged.
+    """
+    with _parquet(name) as file:
+        import pyarrow as pa
+
+        last = file.metadata.num_row_groups if stop is None else stop
+        groups = [file.metadata.row_group(number) for number in range(last)]
+        first_rows = list(accumulate((group.num_rows for group in groups), initial=0))
+        there = file.schema_arrow.names
+        chosen = [column for column in there if column in columns] or there
+        for number in range(start, last):
+            row = first_rows[number]
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[number], columns=chosen, use_threads=False):
+                yield from _rows(name, batch, row)
+                row += len(batch)
+            progress(sum(groups[number].column(each).total_compressed_size for each in range(len(there))))
+            pa.default_memory_pool().release_unused()  # a few batches' worth
+
+
+def _rows(name: str, batch: Any, first: int) -> Iterator[Record]:
+    batch.validate(full=True)  # what lies outside of a buffer is not read
+    columns = {field: _values(batch.column(place)) for place, field in enumerate(batch.schema.names)}
+    for row in range(len(batch)):
+        line: Mapping[str, Any] = {field: values[row] for field, values in columns.items() if values[row] is not None}
+        yield Record(f"{name}: row {first + row + 1}", "", is_json=True, line=line)
+
+
+def _values(column: Any) -> Any:
+    """The values of a column, lists of integers as arrays: a million tokens are not made a million objects."""
+    import pyarrow as pa
+
+    kind = column.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if is_list and pa.types.is_integer(kind.value_type) and not column.null_count and not column.values.null_count:
+        values = column.values.to_numpy()
+        return [np.asarray(values[start:stop]) for start, stop in pairwise(column.offsets.to_numpy())]
+    return column.to_pylist()
+
+
+@contextmanager
+def _parquet(name: str) -> Iterator[Any]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise InputError(f"{name}: Parquet files need pyarrow: pip install 'ssd-serving[builder]'") from None
+    try:
+        if is_url(name):
+            with open_raw(name) as raw, pyarrow.parquet.ParquetFile(raw, buffer_size=_BUFFER) as file:
+                yield file
+        else:
+            with pyarrow.parquet.ParquetFile(name, buffer_size=_BUFFER) as file:
+                yield file
+    except InputError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, IndexError) as error:
+        raise InputError(f"{name}: cannot be read as a Parquet file: {first_line(error)[:300]}") from None
