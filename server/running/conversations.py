@@ -137,7 +137,6 @@ def _calls(
     use: ToolUse, form: MessageFormat, functions: Functions, codec: TextCodec, limits: Limits
 ) -> tuple[str, StructuredOutput]:
     """The format that calls are to be written in, and its grammar: the model's own if possible."""
-    param = "functions" if use.is_older else "tools"
     for name in (form.tool_call, _JSON_CALLS):
         markers = special_tokens(name, None)  # of all added tokens, of which there may be thousands
         added = {text: token_id for text, token_id in codec.added_tokens.items() if text in markers}
@@ -147,9 +146,9 @@ def _calls(
                 raise RequestError(
                     f"the grammar of these functions has {len(grammar)} characters, at most "
                     f"{limits.max_grammar_characters} are compiled: name fewer of them in tool_choice",
-                    param=param,
+                    param="tools",
                 )
-            return name, StructuredOutput("grammar", grammar, param)
+            return name, StructuredOutput("grammar", grammar, "tools")
         if use.mode != "required":  # then nothing tells the model of another format
             break
     raise RequestError(

@@ -84,9 +84,9 @@ def test_probes_may_ask_for_the_head_alone(server: RunningServer) -> None:
 
 
 def test_a_grammar_that_becomes_too_complex_is_a_refusal(server: RunningServer) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 30, "guided_grammar": too_complex().source}
+    body = {"prompt": PROMPT, "max_tokens": 30, "structured_outputs": {"grammar": too_complex().source}}
     answer = post(server.port, "/v1/completions", body)
-    assert (answer.status, answer.error["param"]) == (400, "guided_grammar")
+    assert (answer.status, answer.error["param"]) == (400, "structured_outputs")
     assert "too complex" in answer.error["message"] and len(answer.error["message"]) < 200
     streamed = post(server.port, "/v1/completions", {**body, "stream": True})
     assert b'"type":"invalid_request_error"' in streamed.content and b'"finish_reason":"stop"' not in streamed.content
