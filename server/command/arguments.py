@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -36,62 +36,6 @@ from server.observe.logs import tell
 from ssd.errors import ConfigError
 from ssd.sharing.connection import URL_VARIABLE
 
-_ONE_DEVICE = (
-    "this server drives one device. For one model over several, run vLLM with ssd.integrations.vllm, which drafts from "
-    "the same cache; for more throughput, run several servers with one --redis"
-)
-_ONE_VALUE: dict[str, tuple[tuple[str, ...], str]] = {
-    "tensor-parallel-size": (("1",), _ONE_DEVICE),
-    "pipeline-parallel-size": (("1",), _ONE_DEVICE),
-    "data-parallel-size": (("1",), _ONE_DEVICE),
-    "task": (("auto", "generate"), "this server generates text"),
-    "runner": (("auto", "generate"), "this server generates text"),
-    "tokenizer-mode": (("auto", "hf"), "tokenizers are transformers'"),
-    "load-format": (("auto", "hf", "safetensors"), "weights are read by transformers"),
-    "model-impl": (("auto", "transformers"), "models are transformers'"),
-    "kv-cache-dtype": (("auto",), "keys and values have the model's dtype"),
-    "quantization": (("auto",), "a quantised checkpoint says itself how it is quantised"),
-    "response-role": (("assistant",), "answers are the assistant's"),
-    "chat-template-content-format": (("auto", "string"), "templates get text"),
-    "swap-space": (("0",), "nothing is swapped"),
-    "cpu-offload-gb": (("0",), "weights stay on the device"),
-    "nnodes": (("1",), "this server is one process on one machine"),
-    "api-server-count": (("1",), "this server is one process"),
-}
-"""Options of ``vllm serve`` that have one value here, which is the one people mean mostly."""
-_MEANINGLESS = (
-    "enable-chunked-prefill", "disable-frontend-multiprocessing", "enable-request-id-headers", "async-scheduling",
-    "no-async-scheduling", "enable-lora", "enable-auto-tool-choice",
-)  # fmt: skip
-"""Flags that say what is so anyway, or that is nobody's business here."""
-_ELSEWHERE = {
-    "hf-token": "others can read a command line: set $HF_TOKEN",
-    "speculative-config": "speculation is on: --draft-model adds a draft model, --num-speculative-tokens limits drafts",
-    "block-size": "keys and values are kept in slots, one for each sequence: see --max-num-seqs and --max-model-len",
-}
-_UNSHOWN = Parameter(show=False)
-_VllmOptions = make_dataclass(
-    "_VllmOptions",
-    [
-        *((name.replace("-", "_"), Annotated[str | None, _UNSHOWN], None) for name in (*_ONE_VALUE, *_ELSEWHERE)),
-        *((name.replace("-", "_"), Annotated[bool, _UNSHOWN], False) for name in _MEANINGLESS),
-    ],
-    frozen=True,
-    kw_only=True,
-    namespace={"__module__": __name__},  # else it passes for one of Python's own, whose fields are no flags
-)
-
-
-def _check_vllm_options(found: object) -> None:
-    for name, (values, reason) in _ONE_VALUE.items():
-        value = getattr(found, name.replace("-", "_"))
-        if value is not None and value not in values:
-            raise ConfigError(f"--{name} {value}: {reason}; leave the option out or say {' or '.join(values)}")
-    for name, advice in _ELSEWHERE.items():
-        if getattr(found, name.replace("-", "_")) is not None:
-            raise ConfigError(f"--{name}: {advice}")
-
-
 _GROUPS = {
     title: group(title)
     for title in (
@@ -99,7 +43,6 @@ _GROUPS = {
         "logs and traces",
     )
 }  # fmt: skip
-_VLLM = group("vllm", show=False)
 
 
 @Parameter(name="*")
@@ -143,7 +86,7 @@ class Options:
 
 
 _GENERAL = Group("options", sort_key=0)
-_NOTHING, _NO_VLLM = Options(), _VllmOptions()
+_NOTHING = Options()
 
 
 def build_app(environment: Mapping[str, str] = os.environ) -> App:
@@ -171,7 +114,6 @@ def build_app(environment: Mapping[str, str] = os.environ) -> App:
         *,
         config: Annotated[Path | None, Parameter(name=CONFIG_OPTION, help=_CONFIG_HELP)] = None,
         found: Options = _NOTHING,
-        vllm: Annotated[_VllmOptions, _VLLM] = _NO_VLLM,  # type: ignore[valid-type]
     ) -> Options:
         model, cache = found.model, found.cache
         if given is not None and model.model is not None:
@@ -183,7 +125,6 @@ def build_app(environment: Mapping[str, str] = os.environ) -> App:
             service=found.service.with_environment(environment),
             cache=replace(cache, redis=cache.redis or environment.get(URL_VARIABLE) or None),
         )
-        _check_vllm_options(vllm)
         checked.check()
         return checked
 

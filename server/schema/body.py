@@ -79,6 +79,7 @@ REFUSED: Refused = {
     "audio": ((), "the model reads and writes text alone"),
     "web_search_options": ((), "the server reaches no network. Give the model a tool that does"),
     "truncate_prompt_tokens": ((), "a prompt is never shortened. Send the part that counts"),
+    "chat_template": ((), "a template is a program. The operator gives one with --chat-template"),
     "best_of": ((), "choices are returned, not ranked. Send it equal to n, or leave it out"),
     **dict.fromkeys(("functions", "function_call"), ((), "OpenAI deprecated it. Send tools and tool_choice")),
     **dict.fromkeys(

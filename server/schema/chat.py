@@ -155,7 +155,6 @@ class ChatTemplateFields(ToolFields):
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(min_length=1)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template: str | None = Field(default=None, max_length=1 << 16)
     documents: Annotated[list[dict[str, str]], Field(fail_fast=True)] = Field(
         default_factory=list, description="texts for a template that puts them into the prompt"
     )
@@ -181,7 +180,6 @@ class ChatTemplateFields(ToolFields):
         return {
             "add_generation_prompt": not self.continue_final_message and self.add_generation_prompt is not False,
             "continue_final_message": self.continue_final_message,
-            "chat_template": self.chat_template,
             "template_kwargs": {**self.chat_template_kwargs, **told},
         }
 

@@ -33,8 +33,7 @@ def test_options_mean_what_they_mean_to_vllm() -> None:
         "some/model", "--dtype", "half", "--max-model-len", "32k", "--gpu-memory-utilization", "0.8", "--seed", "3",
         "--kv-cache-memory-bytes", "4G", "--tokenizer", "other", "--revision", "v1", "--download-dir", "models",
         "--allowed-origins", '["https://a", "https://b"]', "--allow-credentials", "--root-path", "/llm/",
-        "--tensor-parallel-size", "1", "--data-parallel-size", "1", "--trust-remote-code", "--enable-chunked-prefill",
-        "--tokenizer-mode", "auto",
+        "--trust-remote-code",
     )  # fmt: skip
     assert options.model.path == options.model.name == "some/model"
     assert options.model.torch_dtype == "float16"
@@ -82,13 +81,7 @@ def test_the_word_serve_and_the_option_model_are_understood() -> None:
         (("--ssl-certfile", "pyproject.toml"), "cannot be used for TLS"),
         (("--ssl-certfile", "pyproject.toml", "--ssl-cert-reqs", "2"), "--ssl-ca-certs"),
         (("--chat-template", "no-such-file"), "--chat-template no-such-file"),
-        (("--hf-token", "secret"), "$HF_TOKEN"),
-        (("--kv-cache-dtype", "fp8"), "leave the option out or say auto"),
-        (("--speculative-config", "{}"), "--draft-model"),
         (("--config", "no-such-file"), "No such file"),
-        (("--tensor-parallel-size", "2"), "ssd.integrations.vllm"),
-        (("--pipeline-parallel-size", "2"), "ssd.integrations.vllm"),
-        (("--data-parallel-size", "2"), "ssd.integrations.vllm"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

@@ -43,6 +43,7 @@ def refusal(schema: type[GenerateBody], fields: dict[str, Any]) -> RequestError:
     [
         ("logprobs", "1"), ("logprobs", 21), ("top_logprobs", 30), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
         ("echo", "yes"), ("suffix", "end"), ("best_of", 2), ("tools", [{"type": "function"}]),
+        ("chat_template", "{{ 1 }}"),
         ("tools", [{"type": "custom", "custom": {"name": "f"}}]), ("functions", [{"name": "f"}]),
         ("tool_choice", "required"), ("function_call", "auto"),
         ("response_format", {"type": "grammar"}), ("response_format", {"type": "json_schema"}),
