@@ -26,7 +26,8 @@ _PROMISES = {
     ],
     "every fast part does what its slow twin does": [
         "test_drafting", "test_drafts", "test_search", "test_suffix_array", "test_successors", "test_static",
-        "test_tree", "test_rows", "test_sampling", "test_pass_noise", "test_keyed_choices", "test_acceptance", "test_top_tokens",
+        "test_tree", "test_rows", "test_sampling", "test_pass_noise", "test_keyed_choices", "test_acceptance",
+        "test_top_tokens",
         "test_pricing", "test_segment_file", "test_scheduler", "test_text",
     ],
     "the cache cannot hurt": [

@@ -8,7 +8,6 @@ from server.answers.answer import Answer
 from server.base.settings import ServerSettings
 from server.running.generation import Choice
 from server.schema.body import Body
-from server.schema.chat import ChatBody
 from server.tools.messages import Message, Messages, ToolCall, ToolCallDelta
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ class ChatAnswer(Answer):
         """``messages`` : takes the texts apart; None where all of them are content."""
         super().__init__(settings, **options)
         self._messages = messages
-        # The only call is then written as OpenAI's older clients read it.
-        self._as_function_call = isinstance(asked, ChatBody) and bool(asked.functions)
 
     @property
     def is_short(self) -> bool:
@@ -62,9 +59,7 @@ class ChatAnswer(Answer):
         written: dict[str, Any] = {"content": "".join(message.content) or None}
         if reasoning:
             written |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        if calls and self._as_function_call:
-            written["function_call"] = {"name": calls[0].name, "arguments": calls[0].arguments}
-        elif calls:
+        if calls:
             written["tool_calls"] = [_call(call, call.arguments) for call in calls]
         return written
 
@@ -76,9 +71,7 @@ class ChatAnswer(Answer):
     def ending(self, index: int, choice: Choice) -> dict[str, Any]:
         written = super().ending(index, choice)
         if self._messages is not None and choice.finish_reason is not None:
-            reason = self._messages.of(index).finish_reason(choice.finish_reason)
-            as_older = self._as_function_call and reason == "tool_calls"
-            written["finish_reason"] = "function_call" if as_older else reason
+            written["finish_reason"] = self._messages.of(index).finish_reason(choice.finish_reason)
         return written
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
@@ -119,20 +112,15 @@ class ChatAnswer(Answer):
             if isinstance(said, ToolCallDelta):
                 if said.name is not None:
                     begun = _call(messages.of(index).tool_calls[said.index], "")
-                    deltas.append(self._call_delta(said.index, begun["function"] if self._as_function_call else begun))
+                    deltas.append({"tool_calls": [{"index": said.index, **begun}]})
                 if said.arguments:
                     more = {"arguments": said.arguments}
-                    deltas.append(self._call_delta(said.index, more if self._as_function_call else {"function": more}))
+                    deltas.append({"tool_calls": [{"index": said.index, "function": more}]})
             elif said[0] == "content":
                 deltas.append({"content": said[1]})
             else:
                 deltas.append({"reasoning_content": said[1], "reasoning": said[1]})
         return deltas
-
-    def _call_delta(self, index: int, written: dict[str, Any]) -> dict[str, Any]:
-        if self._as_function_call:
-            return {"function_call": written}
-        return {"tool_calls": [{"index": index, **written}]}
 
     def _merged(self, deltas: list[dict[str, Any]]) -> dict[str, Any]:
         """All in one, where there has to be one event: a call's first piece then has arguments already."""
@@ -143,9 +131,6 @@ class ChatAnswer(Answer):
                 known = calls.setdefault(value[0]["index"], value[0])
                 if known is not value[0]:
                     known["function"]["arguments"] += value[0]["function"]["arguments"]
-            elif name == "function_call":
-                begun = merged.setdefault(name, {"arguments": ""})
-                begun |= {**value, "arguments": begun["arguments"] + value["arguments"]}
             else:
                 merged[name] = merged.get(name, "") + value
         return {**merged, "tool_calls": list(calls.values())} if calls else merged

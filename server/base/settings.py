@@ -34,8 +34,6 @@ class RequestOptions:
     """all API keys draft from one cache and teach it (default: each tenant has its own)"""
     share_prefix_cache: bool = False
     """requests of different API keys share keys and values, and can then find out what others have asked"""
-    trust_request_chat_template: bool = False
-    """run chat templates that requests bring"""
     ignore_unknown_fields: bool = False
     """leave fields of requests unread that this server does not know (default: 400, with the name that may be meant)"""
     allow_special_tokens: bool = False

@@ -51,11 +51,11 @@ class MessageFormats:
         self._tool_call, self._reasoning = tool_call, reasoning
         self._of_template = lru_cache(maxsize=8)(self._find)
 
-    def of(self, codec: TextCodec, chat_template: str | None, *, with_tools: bool) -> MessageFormat:
-        """The format of a conversation; ``chat_template`` : the request's own. O(characters) for a new one."""
+    def of(self, codec: TextCodec, *, with_tools: bool) -> MessageFormat:
+        """The format of a conversation. O(characters) for a new one."""
         if self._tool_call == self._reasoning == OFF:
             return MessageFormat()
-        template = codec.chat_template(chat_template, with_tools=with_tools)
+        template = codec.chat_template(with_tools=with_tools)
         return MessageFormat() if template is None else self._of_template(template)
 
     def _find(self, template: str) -> MessageFormat:
@@ -137,7 +137,6 @@ def _calls(
     use: ToolUse, form: MessageFormat, functions: Functions, codec: TextCodec, limits: Limits
 ) -> tuple[str, StructuredOutput]:
     """The format that calls are to be written in, and its grammar: the model's own if possible."""
-    param = "functions" if use.is_older else "tools"
     for name in (form.tool_call, _JSON_CALLS):
         markers = special_tokens(name, None)  # of all added tokens, of which there may be thousands
         added = {text: token_id for text, token_id in codec.added_tokens.items() if text in markers}
@@ -147,9 +146,9 @@ def _calls(
                 raise RequestError(
                     f"the grammar of these functions has {len(grammar)} characters, at most "
                     f"{limits.max_grammar_characters} are compiled: name fewer of them in tool_choice",
-                    param=param,
+                    param="tools",
                 )
-            return name, StructuredOutput("grammar", grammar, param)
+            return name, StructuredOutput("grammar", grammar, "tools")
         if use.mode != "required":  # then nothing tells the model of another format
             break
     raise RequestError(
@@ -214,11 +213,11 @@ class Chats:
         if use is not None and use.mode == "none" and self._settings.exclude_tools_when_tool_choice_none:
             body, use = body.without_tools(), None
         codec = codec_of(engine)
-        if body.documents and "documents" not in (codec.chat_template(body.chat_template) or "documents"):
+        if body.documents and "documents" not in (codec.chat_template() or "documents"):
             raise RequestError(
                 "the chat template of this model does not read documents: put them into a message", param="documents"
             )
-        form = self._formats.of(codec, body.chat_template, with_tools=use is not None)
+        form = self._formats.of(codec, with_tools=use is not None)
         if form.has_short_call_ids:
             body = body.model_copy(update={"messages": with_short_call_ids(body.messages)})
         return body, form

@@ -144,15 +144,9 @@ class Texts:
         contents = [str(message.get("content")) for message in body.messages]
         contents += [text for document in body.documents for text in document.values()]
         contents += [str(calls) for message in body.messages if (calls := message.get("tool_calls"))]
-        contents += [str(function.told()) for function in (*(tool.function for tool in body.tools), *body.functions)]
+        contents += [str(function.told()) for function in (tool.function for tool in body.tools)]
         num_characters = sum(map(len, contents))
         _require_plausible_length(engine, num_characters, "messages")
-        if body.chat_template is not None and not self._settings.trust_request_chat_template:
-            raise RequestError(
-                "chat templates of requests are not run here: a template is a program. "
-                "Leave chat_template out, or start the server with --trust-request-chat-template",
-                param="chat_template",
-            )
         codec = codec_of(engine)
         arguments = {
             **body.template_arguments(),

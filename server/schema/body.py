@@ -79,7 +79,13 @@ REFUSED: Refused = {
     "audio": ((), "the model reads and writes text alone"),
     "web_search_options": ((), "the server reaches no network. Give the model a tool that does"),
     "truncate_prompt_tokens": ((), "a prompt is never shortened. Send the part that counts"),
+    "chat_template": ((), "a template is a program. The operator gives one with --chat-template"),
     "best_of": ((), "choices are returned, not ranked. Send it equal to n, or leave it out"),
+    **dict.fromkeys(("functions", "function_call"), ((), "OpenAI deprecated it. Send tools and tool_choice")),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        ((), "vLLM deprecated it. Send structured_outputs, or response_format"),
+    ),
 }
 """Those of completions and chat completions. Where a schema has a field of the name, that counts."""
 
@@ -97,8 +103,6 @@ def require_counts(body: dict[str, Any], limits: Limits) -> None:
         ("stop", _characters, limits.max_stop_characters, "characters"),
         ("tools", _length, limits.max_tools, "functions"),
         ("tools", _written, limits.max_tools_characters, "characters"),
-        ("functions", _length, limits.max_tools, "functions"),
-        ("functions", _written, limits.max_tools_characters, "characters"),
     ):
         _require(name, count(body.get(name)), most, unit)
 

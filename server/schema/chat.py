@@ -89,35 +89,30 @@ class ToolUse:
     """What the fields of a request come to.
 
     ``functions`` : all the model is told of, and may call. ``mode`` : "required" where it has to call one of them.
-    ``parallel`` : it may call more than one. ``is_named`` : the only one was chosen by the request.
-    ``is_older`` : asked for as ``functions``, and to be answered as ``function_call``.
+    ``parallel`` : it may call more than one.
     """
 
     functions: tuple[Function, ...]
     mode: ToolMode
     parallel: bool
-    is_named: bool = False
-    is_older: bool = False
 
     def told(self) -> list[dict[str, Any]]:
         return [{"type": "function", "function": function.told()} for function in self.functions]
 
 
 class ToolFields(BaseModel):
-    """The tools of a conversation. ``functions`` and ``function_call`` are OpenAI's older names."""
+    """The tools of a conversation."""
 
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = Field(
         default=None, description='"auto" where there are tools; "required" and a named tool are held to by a grammar'
     )
     parallel_tool_calls: bool = Field(default=True, description="false: at most one call in an answer")
-    functions: Annotated[list[Function], Field(fail_fast=True)] = Field(default_factory=list)
-    function_call: Literal["none", "auto"] | NamedFunction | None = None
 
-    @field_validator("tools", "functions")
+    @field_validator("tools")
     @classmethod
-    def _names_differ(cls, given: list[Any]) -> list[Any]:
-        names = [(each.function if isinstance(each, Tool) else each).name for each in given]
+    def _names_differ(cls, given: list[Tool]) -> list[Tool]:
+        names = [tool.function.name for tool in given]
         if len(set(names)) != len(names):
             twice = next(name for number, name in enumerate(names) if name in names[:number])
             raise ValueError(f"two functions have the name {twice!r}")
@@ -125,10 +120,6 @@ class ToolFields(BaseModel):
 
     def tool_use(self) -> ToolUse | None:
         """What is asked for; None without tools. Raises RequestError where the fields contradict each other."""
-        if self.tools and (self.functions or self.function_call is not None):
-            raise RequestError("tools and functions exclude each other: leave out functions", param="functions")
-        if self.functions or self.function_call is not None:
-            return self._by_older_names()
         functions = tuple(tool.function for tool in self.tools)
         choice = self.tool_choice
         if not functions:
@@ -138,27 +129,16 @@ class ToolFields(BaseModel):
         parallel = self.parallel_tool_calls
         if isinstance(choice, NamedTool):
             chosen = _chosen(functions, [choice.function.name], "tool_choice")
-            return ToolUse(functions=chosen, mode="required", parallel=False, is_named=True)
+            return ToolUse(functions=chosen, mode="required", parallel=False)
         if isinstance(choice, AllowedToolChoice):
             allowed = choice.allowed_tools
             chosen = _chosen(functions, [tool.function.name for tool in allowed.tools], "tool_choice")
             return ToolUse(functions=chosen, mode=allowed.mode, parallel=parallel)
         return ToolUse(functions=functions, mode=choice or "auto", parallel=parallel)
 
-    def _by_older_names(self) -> ToolUse | None:
-        choice, functions = self.function_call, tuple(self.functions)
-        if not functions:
-            if isinstance(choice, NamedFunction):
-                raise RequestError("function_call needs functions: give the one it names", param="function_call")
-            return None
-        if isinstance(choice, NamedFunction):
-            chosen = _chosen(functions, [choice.name], "function_call")
-            return ToolUse(functions=chosen, mode="required", parallel=False, is_named=True, is_older=True)
-        return ToolUse(functions=functions, mode=choice or "auto", parallel=False, is_older=True)
-
     def without_tools(self) -> Self:
         """The same conversation where no tool is told of."""
-        return self.model_copy(update={"tools": [], "tool_choice": None, "functions": [], "function_call": None})
+        return self.model_copy(update={"tools": [], "tool_choice": None})
 
 
 def _chosen(functions: tuple[Function, ...], names: Sequence[str], param: str) -> tuple[Function, ...]:
@@ -175,7 +155,6 @@ class ChatTemplateFields(ToolFields):
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(min_length=1)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template: str | None = Field(default=None, max_length=1 << 16)
     documents: Annotated[list[dict[str, str]], Field(fail_fast=True)] = Field(
         default_factory=list, description="texts for a template that puts them into the prompt"
     )
@@ -201,7 +180,6 @@ class ChatTemplateFields(ToolFields):
         return {
             "add_generation_prompt": not self.continue_final_message and self.add_generation_prompt is not False,
             "continue_final_message": self.continue_final_message,
-            "chat_template": self.chat_template,
             "template_kwargs": {**self.chat_template_kwargs, **told},
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -71,9 +71,21 @@ class StructuredOutputs(Part):
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    choice: Annotated[list[str], Field(max_length=1000, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+
+    def given(self) -> list[StructuredOutput]:
+        """Each that is asked for."""
+        schema = self.json_ if self.json_ is None or isinstance(self.json_, str) else json.dumps(self.json_)
+        sources: tuple[tuple[GrammarKind, str | None], ...] = (
+            ("json_schema", schema),
+            ("regex", self.regex),
+            ("choice", None if self.choice is None else json.dumps(self.choice)),
+            ("grammar", self.grammar),
+            ("json_object", "" if self.json_object else None),
+        )
+        return [StructuredOutput(kind, text, "structured_outputs") for kind, text in sources if text is not None]
 
 
 class TextPart(Part):
@@ -95,33 +107,16 @@ class Prediction(Part):
 
 
 class OutputFields(BaseModel):
-    """What completions and chat completions accept of these; ``guided_*`` are older names of vLLM's."""
+    """What completions and chat completions accept of these."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(max_length=1000, fail_fast=True)] | None = None
-    guided_grammar: str | None = None
     prediction: Prediction | None = None
 
     def structured_output(self) -> StructuredOutput | None:
         """What was asked for under any name; raises RequestError when that is more than one thing, or none."""
         form, outputs = self.response_format, self.structured_outputs
-        found = [
-            *_given("guided_json", json_=self.guided_json),
-            *_given("guided_regex", regex=self.guided_regex),
-            *_given("guided_choice", choice=self.guided_choice),
-            *_given("guided_grammar", grammar=self.guided_grammar),
-        ]
-        if outputs is not None:
-            given = {name: getattr(outputs, name) for name in StructuredOutputs.model_fields}
-            if not (found_here := _given("structured_outputs", **given)):
-                raise RequestError(
-                    "structured_outputs needs one of json, regex, choice, grammar, json_object",
-                    param="structured_outputs",
-                )
-            found = [*found_here, *found]
+        found: list[StructuredOutput] = []
         if form is not None and form.type != "text":
             if form.type == "json_schema" and form.json_schema is None:
                 raise RequestError(
@@ -129,28 +124,18 @@ class OutputFields(BaseModel):
                 )
             schema = "" if form.json_schema is None else json.dumps(form.json_schema.schema_)
             source = schema if form.type == "json_schema" else ""
-            found.insert(0, StructuredOutput(form.type, source, "response_format"))
+            found.append(StructuredOutput(form.type, source, "response_format"))
+        if outputs is not None:
+            if not (given := outputs.given()):
+                raise RequestError(
+                    "structured_outputs needs one of json, regex, choice, grammar, json_object",
+                    param="structured_outputs",
+                )
+            found += given
         if len(found) > 1:
             names = " and ".join(output.param for output in found)
             raise RequestError(f"only one structured output is possible, got {names}: keep one", param=found[1].param)
         return found[0] if found else None
-
-
-_SPELLED: dict[str, tuple[GrammarKind, Callable[[Any], str]]] = {
-    "json_": ("json_schema", lambda schema: schema if isinstance(schema, str) else json.dumps(schema)),
-    "regex": ("regex", str),
-    "choice": ("choice", json.dumps),
-    "grammar": ("grammar", str),
-    "json_object": ("json_object", lambda _asked: ""),
-}
-
-
-def _given(param: str, **sources: Any) -> list[StructuredOutput]:
-    return [
-        StructuredOutput(_SPELLED[name][0], _SPELLED[name][1](source), param)
-        for name, source in sources.items()
-        if source is not None and source is not False
-    ]
 
 
 class StreamOptions(Part):

@@ -79,11 +79,13 @@ ATTACKS = [
     Attack("wrong messages", CHAT, lambda: json.dumps({"messages": [1] * 200_000}).encode()),
     Attack("lists within lists", COMPLETIONS, lambda: b"[" * 7_000_000, (413,)),
     Attack("a text of escapes", COMPLETIONS, lambda: b'{"prompt":"' + b"\\u00e9" * 1_300_000 + b'"}'),
-    Attack("a chain of 4,000 rules", COMPLETIONS, _sent(guided_grammar="start: a0\n" + "\n".join(
-        f'a{i}: "x" a{i + 1}' for i in range(3800)) + '\na3800: "y"\n'), (200, 400)),
-    Attack("a regular expression of a billion", COMPLETIONS, _sent(guided_regex="((a{1000}){1000}){1000}"), (200, 400)),
-    Attack("a long regular expression", COMPLETIONS, _sent(guided_regex="a?" * 2700 + "a" * 2700), (200, 400)),
-    Attack("many regular expressions, 20 at once", COMPLETIONS, _sent(guided_regex="(a{900}){1000}"),
+    Attack("a chain of 4,000 rules", COMPLETIONS, _sent(structured_outputs={"grammar": "start: a0\n" + "\n".join(
+        f'a{i}: "x" a{i + 1}' for i in range(3800)) + '\na3800: "y"\n'}), (200, 400)),
+    Attack("a regular expression of a billion", COMPLETIONS,
+           _sent(structured_outputs={"regex": "((a{1000}){1000}){1000}"}), (200, 400)),
+    Attack("a long regular expression", COMPLETIONS,
+           _sent(structured_outputs={"regex": "a?" * 2700 + "a" * 2700}), (200, 400)),
+    Attack("many regular expressions, 20 at once", COMPLETIONS, _sent(structured_outputs={"regex": "(a{900}){1000}"}),
            (200, 400, 503), 20),
     Attack("log-probabilities without end", COMPLETIONS, _sent(n=128, max_tokens=200, logprobs=20, ignore_eos=True),
            (200,)),

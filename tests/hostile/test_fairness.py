@@ -27,7 +27,7 @@ from tests.server.test_tenants import bearer, quota_server, tenants_in
 from tests.waiting import wait_until
 
 WRONG: list[tuple[str, str, Any]] = [
-    ("POST", "/v1/completions", {"prompt": "x", "guided_regex": "("}),
+    ("POST", "/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}}),
     ("POST", "/v1/chat/completions", {"messages": []}),
     ("POST", "/v1/completions", b"{"),
     ("POST", "/tokenize", {"prompt": "x"}),

@@ -20,13 +20,6 @@ from tests.waiting import PATIENCE_S
 COMPLETIONS = "/v1/completions"
 
 
-def test_a_requests_chat_template_is_not_run_unless_trusted() -> None:
-    with serving(lambda _: FailingEngine()) as running:
-        body = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"}
-        answer = post(running.port, "/v1/chat/completions", body)
-    assert answer.status == 400 and answer.error["param"] == "chat_template"
-
-
 def test_engine_crash_fails_running_requests_with_500_and_turns_health_to_503() -> None:
     engine = FailingEngine(fail_at_step=4)
     with serving(lambda _: engine) as server:

@@ -68,7 +68,8 @@ def test_common_tokens_of_several_words_equal_the_slow_twin(prediction: list[int
         ({"allowed_token_ids": [1] * 11}, "allowed_token_ids"), ({"bad_words": ["x"] * 11}, "bad_words"),
         ({"bad_words": ["x" * 21]}, "bad_words"), ({"stop": ["x" * 11, "y" * 10]}, "stop"),
         ({"stop": "x" * 21}, "stop"),
-        ({"guided_regex": "x" * 21}, "guided_regex"), ({"guided_json": {"const": "x" * 20}}, "guided_json"),
+        ({"structured_outputs": {"regex": "x" * 21}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"const": "x" * 20}}}, "structured_outputs"),
         ({"structured_outputs": {"choice": ["x" * 30]}}, "structured_outputs"),
     ],
 )  # fmt: skip
@@ -96,8 +97,10 @@ def test_too_many_tools_are_refused_and_tools_of_too_many_characters() -> None:
     for _ in range(100_000):
         deep = {"properties": deep}
     with pytest.raises(RequestError) as caught:
-        ChatBody.parse({"messages": messages, "functions": [{"name": "f", "parameters": deep}]})
-    assert caught.value.param == "functions"
+        ChatBody.parse(
+            {"messages": messages, "tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}]}
+        )
+    assert caught.value.param == "tools"
     while deep:  # link by link: to free such a thing at once takes the stack
         deep = deep.pop("properties", None)
 

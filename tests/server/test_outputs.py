@@ -149,11 +149,9 @@ def test_allowed_tokens_and_bad_words(server: RunningServer) -> None:
 
 
 STRUCTURED: list[tuple[dict[str, Any], str]] = [
-    ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
-    ({"guided_choice": ["left", "right"]}, "left|right"),
-    ({"structured_outputs": {"choice": ["up"]}}, "up"),
+    ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
     ({"structured_outputs": {"regex": "(ab){1,3}c"}}, "(ab){1,3}c"),
-    ({"guided_json": {"enum": [1, "x"]}}, '1|"x"'),
+    ({"structured_outputs": {"json": {"enum": [1, "x"]}}}, '1|"x"'),
     (
         {
             "response_format": {
@@ -183,10 +181,10 @@ def test_structured_output(server: RunningServer, fields: dict[str, Any], patter
 
 
 def test_a_grammar_that_is_wrong_answers_400_by_its_field(server: RunningServer) -> None:
-    wrong: list[dict[str, Any]] = [{"guided_regex": "(["}, {"structured_outputs": {"json": "{"}}, {"guided_choice": []}]
-    for fields in wrong:
-        answer = post(server.port, "/v1/completions", {"prompt": "x", **fields})
-        assert (answer.status, answer.error["param"]) == (400, next(iter(fields)))
+    wrong: list[dict[str, Any]] = [{"regex": "(["}, {"json": "{"}, {"choice": []}]
+    for outputs in wrong:
+        answer = post(server.port, "/v1/completions", {"prompt": "x", "structured_outputs": outputs})
+        assert (answer.status, answer.error["param"]) == (400, "structured_outputs")
 
 
 # -- predictions -----------------------------------------------------------------------------------------------------

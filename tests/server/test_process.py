@@ -179,7 +179,9 @@ def test_a_server_killed_while_grammars_compile_leaves_its_cache_to_one_of_two_t
         until_ready(port, process)
         greedy_completion(port, prompt="import os\n", max_tokens=40, ignore_eos=True)
         wait_until(lambda: list((tmp_path / "cache").glob("default/*.seg")) != [])
-        grammars = [{"prompt": "x", "guided_regex": f"(a{{900}}){{{1000 + number}}}"} for number in range(4)]
+        grammars = [
+            {"prompt": "x", "structured_outputs": {"regex": f"(a{{900}}){{{1000 + number}}}"}} for number in range(4)
+        ]
         asked = [clients.submit(post, port, "/v1/completions", grammar) for grammar in grammars]
         wait_until(lambda: metric(port, "ssd:http_requests_under_way") >= 4)
         process.kill()

@@ -43,12 +43,13 @@ def refusal(schema: type[GenerateBody], fields: dict[str, Any]) -> RequestError:
     [
         ("logprobs", "1"), ("logprobs", 21), ("top_logprobs", 30), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
         ("echo", "yes"), ("suffix", "end"), ("best_of", 2), ("tools", [{"type": "function"}]),
-        ("tools", [{"type": "custom", "custom": {"name": "f"}}]), ("functions", [{"name": "no name"}]),
-        ("tool_choice", "required"), ("function_call", {"name": "f"}),
+        ("chat_template", "{{ 1 }}"),
+        ("tools", [{"type": "custom", "custom": {"name": "f"}}]), ("functions", [{"name": "f"}]),
+        ("tool_choice", "required"), ("function_call", "auto"),
         ("response_format", {"type": "grammar"}), ("response_format", {"type": "json_schema"}),
         ("structured_outputs", {}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
         ("modalities", ["audio"]), ("audio", {"voice": "x"}),
-        ("prediction", {"type": "content"}), ("prediction", "x"), ("guided_json", 1), ("guided_choice", "x"),
+        ("prediction", {"type": "content"}), ("prediction", "x"), ("guided_json", {}), ("guided_choice", ["x"]),
         ("bad_words", [""]), ("truncate_prompt_tokens", 5),
         ("skip_special_tokens", "no"), ("use_beam_search", True), ("allowed_token_ids", []), ("no_such_field", 1),
         ("max_tokens", -1), ("max_tokens", 0), ("max_tokens", "5"), ("max_tokens", 1.5), ("temperature", -0.1),
@@ -91,7 +92,11 @@ def test_fields_that_cannot_be_honoured_are_refused_by_name(schema: type[Generat
         (ChatBody, {"logprobs": 1}, "logprobs"),
         (ChatBody, {"echo": True}, "echo"),
         (CompletionBody, {"logprobs": True}, "logprobs"),
-        (ChatBody, {"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        (
+            ChatBody,
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
     ],
 )
 def test_malformed_bodies_name_the_field(schema: type[GenerateBody], fields: dict[str, Any], param: str) -> None:

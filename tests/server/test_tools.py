@@ -133,24 +133,6 @@ def test_a_streamed_call_is_the_whole_one_in_pieces(client: openai.OpenAI) -> No
     assert not any(delta.content for delta in deltas)
 
 
-def test_older_names_are_answered_in_the_older_way(client: openai.OpenAI) -> None:
-    fields = {key: value for key, value in ONE_CALL.items() if not key.startswith(("tool", "parallel"))}
-    functions: Any = [WEATHER["function"]]
-    chosen: Any = {"name": "get_weather"}
-    found = client.chat.completions.create(**fields, functions=functions, function_call=chosen)
-    choice = found.choices[0]
-    assert choice.finish_reason == "function_call"
-    assert choice.message.function_call is not None
-    assert choice.message.function_call.name == "get_weather"
-    assert json.loads(choice.message.function_call.arguments)["city"] in ("Paris", "London")
-    with client.chat.completions.create(**fields, functions=functions, function_call=chosen, stream=True) as stream:
-        chunks = [chunk.choices[0] for chunk in stream]
-    pieces = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
-    assert [piece.name for piece in pieces if piece.name] == ["get_weather"]
-    assert "".join(piece.arguments or "" for piece in pieces) == choice.message.function_call.arguments
-    assert chunks[-1].finish_reason == "function_call"
-
-
 def test_with_tools_that_may_be_called_a_response_format_holds_for_the_answer(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
@@ -243,7 +225,7 @@ def test_a_call_that_is_cut_off_ends_for_its_length(told: openai.OpenAI) -> None
         ({}, {"tool_choice": {"type": "function", "function": {"name": "missing"}}}, "tool_choice"),
         ({}, {"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({}, {"tools": [NOW, NOW]}, "tools"),
-        ({}, {"guided_regex": "a+"}, "guided_regex"),
+        ({}, {"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(options: Any, fields: Any, param: str) -> None:
