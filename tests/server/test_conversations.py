@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,4 +160,5 @@ def test_grammars_of_too_many_functions_are_refused_by_name() -> None:
 def test_the_format_is_the_templates_unless_it_is_given(
     options: tuple[str, str], template: str, expected: MessageFormat
 ) -> None:
-    assert MessageFormats(*options).of(codec(), template, with_tools=True) == expected
+    template_of: Any = SimpleNamespace(chat_template=lambda *, with_tools: template)
+    assert MessageFormats(*options).of(template_of, with_tools=True) == expected
