@@ -120,7 +120,7 @@ class Proposals:
         """Which drafts for all rows in one call; others may take long, ask others, learn from counts."""
         self._asked = OneByOne(drafter)
         self._best_effort = best_effort
-        self._limit = draft.num_speculative_tokens if target.can_roll_back and not isinstance(drafter, NoDrafter) else 0
+        self._limit = draft.num_speculative_tokens if target.can_roll_back and type(drafter) is not NoDrafter else 0
         self._shape = possible_shape(draft.draft_shape, target)
         self._observer = drafter if draft.recycling and self._limit and isinstance(drafter, ScoreObserver) else None
         self._price_list = PriceList()
