@@ -169,7 +169,7 @@ CALLS: Final[tuple[tuple[str, ...], ...]] = (
 SMALL: Final = {
     "exact": "--prompts 2 --max-tokens 8",
     "growth": "--requests 3 --repeated 2 --max-tokens 24",
-    "decode": "--shape tiny --context 64 --rounds 2 --copy-mb 16 --batch 1 --draft 0 3 --index-tokens 4000",
+    "decode": "--context 64 --rounds 2 --copy-mb 16 --batch 1 --draft 0 3 --index-tokens 4000",
     "contenders": "--batch 1 --rounds 1 --max-tokens 4",
     "gpu_soak": "--requests 24 --reopened 2",
 }
@@ -220,8 +220,11 @@ def _played(name: str, args: argparse.Namespace, left: float) -> Found:
         words = commands[number].split()
         words = [{"REAL": args.real, "traces": str(args.out / "traces")}.get(word, word) for word in words]
         if words[0] != "pytest":
-            small = SMALL.get(words[0].removeprefix("benchmarks."), "") if args.device == "cpu" else ""
-            words += [*small.split(), "--device", device, "--out", f"{scratch}/{number}.json"]
+            if args.device == "cpu":
+                before = ["", *words]
+                words = ["tiny" if after == "--shape" else word for after, word in zip(before, words, strict=False)]
+                words += SMALL.get(words[0].removeprefix("benchmarks."), "").split()
+            words += ["--device", device, "--out", f"{scratch}/{number}.json"]
         return _run(words, Path(scratch) / f"{number}.log", device, ends)
 
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
