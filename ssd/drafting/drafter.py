@@ -25,6 +25,7 @@ from ssd.retrieval.lanes import MAX_MATCH_LENGTH, PATTERNS_BYTES, Lane, Walker, 
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 
 _MOST_KEPT: Final = 4096  # requests remembered; when there are more, all begin anew
+_MOST_SPARE: Final = 64
 
 _COOL: Final = 0.5
 """Temperature up to which the target mostly chooses what it holds most probable."""
@@ -62,11 +63,12 @@ class KeptRow:
     the first, or these.
     """
 
-    __slots__ = ("_draft", "address", "held", "learned", "row", "verified")
+    __slots__ = ("address", "held", "is_own", "learned", "row", "verified")
 
     def __init__(self, row: DraftRow | None = None, at: int = 0) -> None:
         """``row``, ``at`` : memory of the caller's for it, and where that lies; None takes memory of its own."""
         self.held: object = None
+        self.is_own = row is None
         if row is None:
             self.held = memory = Records(DraftRow)
             row, at = memory[0], memory.address
@@ -178,6 +180,7 @@ class SuffixDrafter:
         self._successors = NamespaceSuccessors() if recycling else None
         self._choices = NamespaceChoices() if keyed else None
         self._kept: dict[str, KeptRow] = {}
+        self._spare: list[KeptRow] = []  # of requests that have ended: new memory costs more than a draft
 
     def model_of(self, learned: LearnedState | None) -> AcceptanceModel:
         """What was learned about acceptance in a namespace; with None, of all requests that have none."""
@@ -202,7 +205,8 @@ class SuffixDrafter:
         """Begin to keep what is kept of a request, in memory of the caller's where that is given, see `KeptRow`."""
         if len(self._kept) >= _MOST_KEPT:
             self._kept.clear()
-        kept = self._kept[request.request_id] = KeptRow(row, at)
+        kept = KeptRow(row, at) if row is not None or not self._spare else self._spare.pop()
+        self._kept[request.request_id] = kept
         begin_row_at(kept.address, request.prompt_length)
         if row is not None:
             kept.held = self._settle(row.ask, request)
@@ -312,6 +316,9 @@ class SuffixDrafter:
                 path = np.arange(right, dtype=np.int32) if isinstance(right, int) else right
                 end_row(kept.address, size, path, self._models.of(kept.learned).address)
             self._models.ended(kept.learned)
+            if kept.is_own and len(self._spare) < _MOST_SPARE:
+                kept.learned = kept.verified = None
+                self._spare.append(kept)
         if self._successors is not None:
             self._successors.ended(request_id)
         if self._choices is not None:
