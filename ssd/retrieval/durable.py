@@ -30,28 +30,35 @@ class DurableSegments:
     def __init__(
         self, name: str, directory: SegmentDirectory, report_failure: Callable[[str, BaseException], None]
     ) -> None:
-        """Reads what the directory holds. Raises FormatVersion and OSError for what cannot be read for now."""
+        """What the directory holds but its segments is read here, they by ``load``."""
         self._name = name
         self._directory = directory
         self._report_failure = report_failure
-        self.segments, failures = directory.load()
-        """What was there at the start."""
         self.next_position = directory.manifest.next_position
         self.kept = Checkpoint.from_json(directory.manifest.shared)
         self.learned: bytes | None = None
         """What drafting learned before."""
-        for failure in failures:
-            report_failure("a segment was left out", failure)
         try:
             self.learned = read_learned(directory.path)
         except OSError as error:
             report_failure("what was learned beside the text was not read", error)
         self.num_failures = 0
         """Of writing."""
-        self._committed: tuple[tuple[Segment, ...], Checkpoint | None] = tuple(self.segments), self.kept
+        self._committed: tuple[tuple[Segment, ...], Checkpoint | None] = (), self.kept
         self._is_outage = False
         self._saved_copy: Copy | None = None
         self._save_learned_at = time.monotonic() + SAVE_LEARNED_S
+
+    def load(self) -> list[Segment]:
+        """The segments that are there, not kept here: merged ones are to leave the memory.
+
+        Raises FormatVersion and OSError for what cannot be read for now.
+        """
+        segments, failures = self._directory.load()
+        for failure in failures:
+            self._report_failure("a segment was left out", failure)
+        self._committed = tuple(segments), self.kept
+        return segments
 
     def has(self, segment: Segment) -> bool:
         """Whether it is in a file."""

@@ -96,7 +96,7 @@ class SuffixCache:
         self._complained: set[str] = set()
 
         self._files = None if directory is None else DurableSegments(name, directory, self.report_failure)
-        segments = [] if self._files is None else self._files.segments
+        segments = [] if self._files is None else self._files.load()
         self.kept = None if self._files is None else self._files.kept
         """What the directory said when it was opened: the last source position whose text had all reached files, and
         the ring position before which everything had. None without a directory and where none was ever given."""
