@@ -75,7 +75,7 @@ def measure_index(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     seen = ("freshness_ms_p99", "maintenance_core_share", "propose_us_p99_merging")
     return {
         **filled,
-        # Static files are mapped and built elsewhere: what the process grew by says nothing about their tokens.
+        # Static files are built elsewhere: what the process grew by says nothing about their tokens.
         "bytes_per_token": None if options.static else filled["bytes_per_token"],
         **proposing,
         **{name: traffic[name] for name in seen},
