@@ -188,10 +188,6 @@ class Sequence:
         """Tokens that may still be generated."""
         return self.max_length - self.num_tokens
 
-    def most_drafted(self, limit: int) -> int:
-        """Longest draft of at most ``limit`` tokens: one token is always the target's own, so none reaches the end."""
-        return max(0, min(limit, self.num_remaining - 1, self.row.most_drafted))
-
     def forget_drafts(self) -> None:
         """Nothing was drafted for it: it is not drafted for any more, or as if it were new."""
         self.asking = self.kept = None
