@@ -1,11 +1,12 @@
 """Is the output unchanged, to the bit, and what does that cost?
 
-``python -m benchmarks.exact [MODEL] [--dtype float32 ...] [--drafters NAME...] [--prompts N] [--out FILE]``
+``python -m benchmarks.exact [MODEL] [--shape 8b] [--dtype float32 ...] [--drafters NAME...] [--out FILE]``
 
 In each type tokens and log-probabilities are the same bits as without speculation and one request at a time, of every
-pair of drafter, draft limit and batch size in float32, of one setting in the others; greedy and sampled; greedy in
-float32 against ``generate`` too. Then passes are timed by turns with the plan that keeps the bits and without it
-(``--exact off``): of one row and of eight, and a prefill. Medians over rounds, with the least and the most.
+pair of drafter, draft limit and batch size in float32, of two settings in the others, the widest passes of the most
+rows among them; greedy and sampled; greedy in float32 against ``generate`` too. Then passes are timed by turns with the
+plan that keeps the bits and without it (``--exact off``): of one row and of eight, and a prefill. Medians over rounds,
+with the least and the most.
 Prints a table; the last line of stdout is one JSON object. Status 1 where an output differs.
 """
 
@@ -13,17 +14,20 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks.exactness import Report, Setting, compare, covering_settings, reference_greedy, run
+from benchmarks.models import load
 from benchmarks.run import SPREAD, Option, Run, in_turn, spread
-from benchmarks.steps import passes_of
+from benchmarks.steps import passes_of, synchronize
 from benchmarks.workloads import snippets
 from ssd.config import Exact, SamplingParams
-from ssd.model.loading.load_target import DTYPES, load_model, open_target
+from ssd.model.loading.load_target import DTYPES, open_target
 from ssd.model.loading.threads import settle_threads
 from ssd.model.target import Target
 from ssd.model.ways.exactness import settle_exactness
@@ -31,11 +35,15 @@ from ssd.text.codec import TextCodec
 
 _PREFILL = 448
 _PLANS: tuple[Exact, ...] = ("off", "on")
-_SLOTS = 16
+_PASSES = 4
+_DEVICE_PASSES = 24
+"""Of one measurement, which on a device begins and ends with waiting for it."""
 
 OPTIONS: dict[str, Any] = {
     "dtype": Option(default=["float32", "bfloat16"], choices=sorted(DTYPES)),
     "drafters": Option(default=["ssd", "random", "oracle"], metavar="NAME"),
+    "draft": Option(default=[1, 4, 16], metavar="K", help="most drafted tokens"),
+    "batch": Option(default=[1, 4, 16], metavar="B", help="requests at a time"),
     "prompts": 32,
     "max_tokens": 48,
     "rounds": Option(default=15, help="of the times"),
@@ -59,17 +67,20 @@ NOTE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Every type in turn. Returns the exit status."""
-    this = Run("exact", __doc__, argv, OPTIONS, COLUMNS, has_model=True, under=("ssd/engine", "ssd/model"))
-    args, codec = this.args, TextCodec.load(str(this.args.model))
-    prompts = [codec.encode_prompt(text)[-160:] for text in snippets(args.seed)[: args.prompts]]
+    this = Run(
+        "exact", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True, under=("ssd/engine", "ssd/model")
+    )
+    args = this.args
     for dtype in args.dtype:
+        codec, model = load(Namespace(**{**vars(args), "dtype": dtype}), speaks=True)
+        prompts = [codec.encode_prompt(text)[-160:] for text in snippets(args.seed)[: args.prompts]]
         target = open_target(
-            load_model(args.model, dtype=dtype, device=args.device), num_slots=_SLOTS, max_length=512, exact="off"
+            model, num_slots=max(args.batch), max_length=512, max_draft_tokens=max(args.draft), exact="off"
         )
         settle_threads(target)
         settle_exactness(target, "on")
         this.ran_on(target)
-        report = _compared(target, prompts, args.max_tokens, args.drafters if dtype == "float32" else (), codec)
+        report = _compared(target, prompts, args, args.drafters if dtype == "float32" else (), codec)
         this.row(
             {
                 "model": this.facts["model"],
@@ -89,11 +100,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compared(
-    target: Target, prompts: Sequence[list[int]], max_tokens: int, drafters: Sequence[str], codec: TextCodec
+    target: Target, prompts: Sequence[list[int]], args: Namespace, drafters: Sequence[str], codec: TextCodec
 ) -> Report:
-    """``drafters`` : of which every setting is tried; none for one setting, and without ``generate``."""
-    report, eos = Report(), codec.eos_token_ids
-    settings = covering_settings(drafters, [1, 4, 16], [1, 4, 16]) if drafters else [Setting("ssd", 16, 8)]
+    """``drafters`` : of which every setting is tried; none for two settings, and without ``generate``."""
+    report, eos, max_tokens = Report(), codec.eos_token_ids, args.max_tokens
+    settings = [Setting("ssd", args.draft[-1], args.batch[-1]), Setting("random", max(args.draft), max(args.batch))]
+    if drafters:
+        settings = covering_settings(drafters, args.draft, args.batch)
     greedy = [SamplingParams(max_tokens=max_tokens, temperature=0.0)] * len(prompts)
     seeds = range(len(prompts))
     sampled = [SamplingParams(max_tokens=max_tokens, temperature=0.8, top_p=0.95, seed=seed) for seed in seeds]
@@ -110,37 +123,46 @@ def _compared(
 def _rates(target: Target, rounds: int) -> Iterator[tuple[str, list[float]]]:
     """With the plan over those without, round by round."""
     held = _PREFILL // 2
+    passes = _PASSES if target.device.type == "cpu" else _DEVICE_PASSES
 
     def prefill(slot: int, length: int) -> None:
         target.rollback(slot, 0)
         target.prefill([slot], np.ones((1, length), np.int64), [length])
 
+    def begin() -> None:
+        for slot in range(min(8, target.num_slots)):
+            prefill(slot, held)
+
     def decode(size: int) -> None:
         slots = list(range(size))
-        for _ in range(4):
+        for _ in range(passes):
             target.forward(slots, np.ones((size, 1), np.int64), [1] * size)
         for slot in slots:
             target.rollback(slot, held)
 
-    for slot in range(_SLOTS):
-        prefill(slot, held)
-    yield "decoding 1 row", _ratios(target, lambda: decode(1), rounds)
-    yield "decoding 8 rows", _ratios(target, lambda: decode(8), rounds)
-    yield f"prefill of {_PREFILL} tokens", _ratios(target, lambda: prefill(0, _PREFILL), rounds)
+    for size in (1, 8):
+        if size <= target.num_slots:
+            yield f"decoding {size} row{'s' * (size > 1)}", _ratios(target, begin, partial(decode, size), rounds)
+    yield f"prefill of {_PREFILL} tokens", _ratios(target, begin, lambda: prefill(0, _PREFILL), rounds)
 
 
-def _ratios(target: Target, passes: Callable[[], None], rounds: int) -> list[float]:
+def _ratios(target: Target, begin: Callable[[], None], passes: Callable[[], None], rounds: int) -> list[float]:
+    """``begin`` : fills slots, which are empty where plans change."""
     found = []
     for number in range(rounds):
         seconds: dict[Exact, float] = {}
         for wanted in in_turn(_PLANS, number):
+            for slot in range(target.num_slots):
+                target.rollback(slot, 0)
             settle_exactness(target, wanted)
+            begin()
             passes()
+            synchronize(target.device)
             began = time.perf_counter()
             passes()
+            synchronize(target.device)
             seconds[wanted] = time.perf_counter() - began
         found.append(seconds["off"] / seconds["on"])
-    settle_exactness(target, "on")
     return spread(found)
 
 

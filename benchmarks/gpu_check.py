@@ -1,19 +1,18 @@
-"""Everything that only a GPU can show, in calls of less than nine minutes; needs none of the web packages.
+"""Everything that only a GPU can show, in two calls of some five minutes; needs none of the web packages.
 
 ``python -m benchmarks.gpu_check [--call K | --parts PART...] [--real DIR] [--device cpu] [--out DIR]``
 
-- call 1, is it right: output against ``model.generate`` and against no speculation, in three types; the tests that do
-  more on a GPU, our kernels against float32 among them.
-- call 2, is it fast: steps of an 8B and a 1B shape beside a copy of memory, repeats at batch 1, what drafting for 64
-  rows takes, and speculation that gains nothing at batch 1 to 64.
-- call 3, why: steps under the profiler, growth, and a soak with cancellations and leaks.
-- call 4, what else: a pretrained model (``--real``), the small model's overhead, steps without recording.
+- call 1, is it right, and is it fast: output against ``model.generate`` and against no speculation, in three types, a
+  small model and an 8B shape; the tests that do more on a GPU; steps of the 8B shape beside a copy of memory, repeats,
+  speculation that gains nothing, what exactness costs, and a soak with cancellations and leaks.
+- call 2, why, and what else: steps under the profiler, of a 1B shape and without recording, what drafting for 64 rows
+  takes, the small model's overhead, and a pretrained model (``--real``).
 
 A part is other programs, each in a process of its own, which writes down what it finds row by row: one that fails,
 hangs or has no time left is said and does not stop the next, and what it had found stands. Ends with the marks, met or
-not, and one JSON line; status 1 where a part failed. With --out the result is written after every part; ``--marks``
-reads all results there and prints their marks. ``--device cpu`` runs the same at small sizes, for a look at the script
-itself. docs/gpu.md says more.
+not, and one JSON line; status 1 where a part failed. With --out the result is written after every part, and logs of
+what failed; ``--marks`` reads all results there and prints their marks. ``--device cpu`` runs the same at small sizes,
+for a look at the script itself. docs/gpu.md says more.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,20 +65,30 @@ class Mark:
 
 def marks(results: Mapping[str, Found]) -> Iterator[Mark]:
     """All of them, from what the parts found; a part that was cut counts with what it had found."""
-    for part in ("tests", "exactness", "growth", "soak", "growth-real"):
+    for part in ("right", "soak", "growth-real"):
         found = results.get(part, {"cut": "not run"})
         is_known = not {"skipped", "cut"} & found.keys()
-        yield Mark(f"{part} is right", float(found["passed"]) if is_known else None, 1.0)
+        yield Mark(f"{part} passes", float(found["passed"]) if is_known else None, 1.0)
+    exact = [row for row in rows_of(results, "right", "exact") if row["dtype"] == "bfloat16"]
+    yield Mark("bfloat16, positions whose bits were compared", sum(row["num_positions"] for row in exact) or None, 1e4)
+    differ = sum(row["num_different"] for row in exact) if exact else None
+    yield Mark("bfloat16, positions that differ", differ, 0, at_most=True)
+    rates = [row["rates"] for row in rows_of(results, "exact-cost", "exact")]
+    for kind in ("decoding 1 row", "decoding 8 rows"):
+        yield Mark(f"large shape, exact over not, {kind}", rates[0][kind][0] if rates else None, 0.95)
     for part, shape in (("speed-large", "large"), ("speed-small", "small")):
         at = {(row["batch"], row["T"]): row for row in rows_of(results, part, "decode")}
         plain = at.get((1, 1), {})
         yield Mark(f"{shape} shape, plain decoding at batch 1, share of the copy rate", plain.get("of_copy"), 0.85)
         for width, bound in ((16, 1.10), (64, 1.35)):
             wide = at.get((1, width))
-            ratio = round(wide["step_ms_p50"] / plain["step_ms_p50"], 4) if wide and plain else None
-            yield Mark(f"{shape} shape, {width} positions over a plain step", ratio, bound, at_most=True)
-        share = plain.get("outside_pass_share")
-        yield Mark(f"{shape} shape, host time outside the pass, share of a step", share, 0.05, at_most=True)
+            ratio = round(wide["pass_ms"] / plain["pass_ms"], 4) if wide and plain else None
+            yield Mark(f"{shape} shape, a pass of {width} positions over a plain one", ratio, bound, at_most=True)
+        for batch in (1, 64) if shape == "large" else (1,):
+            share = at.get((batch, 1), {}).get("outside_pass_share")
+            yield Mark(
+                f"{shape} shape, batch {batch}, host outside the pass, share of a step", share, 0.05, at_most=True
+            )
     shares = [row["drafting_share"] for row in rows_of(results, "drafting", "decode")]
     yield Mark("drafting for all rows, share of a step", max(shares, default=None), 0.03, at_most=True)
     repeats = [each["repeated_requests"]["speedup_second"] for each in results.get("repeats", {}).get("results", ())]
@@ -121,53 +131,64 @@ def section(result: Found) -> str:
 
 _LEAST_SHARE = 0.4
 """Of its expected time that a part must have left to begin: what it finds first is worth most."""
-_MOST_SHARE = 4.0
-"""Of its expected time, and a minute, that a part may take: one that hangs shall not take the next ones' time."""
+_MOST_SHARE = 2.0
+"""Of its expected time, and half a minute, that a part may take: one that hangs shall not take the next ones' time."""
 _SECONDS = 8.5 * 60
 """Of one call."""
 _KEPT_CHARACTERS = 2000
 
 _STEPS = "benchmarks.decode --no-baselines --context 1024 --rounds 16 --copy-mb 2048"
-_GROWTH = "benchmarks.growth --streams mixed --sampling greedy --requests 80 --repeated 24 --max-tokens 96"
-_OVERHEAD = "benchmarks.contenders --question overhead --batch 1 4 16 64 --rounds 8"
-_EXACT = "benchmarks.exact --prompts 32 --max-tokens 48 --rounds 1"
+_GROWTH = "benchmarks.growth --streams mixed --sampling greedy --requests 40 --repeated 12 --max-tokens 64"
+_OVERHEAD = "benchmarks.contenders --question overhead --rounds 6"
+_EXACT = "benchmarks.exact --rounds 1 --draft 1 8 63 --batch 1 8 32"
 _TESTS = (
-    "triton_attention", "triton_sampling", "static_steps", "pass_noise", "triton_layers", "taps", "take_weights",
+    "triton_attention", "triton_sampling", "triton_layers", "triton_linear", "own_kernels", "static_steps",
+    "pass_noise", "taps", "take_weights",
 )  # fmt: skip
 PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     # The drafter's kernels are compiled for the CPU, once a machine.
-    "kernels": (100, ("benchmarks.growth --requests 2 --repeated 2 --max-tokens 8",)),
-    "exactness": (70, (f"{_EXACT} --dtype float32 bfloat16 float16",)),
-    # At once: what they wait for is a compiler. Of versions that are not ours no warning shall fail.
-    "tests": (160, tuple(f"pytest -q -p no:cacheprovider -W default tests/test_{name}.py" for name in _TESTS)),
-    "speed-large": (
-        60, (f"{_STEPS} --shape 8b --batch 1 --draft 0 1 3 7 15 31 63", f"{_STEPS} --shape 8b --batch 8 32 64"),
+    "kernels": (90, ("benchmarks.growth --requests 2 --repeated 2 --max-tokens 8",)),
+    "right": (
+        75,
+        (
+            f"{_EXACT} --dtype float32 --prompts 12 --max-tokens 24",
+            f"{_EXACT} --dtype bfloat16",
+            f"{_EXACT} --dtype float16",
+            f"{_EXACT} --dtype bfloat16 --shape 8b --prompts 24",
+            f"{_GROWTH} --dtype float32",
+            # Of versions that are not ours no warning shall fail.
+            f"pytest -q -p no:cacheprovider -W default -n 6 {' '.join(f'tests/test_{name}.py' for name in _TESTS)}",
+        ),
     ),
-    "repeats": (20, ("benchmarks.growth --shape 8b --streams --repeated 4 --max-tokens 256",)),
-    "drafting": (20, (f"{_STEPS} --shape 8b --batch 64 --context 256 --draft 0 15 --index-tokens 1000000",)),
-    "overhead-large": (100, (f"{_OVERHEAD} --shape 8b",)),
+    "speed-large": (
+        60, (f"{_STEPS} --shape 8b --batch 1 --draft 0 3 15 63", f"{_STEPS} --shape 8b --batch 8 32 64 --draft 0"),
+    ),
+    "repeats": (40, ("benchmarks.growth --shape 8b --streams --repeated 4 --max-tokens 192",)),
+    "overhead-large": (60, (f"{_OVERHEAD} --shape 8b --batch 1 16",)),
+    "exact-cost": (35, (f"{_EXACT} --shape 8b --dtype bfloat16 --prompts 2 --max-tokens 8 --rounds 3",)),
+    "soak": (35, ("benchmarks.gpu_soak --requests 1000",)),
+    "profile": (40, (f"{_STEPS} --shape 8b --batch 1 32 --draft 0 15 --profiled 4 --traces traces",)),
+    "drafting": (40, (f"{_STEPS} --shape 8b --batch 64 --context 256 --draft 0 15 --index-tokens 1000000",)),
     "speed-small": (40, (f"{_STEPS} --shape 1b --batch 1 --draft 0 1 3 7 15 31 63",)),
-    "soak": (50, ("benchmarks.gpu_soak",)),
-    "growth": (40, (f"{_GROWTH} --dtype float32",)),
-    "profile": (50, (f"{_STEPS} --shape 8b --batch 1 32 --draft 0 15 --profiled 4 --traces traces",)),
-    "growth-real": (50, (f"{_GROWTH} --model REAL", f"{_EXACT} --model REAL --dtype float32 --drafters ssd random")),
-    "overhead-small": (50, (f"{_OVERHEAD} --dtype float32",)),
+    "overhead-small": (50, (f"{_OVERHEAD} --dtype float32 --batch 1 4 16",)),
+    "growth-real": (60, (f"{_GROWTH} --model REAL", f"{_EXACT} --model REAL --dtype float32 --drafters ssd random")),
     "speed-variants": (
-        60, (f"{_STEPS} --shape 8b --batch 1 --draft 0 3 15 --enforce-eager",),
+        40, (f"{_STEPS} --shape 8b --batch 1 --draft 0 3 15 --enforce-eager",),
     ),
 }  # fmt: skip
-"""By name, in the order of their worth: the seconds that it should take on a GPU with 3 TB/s, and programs of ours with
+"""By name, in the order of their worth: the seconds that it should take on a GPU with 4 TB/s, and programs of ours with
 their arguments, or pytest."""
 
+AT_ONCE: Final = ("right",)
+"""Parts whose programs run side by side: nothing is timed that anybody reads."""
+
 CALLS: Final[tuple[tuple[str, ...], ...]] = (
-    ("kernels", "exactness", "tests"),
-    ("kernels", "speed-large", "repeats", "drafting", "overhead-large", "speed-small"),
-    ("kernels", "soak", "growth", "profile"),
-    ("kernels", "growth-real", "overhead-small", "speed-variants"),
+    ("kernels", "right", "speed-large", "repeats", "overhead-large", "exact-cost", "soak"),
+    ("kernels", "profile", "drafting", "speed-small", "overhead-small", "growth-real", "speed-variants"),
 )
 
 SMALL: Final = {
-    "exact": "--prompts 2 --max-tokens 8",
+    "exact": "--prompts 2 --max-tokens 8 --rounds 1 --draft 1 3 --batch 1 8",
     "growth": "--requests 3 --repeated 2 --max-tokens 24",
     "decode": "--context 64 --rounds 2 --copy-mb 16 --batch 1 --draft 0 3 --index-tokens 4000",
     "contenders": "--batch 1 --rounds 1 --max-tokens 4",
@@ -185,11 +206,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     which.add_argument("--marks", action="store_true", help="run nothing: print the marks of the results in --out")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a look at the script (default: %(default)s)")
     parser.add_argument("--real", metavar="DIR", help="a pretrained model, for the part growth-real")
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="of a call (default: %(default)g)")
     parser.add_argument("--out", type=Path, default=Path(), help="directory for results and traces (default: here)")
     args = parser.parse_args(argv)
     result: Found = read_results(args.out) if args.marks else {**head("gpu_check"), "device": args.device}
     names = () if args.marks else args.parts or (CALLS[args.call - 1] if args.call else tuple(PARTS))
-    ends = time.monotonic() + (_SECONDS if args.call or args.parts else 60 * 60)
+    ends = time.monotonic() + (args.seconds if args.call or args.parts else 60 * 60)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in names:
         print(f"== {name}: some {PARTS[name][0]} s", flush=True)
@@ -213,7 +235,7 @@ def _played(name: str, args: argparse.Namespace, left: float) -> Found:
         return found | {"skipped": f"{left:.0f} s were left, it takes some {seconds}"}
     if name == "growth-real" and args.real is None:
         return found | {"skipped": "no pretrained model: name its directory with --real"}
-    ends = time.monotonic() + min(left, _MOST_SHARE * seconds + 60)
+    ends = time.monotonic() + min(left, _MOST_SHARE * seconds + 30)
     device = "cpu" if name == "kernels" else args.device
 
     def play(number: int) -> dict[str, str]:
@@ -228,10 +250,11 @@ def _played(name: str, args: argparse.Namespace, left: float) -> Found:
         return _run(words, Path(scratch) / f"{number}.log", device, ends)
 
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        with ThreadPoolExecutor(len(commands) if name == "tests" else 1) as lanes:
-            for failure in lanes.map(play, range(len(commands))):
+        with ThreadPoolExecutor(len(commands) if name in AT_ONCE else 1) as lanes:
+            for number, failure in enumerate(lanes.map(play, range(len(commands)))):
                 if failure:
                     found |= {"passed": False, **failure}
+                    shutil.copy(Path(scratch) / f"{number}.log", args.out / f"{name}-{number}.log")
         found["results"] = [json.loads(path.read_text()) for path in sorted(Path(scratch).glob("*.json"))]
     return found
 

@@ -17,13 +17,13 @@ from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from benchmarks.workloads import snippets
-from ssd.compiled.addresses import Int64s
+from ssd.compiled.addresses import Int64s, kernel
 from ssd.config import EngineConfig, SamplingParams
-from ssd.drafting import Draft
-from ssd.drafting.drafter import Group, SuffixDrafter
-from ssd.drafting.protocol import Drafter
+from ssd.drafting.ask import clear
+from ssd.drafting.drafter import Group, KeptRow, SuffixDrafter
+from ssd.drafting.propose import DraftRow, row_at
+from ssd.drafting.protocol import Drafter, DraftRequest
 from ssd.engine import Engine, Request
-from ssd.engine.proposals import write_draft
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.codec import TextCodec
@@ -53,18 +53,38 @@ class KnownDrafter(SuffixDrafter):
 
     def __init__(self, known: Sequence[Sequence[int]], draft: int) -> None:
         super().__init__()
-        self._known = [np.array(text, np.int32) for text in known]
+        self._texts = np.zeros((len(known), max(map(len, known), default=0)), np.int32)
+        self._lengths = np.array([len(text) for text in known], np.int64)
+        for text, row in zip(known, self._texts, strict=True):
+            row[: len(text)] = text
         self._draft = draft
+        self._places = dict[int, int]()
+
+    def keep(self, request: DraftRequest, row: DraftRow | None = None, at: int = 0) -> KeptRow:
+        """And remember whose text goes where."""
+        kept = super().keep(request, row, at)
+        self._places[kept.address] = int(request.request_id)
+        return kept
 
     def draft_groups(self, rows: Int64s, groups: Iterable[Group]) -> None:
         """The next ``draft`` tokens of each text."""
         super().draft_groups(rows, groups)
-        asked = set(rows.tolist())
-        for name, kept in self._kept.items():
-            ask, done = kept.row.ask, kept.row.ask.context_length - kept.row.ask.prompt_length
-            if kept.address in asked:
-                tokens = self._known[int(name)][done : done + min(self._draft, ask.limit)]
-                write_draft(Draft(tokens, source="own"), kept.row.draft)
+        places = np.array([self._places[address] for address in rows.tolist()], np.int64)
+        _draft_known(rows, places, self._texts, self._lengths, self._draft)
+
+
+@kernel
+def _draft_known(  # pragma: no cover - compiled
+    rows: Int64s, places: Int64s, texts: Tokens, lengths: Int64s, most: int
+) -> None:
+    for i in range(len(rows)):
+        row, place = row_at(rows[i]), places[i]
+        done = row.ask.context_length - row.ask.prompt_length
+        clear(row.draft)
+        row.draft.estimated = 0
+        row.draft.size = max(0, min(most, row.ask.limit, lengths[place] - done))
+        for j in range(row.draft.size):
+            row.draft.tokens[j] = texts[place, done + j]
 
 
 def synchronize(device: torch.device) -> None:

@@ -19,11 +19,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ssd.model.kv.triton_attention import NUM_STAGES, _attend_split, _combine_splits, tiles_of
+from ssd.model.kv.triton_attention import NUM_STAGES, _attend_split, _combine_splits, _write, tiles_of
 from ssd.model.layers.triton_layers import _BLOCK as GATE_BLOCK
 from ssd.model.layers.triton_layers import _BLOCK_HEADS, _gate, _normalise, _turn_both
-from ssd.model.layers.triton_linear import BLOCK_ROWS, NUM_WARPS, _product, blocks_of
-from ssd.model.layers.triton_linear import NUM_STAGES as LINEAR_STAGES
+from ssd.model.layers.triton_linear import FEW_ROWS, _product
+from ssd.model.layers.triton_linear import tiles_of as linear_tiles_of
 from ssd.model.sampling.triton_sampling import _BLOCK, _MOST_SPLITS, _choose_split, _sample_split
 
 CAPABILITIES = (80, 90)
@@ -37,7 +37,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _POINTERS = {"weights": "fp32", "partial": "fp32", "slots": "i64", "starts": "i64", "positions": "i64", "sees": "u8"}
 _SAMPLING_POINTERS = {"keys": "i64", "temperatures": "fp32", "scores": "fp64", "tokens": "i32", "out": "i64"}
 _VALUES = ("query", "keys", "values", "out", "sinks", "logits", "x", "weight", "q", "k", "cos", "sin", "query_out",
-           "key_out", "gate", "up")  # fmt: skip
+           "key_out", "gate", "up", "stored_keys", "stored_values")  # fmt: skip
 _NUMBERS = {"scale": "fp32", "softcap": "fp32", "eps": "fp32", "offset": "fp32"}
 _ODD = ("width", "splits", "heads", "size", "num_rows", "query_row", "query_head", "query_position")
 """Numbers that need not be multiples of 16."""
@@ -84,8 +84,11 @@ def variants() -> Iterator[Variant]:
         yield Variant(f"norm {element}", _normalise, element, {"ROUNDS_FIRST": True, "BLOCK": 4096}, {}, 8)
         heads = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "QUERY_BLOCKS": 4, "HALF": 64, "BLOCK_HALF": 64}
         yield Variant(f"rotary {element}", _turn_both, element, {**heads, "BLOCK_HEADS": _BLOCK_HEADS}, {}, 2)
-        for num_outputs in (4096, 128256):
-            yield _linear(element, num_outputs)
+        for num_outputs in (4096, 6144, 128256):
+            for num_rows in (FEW_ROWS, FEW_ROWS + 1):
+                yield _linear(element, num_rows, num_outputs)
+        stored = {"HEADS": 8, "DIM": 128, "VALUE_DIM": 128, "BLOCK_HEADS": 8, "BLOCK_DIM": 128, "BLOCK_VALUE": 128}
+        yield Variant(f"write {element}", _write, element, stored, {"slots": "i64", "places": "i64"})
         yield Variant(f"gate {element}", _gate, element, {"BLOCK": GATE_BLOCK}, {})
 
 
@@ -115,14 +118,14 @@ def _attention(
     return Variant(name, _attend_split, element, constants, pointers, tiles.num_warps)
 
 
-def _linear(element: str, num_outputs: int) -> Variant:
-    block_outputs, block_inputs = blocks_of(num_outputs, _DTYPES[element])
+def _linear(element: str, num_rows: int, num_outputs: int) -> Variant:
+    tiles = linear_tiles_of(num_rows, num_outputs, _DTYPES[element])
     constants = {
-        "SIZE": 4096, "NUM_OUTPUTS": num_outputs, "HAS_BIAS": False, "BLOCK_ROWS": BLOCK_ROWS,
-        "BLOCK_OUTPUTS": block_outputs, "BLOCK_INPUTS": block_inputs,
+        "SIZE": 4096, "NUM_OUTPUTS": num_outputs, "HAS_BIAS": False, "IS_TURNED": tiles.outputs >= 64,
+        "BLOCK_ROWS": tiles.rows, "BLOCK_OUTPUTS": tiles.outputs, "BLOCK_INPUTS": tiles.inputs,
     }  # fmt: skip
-    name = f"linear {element} of {num_outputs}"
-    return Variant(name, _product, element, constants, {"bias": element}, NUM_WARPS, LINEAR_STAGES)
+    name = f"linear {element} of {num_outputs}, {tiles.rows} rows"
+    return Variant(name, _product, element, constants, {"bias": element}, num_stages=tiles.stages)
 
 
 def compiled(variant: Variant, capability: int) -> Compiled:

@@ -24,7 +24,7 @@ from ssd.model.kv import triton_attention as kernels
 from ssd.model.kv.attention import slot_attention
 from ssd.model.kv.kv_cache import AttentionRules, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
-from ssd.model.kv.triton_attention import exact_triton_attention, split_keys_of, triton_attention
+from ssd.model.kv.triton_attention import exact_triton_attention, split_keys_of, triton_attention, write_by_triton
 from tests.compile_kernels import variants
 from tests.models import tiny_model
 from tests.static_targets import pair_of_targets
@@ -63,6 +63,31 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
         "dtype": draw(st.sampled_from(list(TOLERANCES))),
         "seed": draw(st.integers(0, 2**32 - 1)),
     }
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(1, 4), st.integers(1, 9), st.integers(1, 11), st.sampled_from([(16, 16), (24, 40), (128, 64)]),
+    st.booleans(), st.integers(0, 999),
+)  # fmt: skip
+def test_new_keys_and_values_are_written_at_their_places(
+    batch: int, width: int, heads: int, dims: tuple[int, int], is_part: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    stored = [torch.randn(5, heads, 60, dim, generator=generator).to(DEVICE) for dim in dims]
+    expected = [each.clone() for each in stored]
+    kv_cache = SlotKVCache(5, 60, DEVICE)
+    kv_cache.lengths[:] = torch.randint(0, 50, (5,), generator=generator).numpy()
+    slots = torch.randperm(5, generator=generator)[:batch].tolist()
+    rows = SlotRows.build(kv_cache, slots, width, DEVICE)
+    # As layers hand them over: transposed, and parts of one product or not.
+    new = [torch.randn(batch, width, heads * dim + 7, generator=generator).to(DEVICE) for dim in dims]
+    new = [each[..., 7:] if is_part else each[..., 7:].contiguous() for each in new]
+    keys, values = (each.view(batch, width, heads, dim).transpose(1, 2) for each, dim in zip(new, dims, strict=True))
+    write_by_triton(keys, values, stored[0], stored[1], rows)
+    for given_, there in zip((keys, values), expected, strict=True):
+        rows.put(given_, there)
+    assert torch.equal(stored[0], expected[0]) and torch.equal(stored[1], expected[1])
 
 
 @pytest.mark.parametrize("kernel", [triton_attention, exact_triton_attention])
@@ -153,7 +178,7 @@ def test_a_query_has_the_same_bits_alone_and_among_others(
 
     slots = data.draw(st.permutations(range(num_slots)))[: data.draw(st.integers(1, num_slots))]
     width = data.draw(st.sampled_from([2, 3, 7, 9, 20]))
-    ends = st.one_of(st.integers(0, _LENGTH - width), st.sampled_from([0, 250, 255, 256, 500, _LENGTH - width]))
+    ends = st.one_of(st.integers(0, _LENGTH - width), st.sampled_from([0, 58, 63, 64, 256, 500, _LENGTH - width]))
     starts = [data.draw(ends) for _ in slots]
     together = found(slots, starts, width)
     for row, (slot, start) in enumerate(zip(slots, starts, strict=True)):
@@ -167,8 +192,8 @@ def test_a_query_has_the_same_bits_alone_and_among_others(
 
 
 def test_splits_are_as_many_as_a_slot_needs_and_at_most_32() -> None:
-    found = [split_keys_of(length) for length in (1, 256, 8192, 8193, 131072 + 17)]
-    assert found == [256, 256, 256, 512, 8192]
+    found = [split_keys_of(length) for length in (1, 2048, 8192, 8193, 131072 + 17)]
+    assert found == [64, 64, 256, 512, 8192]
 
 
 @pytest.mark.parametrize(

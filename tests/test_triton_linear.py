@@ -14,7 +14,7 @@ from tests.triton_here import DEVICE, HAS_GPU
 
 # isort: split
 from ssd.model.layers.replace import Replaced, plain_logits
-from ssd.model.layers.triton_linear import exact_linears, linear
+from ssd.model.layers.triton_linear import FEW_ROWS, linear, own_linears, products_of
 from ssd.model.loading.take_weights import take_weights
 from tests.models import tiny_model
 
@@ -67,28 +67,36 @@ def test_many_outputs_and_no_rows() -> None:
 
 
 @torch.inference_mode()
-def test_a_model_computes_so_takes_weights_and_is_taken_back() -> None:
-    model = deepcopy(tiny_model()).to(DEVICE)
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen2"])  # without biases, and with
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_model_computes_so_takes_weights_and_is_taken_back(architecture: str, is_exact: bool) -> None:
+    model = deepcopy(tiny_model(architecture)).to(DEVICE)
     weights, expected = deepcopy(model.state_dict()), plain_logits(model)
-    places = {name: each.data_ptr() for name, each in model.named_parameters()}
-    replaced = list(exact_linears(model))
-    assert len(replaced) == sum(type(each) is nn.Linear for each in model.modules()) and not list(
-        exact_linears(model)
-    ), "again"
-    assert {name: each.data_ptr() for name, each in model.named_parameters()} == places
+    num_linears = sum(type(each) is nn.Linear for each in model.modules())
+    replaced = list(own_linears(model))
+    assert len(replaced) == num_linears and not list(own_linears(model)), "again"
+    products = products_of(model)
+    layers = model.config.num_hidden_layers
+    assert sorted(len(each.sizes) for each in products) == [1] * (2 * layers + 1) + [2] * layers + [3] * layers
+    for product in products:
+        product.be_exact(is_exact)
     for found, want in zip(plain_logits(model), expected, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
-    rows = torch.arange(5, device=DEVICE)[None]
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, weights[name])
+    rows = torch.arange(FEW_ROWS + 3, device=DEVICE)[None]
     hidden = model.get_input_embeddings()(rows)
-    layer = model.get_submodule("model.layers.0.self_attn.q_proj")
-    assert torch.equal(layer(hidden[:, 3:4]), layer(hidden)[:, 3:4])
+    queries, keys = (model.get_submodule(f"model.layers.0.self_attn.{name}_proj") for name in "qk")
+    alone, among = hidden[:, 3:4], hidden + 0  # what a layer is given anew is computed anew
+    if is_exact:
+        assert torch.equal(queries(alone), queries(among)[:, 3:4]) and torch.equal(keys(alone), keys(among)[:, 3:4])
     take_weights(model, {name: 0.5 * weight for name, weight in weights.items()})
     assert not torch.allclose(plain_logits(model)[0], expected[0])
     take_weights(model, weights)
     take_back(replaced)
     for found, want in zip(plain_logits(model), expected, strict=True):
         assert torch.equal(found, want)
-    assert len(list(exact_linears(model))) == len(replaced), "after it was taken back"
+    assert len(list(own_linears(model))) == len(replaced), "after it was taken back"
 
 
 def take_back(replaced: list[Replaced]) -> None:
@@ -100,4 +108,4 @@ def take_back(replaced: list[Replaced]) -> None:
 def test_other_layers_stay() -> None:
     hooked = nn.Linear(4, 4)
     hooked.register_forward_hook(lambda *_: None)
-    assert not list(exact_linears(nn.ModuleList([hooked, nn.Linear(4, 4).double(), nn.Bilinear(2, 2, 2)])))
+    assert not list(own_linears(nn.ModuleList([hooked, nn.Linear(4, 4).double(), nn.Bilinear(2, 2, 2)])))

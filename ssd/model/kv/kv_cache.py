@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -52,8 +53,12 @@ class SlotKVCache:
             layout = LAYOUTS.get(self.device.type, _plain)
             self._layers[layer] = layout(keys, values, self.num_slots, self.max_length)
         stored_keys, stored_values = self._layers[layer]
-        rows.put(keys, stored_keys)
-        rows.put(values, stored_values)
+        write = _writer(self.device.type)
+        if write is None or keys.stride(3) != 1 or values.stride(3) != 1:
+            rows.put(keys, stored_keys)
+            rows.put(values, stored_values)
+        else:
+            write(keys, values, stored_keys, stored_values, rows)
         return stored_keys, stored_values
 
     def move(
@@ -91,6 +96,18 @@ class SlotKVCache:
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@cache
+def _writer(kind: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, SlotRows], None] | None:
+    """What stores keys and values with one launch, where triton is installed."""
+    if kind != "cuda":
+        return None
+    try:
+        from ssd.model.kv.triton_attention import write_by_triton
+    except ImportError:  # it comes with CUDA builds of torch
+        return None
+    return write_by_triton
 
 
 # Zeros, not empty: a masked key has weight 0, but 0 * NaN of uninitialised memory is NaN.

@@ -24,7 +24,7 @@ from ssd.model.kv.kv_cache import AttentionRules, SlotRows
 _MOST_SPLITS = 32
 _BLOCKS_PER_PROCESSOR = 2
 _EXACT_QUERIES = 16
-_FEWEST_SPLIT_KEYS = 256
+_FEWEST_SPLIT_KEYS = 64
 _MOST_PARTIAL = 1 << 24
 """Numbers that the splits of one exact launch may find: 64 MiB. Wider passes are launched in parts."""
 NUM_STAGES = 2
@@ -323,3 +323,51 @@ _attend_split_exact = triton.jit(
     do_not_specialize_on_alignment=["query", "slots", "starts", "positions", "sees"],
 )(_attend_split.fn)
 _combine_splits_exact = triton.jit(do_not_specialize=["width", "splits"])(_combine_splits.fn)
+
+
+_BLOCK_HEADS = 8
+
+
+def write_by_triton(
+    keys: torch.Tensor, values: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows
+) -> None:
+    """Store new keys and values, [B, heads, T, dim], whose last axis is dense, at ``rows.places`` of their slots."""
+    batch, heads, width, dim = keys.shape
+    value_dim = values.shape[3]
+    with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
+        _write[(batch * width, triton.cdiv(heads, _BLOCK_HEADS))](
+            keys, values, stored_keys, stored_values, rows.slots, rows.places.contiguous(), width,
+            *keys.stride()[:3], *values.stride()[:3], *stored_keys.stride()[:3], *stored_values.stride()[:3],
+            HEADS=heads, DIM=dim, VALUE_DIM=value_dim, BLOCK_HEADS=_BLOCK_HEADS,
+            BLOCK_DIM=triton.next_power_of_2(dim), BLOCK_VALUE=triton.next_power_of_2(value_dim), num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["slots", "places"])
+def _write(  # type: ignore[no-untyped-def]
+    keys, values, stored_keys, stored_values, slots, places, width,
+    key_row, key_head, key_position, value_row, value_head, value_position,
+    stored_key_slot, stored_key_head, stored_key_place, stored_value_slot, stored_value_head, stored_value_place,
+    HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one position. Grid (B * T, blocks of heads)."""
+    position = tl.program_id(0).to(tl.int64)
+    row, at = position // width, position % width
+    slot, place = tl.load(slots + row), tl.load(places + position)
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    dims, value_dims = tl.arange(0, BLOCK_DIM)[None, :], tl.arange(0, BLOCK_VALUE)[None, :]
+    inside = (head < HEADS) & (dims < DIM)
+    some = tl.load(keys + row * key_row + head * key_head + at * key_position + dims, mask=inside, other=0.0)
+    tl.store(
+        stored_keys + slot * stored_key_slot + head * stored_key_head + place * stored_key_place + dims,
+        some, mask=inside,
+    )  # fmt: skip
+    inside = (head < HEADS) & (value_dims < VALUE_DIM)
+    some = tl.load(
+        values + row * value_row + head * value_head + at * value_position + value_dims, mask=inside, other=0.0
+    )
+    tl.store(
+        stored_values + slot * stored_value_slot + head * stored_value_head + place * stored_value_place + value_dims,
+        some, mask=inside,
+    )  # fmt: skip

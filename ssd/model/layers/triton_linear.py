@@ -1,32 +1,81 @@
-"""Linear layers on a device whose rows have the same bits in any pass: a Triton kernel.
+"""Linear layers on a device: those that read one input as one product, and few rows by a Triton kernel of ours.
 
-Libraries choose tiles, and splits of the sum, by the number of rows. Here a layer has one of each, and a decode pass
-fills the tile that a prefill fills. Import this module only where triton is installed.
+Tensor cores sum a row's products sixteen at a time, in the order of its inputs, into a float32, whatever the tile. So
+tiles may be chosen by the number of rows, and a row's bits still depend on nothing but the row. Libraries compute the
+same bits, unless they split a sum among processors, which they do where there are few rows. Import this module only
+where triton is installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import triton
 import triton.language as tl
 from torch import nn
 
-from ssd.model.layers.replace import MOST_ERROR, Replaced, is_plain, swap_forward
+from ssd.model.layers.replace import MOST_ERROR, Replaced, is_plain, parents, swap_forward
 
-BLOCK_ROWS = 64
-"""A whole tile of Hopper's tensor cores: fewer rows would be summed by other instructions."""
-NUM_STAGES, NUM_WARPS = 4, 4
-_LARGE = 8192
-"""Outputs from which wider tiles still give each processor some."""
+log = logging.getLogger(__name__)
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Layers of one module that read the same input in nearly every model; where they do not it only costs time."""
+
+FEW_ROWS = 16
+"""That the kernel computes as fast as a library, or faster: it reads the weights once, with no second launch."""
+_MOST_ROWS = 64
+"""Up to which the kernel takes the place of a library that would split sums."""
+_SMALL, _LARGE = 4224, 8192
+"""Outputs up to which narrow tiles are at most one a processor, and from which wide ones still give each some."""
+_ROOMY = 160 << 10
+_TRIED = (65, 96, 128, 192, 256, 512, 1024, 2048)
+"""Numbers of rows of which a library's bits are compared with the kernel's."""
 _ALIGNED = 16
+
+
+class Tiles(NamedTuple):
+    """What one program computes, and how many steps of inputs are under way to it."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    stages: int
+
+
+def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: bool = True) -> Tiles:
+    """The fastest of those tried on an H200; not ``is_roomy`` : that take less than 100 KB of shared memory."""
+    if dtype == torch.float32:
+        return Tiles(64, 32, 32, 4)
+    if num_rows <= FEW_ROWS:
+        if num_outputs >= _LARGE:
+            return Tiles(16, 64, 128, 4)
+        return Tiles(16, 64, 256, 4) if is_roomy else Tiles(16, 32, 256, 4)
+    if num_outputs >= _LARGE:
+        return Tiles(64, 128, 64, 4)
+    if not is_roomy:
+        return Tiles(64, 32, 128, 4)
+    return Tiles(64, 64, 128, 5) if num_outputs > _SMALL else Tiles(64, 32, 256, 4)
+
+
+@cache
+def _is_roomy(device: torch.device) -> bool:
+    """Whether a program has the shared memory of the larger tiles, as on an A100 or an H100; interpreted, all have."""
+    if device.type != "cuda":
+        return True
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return int(properties["max_shared_mem"]) > _ROOMY
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias``: x [..., in], weight [out, in], bias [out]. Returns [..., out].
 
-    A row's sum is taken over blocks of inputs in their order, in float32, whatever other rows there are.
+    A row's sum is taken over its inputs in their order, in float32, whatever other rows there are.
     """
     num_outputs, size = weight.shape
     assert x.shape[-1] == size and x.dtype == weight.dtype and weight.stride(1) == 1
@@ -34,54 +83,183 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if not rows.is_contiguous() or rows.data_ptr() % _ALIGNED:  # what is not aligned would have a kernel of its own
         rows = rows.clone(memory_format=torch.contiguous_format)
     out = torch.empty(len(rows), num_outputs, dtype=x.dtype, device=x.device)
-    block_outputs, block_inputs = blocks_of(num_outputs, x.dtype)
+    tiles = tiles_of(len(rows), num_outputs, x.dtype, is_roomy=_is_roomy(x.device))
     if len(rows):
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            _product[(triton.cdiv(len(rows), BLOCK_ROWS), triton.cdiv(num_outputs, block_outputs))](
+            _product[(triton.cdiv(len(rows), tiles.rows), triton.cdiv(num_outputs, tiles.outputs))](
                 rows, weight, weight if bias is None else bias, out, len(rows), weight.stride(0),
-                SIZE=size, NUM_OUTPUTS=num_outputs, HAS_BIAS=bias is not None,
-                BLOCK_ROWS=BLOCK_ROWS, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
-                num_stages=NUM_STAGES, num_warps=NUM_WARPS,
+                SIZE=size, NUM_OUTPUTS=num_outputs, HAS_BIAS=bias is not None, IS_TURNED=tiles.outputs >= 64,
+                BLOCK_ROWS=tiles.rows, BLOCK_OUTPUTS=tiles.outputs, BLOCK_INPUTS=tiles.inputs,
+                num_stages=tiles.stages, num_warps=4,
             )  # fmt: skip
     return out.view(*x.shape[:-1], num_outputs)
 
 
-def blocks_of(num_outputs: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Outputs and inputs of a tile; the number of rows has no say."""
-    return 32 if num_outputs < _LARGE else 64, 32 if dtype == torch.float32 else 64
+class Product:
+    """What one linear layer computes by, or several that read the same input, all when the first of them is asked."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        """``linears`` : as many inputs each; with a bias all or none. Their weights become parts of one. O(weights)."""
+        self._linears = linears
+        self.sizes = [each.out_features for each in linears]
+        self.is_exact = self._is_library_exact = False
+        self._joined: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        if len(linears) > 1:
+            names = ("weight",) if linears[0].bias is None else ("weight", "bias")
+            joined = [torch.cat([getattr(each, name).detach() for each in linears]) for name in names]
+            for name, whole in zip(names, joined, strict=True):
+                for each, part in zip(linears, torch.split_with_sizes(whole, self.sizes), strict=True):
+                    getattr(each, name).data = part
+            self._joined = joined[0], joined[1] if len(joined) > 1 else None
+        self._input: torch.Tensor | None = None
+        self._outputs: list[torch.Tensor | None] = []
+
+    def output(self, x: torch.Tensor, member: int) -> torch.Tensor:
+        """What layer ``member`` makes of ``x``; each layer is asked once for an input."""
+        if self._joined is None:
+            return self._compute(x, self._linears[0].weight, self._linears[0].bias)
+        found = self._outputs[member] if x is self._input else None
+        if found is None:
+            self._outputs = list(torch.split_with_sizes(self._compute(x, *self._joined), self.sizes, -1))
+            self._input, found = x, self._outputs[member]
+            assert found is not None
+        self._outputs[member] = None
+        if not any(output is not None for output in self._outputs):
+            self._input = None  # nothing of a pass stays behind
+        return found
+
+    def be_exact(self, wanted: bool) -> None:
+        """Whether a row's bits shall depend on nothing but the row."""
+        self.is_exact = wanted
+        if wanted:
+            weight, bias = self._joined or (self._linears[0].weight, self._linears[0].bias)
+            self._is_library_exact = _is_library_exact(weight, bias)
+
+    def _compute(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        num_rows = x.numel() // max(1, x.shape[-1])
+        if self.is_exact:
+            if num_rows <= _MOST_ROWS or not self._is_library_exact:
+                return linear(x, weight, bias)
+            with _sums_whole():
+                return nn.functional.linear(x, weight, bias)
+        if num_rows <= FEW_ROWS and x.dtype != torch.float32:
+            return linear(x, weight, bias)
+        return nn.functional.linear(x, weight, bias)
 
 
-def exact_linears(model: nn.Module) -> Iterator[Replaced]:
-    """Have plain linear layers compute by `linear`; what was replaced, as it goes. Weights stay where they are."""
+_library_is_exact: dict[tuple[Any, ...], bool] = {}
+"""What this process found, by the kind of a product."""
+
+
+@torch.inference_mode()
+def _is_library_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a library that splits no sums computes the kernel's bits, in passes too large for the kernel."""
+    kind = *weight.shape, weight.dtype, weight.device, bias is None
+    if kind not in _library_is_exact:
+        _library_is_exact[kind] = weight.dtype != torch.float32 and _agree(weight, bias)
+    return _library_is_exact[kind]
+
+
+def _agree(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    x = torch.randn(_TRIED[-1], weight.shape[1], dtype=weight.dtype, device=weight.device)
+    wanted = linear(x, weight, bias)
+    try:
+        with _sums_whole():
+            return all(torch.equal(nn.functional.linear(x[:rows], weight, bias), wanted[:rows]) for rows in _TRIED)
+    except Exception as failure:  # one that always splits, or has no such switch
+        log.debug("a library's products are not exact: %s", failure)
+        return False
+
+
+@contextmanager
+def _sums_whole() -> Iterator[None]:
+    """Libraries split no sum among processors inside, nor round parts of it. Only one of torch's two can."""
+    cuda: Any = torch.backends.cuda
+    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    before = [(getattr(cuda.matmul, name), getattr(cuda.matmul, f"{name}_split_k")) for name in names]
+    library = cuda.preferred_blas_library()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that choosing is an experiment
+            cuda.preferred_blas_library("cublaslt")
+        for name in names:
+            setattr(cuda.matmul, name, (False, False))
+        yield
+    finally:
+        for name, each in zip(names, before, strict=True):
+            setattr(cuda.matmul, name, each)
+        cuda.preferred_blas_library(library)
+
+
+def own_linears(model: nn.Module) -> Iterator[Replaced]:
+    """Have plain linear layers compute by a `Product`; what was replaced, as it goes. Weights stay as they are."""
+    for parent in parents(model):
+        for names in SIBLINGS:
+            linears = [each for name in names if _is_own(each := getattr(parent, name, None))]
+            if len(linears) == len(names) and _fit_together(linears):
+                yield from _computed_by(Product(linears), linears)
     for module in model.modules():
-        if is_plain(module, list(MOST_ERROR)) and getattr(module.forward, "__func__", None) is nn.Linear.forward:
-            yield swap_forward(module, _forward)
+        if _is_own(module):
+            yield from _computed_by(Product([module]), [module])
 
 
-def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return linear(x, module.weight, module.bias)
+def products_of(model: nn.Module) -> list[Product]:
+    """Each once."""
+    found = {id(each): each for module in model.modules() if isinstance(each := vars(module).get("product"), Product)}
+    return list(found.values())
+
+
+def _computed_by(product: Product, linears: Sequence[Any]) -> Iterator[Replaced]:
+    for member, module in enumerate(linears):
+        module.product, module.member = product, member
+        yield swap_forward(module, _forward)
+
+
+def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = module.product.output(x, module.member)
+    return found
+
+
+def _is_own(module: Any) -> TypeGuard[nn.Linear]:
+    return is_plain(module, list(MOST_ERROR)) and getattr(module.forward, "__func__", None) is nn.Linear.forward
+
+
+def _fit_together(linears: Sequence[nn.Linear]) -> bool:
+    kinds = {(each.in_features, each.weight.dtype, each.weight.device, each.bias is None) for each in linears}
+    return len(kinds) == 1 and len({id(each.weight) for each in linears}) == len(linears)
 
 
 # A kernel compiled for one row only, or for whole tiles, might be another one.
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(  # type: ignore[no-untyped-def]
     x, weight, bias, out, num_rows, weight_row,
-    SIZE: tl.constexpr, NUM_OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SIZE: tl.constexpr, NUM_OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_TURNED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out, [num_rows, NUM_OUTPUTS] and contiguous. Grid (tiles of rows, tiles of outputs)."""
+    """One tile of out, [num_rows, NUM_OUTPUTS] and contiguous. Grid (tiles of rows, tiles of outputs).
+
+    IS_TURNED : outputs are the rows of the tensor cores' product, of which a whole one has 64.
+    """
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     output = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     inputs = tl.arange(0, BLOCK_INPUTS)
     is_row, is_output = row < num_rows, output < NUM_OUTPUTS
     x_at = x + row.to(tl.int64)[:, None] * SIZE
     weight_at = weight + output.to(tl.int64)[None, :] * weight_row
-    total = tl.zeros([BLOCK_ROWS, BLOCK_OUTPUTS], tl.float32)
+    if IS_TURNED:
+        total = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_ROWS, BLOCK_OUTPUTS], tl.float32)
     for begin in range(0, SIZE, BLOCK_INPUTS):
         at = begin + inputs
         some = tl.load(x_at + at[None, :], mask=is_row[:, None] & (at < SIZE)[None, :], other=0.0)
         weights = tl.load(weight_at + at[:, None], mask=is_output[None, :] & (at < SIZE)[:, None], other=0.0)
-        total = tl.dot(some, weights, total, input_precision="ieee")
+        if IS_TURNED:
+            total = tl.dot(tl.trans(weights), tl.trans(some), total, input_precision="ieee")
+        else:
+            total = tl.dot(some, weights, total, input_precision="ieee")
+    if IS_TURNED:
+        total = tl.trans(total)
     if HAS_BIAS:
         total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     tl.store(

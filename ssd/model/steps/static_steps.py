@@ -6,6 +6,7 @@ either way, so that what runs as a graph is tested where there is no GPU.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import warnings
@@ -56,7 +57,7 @@ class CudaGraphs:
 
     def __call__(self, step: Step) -> Step:
         """One launch in place of hundreds. What the step allocates belongs to the graph and must not be kept."""
-        with _RECORDING, torch.cuda.device(self._device):
+        with _RECORDING, collecting_nothing(), torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream), _refusing_to_wait():
@@ -92,6 +93,19 @@ class CudaGraphs:
         """Record what ends well: torch's generator takes the one given up to be under way, and draws no numbers."""
         with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
             torch.zeros(1, device=self._device)
+
+
+@contextmanager
+def collecting_nothing() -> Iterator[None]:
+    """No garbage is collected inside: graphs of an earlier target that are would be destroyed, which no recording
+    survives."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @cache

@@ -200,12 +200,13 @@ CPU_LAYERS: Final[tuple[Replace, ...]] = (pack_linears, fuse_norms, fuse_rotary,
 
 
 def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[Replace, ...]:
-    """Layers of one launch each, in place of those that model libraries write as many; none where triton is missing.
+    """Layers of one launch each, in place of those that libraries write as many; none where triton is missing.
 
     dtype : of the model's numbers.
     """
     try:
         from ssd.model.layers.triton_layers import fuse_gates_by_triton, fuse_norms_by_triton, turn_by_triton
+        from ssd.model.layers.triton_linear import own_linears
     except ImportError:  # it comes with CUDA builds of torch
         return ()
     if dtype not in MOST_ERROR:
@@ -214,4 +215,4 @@ def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[Replace, ..
         fuse_rotary, turn=turn_by_triton, dtype=dtype, device=device, most_error=min(MOST_ERROR[dtype], 1e-3),
         most_numbers=1 << 62,
     )  # fmt: skip
-    return fuse_norms_by_triton, turn, fuse_gates_by_triton
+    return fuse_norms_by_triton, turn, fuse_gates_by_triton, own_linears

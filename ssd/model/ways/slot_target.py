@@ -16,7 +16,6 @@ from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.adapted_linear import Rows
-from ssd.model.layers.replace import Replaced
 from ssd.model.layers.tap import Tap, Tapped
 from ssd.model.sampling.sampler import Noise, PassOutput
 from ssd.model.steps.static_steps import StaticSteps
@@ -39,7 +38,6 @@ class SlotTarget(Target):
         self.renew_steps: Callable[[], None] = lambda: None
         """To be called after what the model computes with has changed."""
         self._held = self.kv_cache.lengths
-        self._own_layers: list[Replaced] = []
         self._had_trees = False
         self._adapted: Rows | None = None
         self._tap: tuple[Tap, Tapped] | None = None
@@ -62,16 +60,16 @@ class SlotTarget(Target):
         """
         if wanted == (self.kv_cache.kernel is not None):
             return
-        if wanted:
-            from ssd.model.kv.triton_attention import exact_triton_attention
-            from ssd.model.layers.triton_linear import exact_linears
+        from ssd.model.kv.triton_attention import exact_triton_attention
+        from ssd.model.layers.triton_linear import own_linears, products_of
 
-            self.kv_cache.kernel, self._own_layers = exact_triton_attention, list(exact_linears(self.model))
+        if wanted:
+            self.kv_cache.kernel, _new = exact_triton_attention, list(own_linears(self.model))
             self._had_trees, self.can_verify_trees = self.can_verify_trees, False
         else:
-            for parent, name, again in self._own_layers:
-                setattr(parent, name, again())
             self.kv_cache.kernel, self.can_verify_trees = None, self._had_trees
+        for product in products_of(self.model):
+            product.be_exact(wanted)
         self.renew_steps()
 
     def rollback(self, slot: int, length: int) -> None:
