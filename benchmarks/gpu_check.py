@@ -117,16 +117,22 @@ def rows_of(results: Mapping[str, Found], part: str, program: str) -> list[dict[
     return [row for result in found if result["benchmark"] == program for row in result.get("rows", [])]
 
 
-def section(result: Found) -> str:
+def section(results: Found) -> str:
     """The marks and the steps of the large shape, for docs/gpu.md."""
     columns = (("mark", "{mark}"), (">measured", "{measured}"), (">bound", "{bound}"), ("", "{word}"))
     steps = (
         (">batch", "{batch}"), (">positions a row", "{T}"), (">step, ms", "{step_ms_p50:.2f}"),
-        (">pass alone, ms", "{pass_ms:.2f}"), (">of the copy rate", "{of_copy:.2f}"),
+        (">pass alone, ms", "{pass_ms:.2f}"), (">tokens/s", "{tokens_per_s:,.0f}"),
+        (">of the copy rate", "{of_copy:.2f}"),
     )  # fmt: skip
-    where = "{device}, {date}, torch {environment[versions][torch]}; steps of the large shape:".format_map(result)
-    shown = table(columns, [mark.cells() for mark in marks(result)])
-    return "\n".join([*shown, "", where, "", *table(steps, rows_of(result, "speed-large", "decode"))])
+    where = (
+        "{device}, {date}, torch {environment[versions][torch]}, transformers {environment[versions][transformers]}; "
+    )
+    where += "steps of the large shape, 1,024 tokens a row, every draft accepted:"
+    shown = table(columns, [mark.cells() for mark in marks(results) if mark.value is not None])
+    missing = "; ".join(mark.name for mark in marks(results) if mark.value is None)
+    steps_shown = table(steps, rows_of(results, "speed-large", "decode"))
+    return "\n".join([*shown, "", f"Not measured, or cut: {missing}.", "", where.format_map(results), "", *steps_shown])
 
 
 _LEAST_SHARE = 0.4

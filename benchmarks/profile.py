@@ -17,7 +17,10 @@ from benchmarks.steps import DRAFTING, PARTS, synchronize
 STEP: Final = "step"
 _GROUPS: Final = (
     ("attention", re.compile(r"attend|combine_splits|attention|flash|fmha", re.I)),
-    ("matrix products", re.compile(r"gemm|gemv|cutlass|nvjet|splitk|matmul|::linear|::addmm|::mm|mkldnn|onednn", re.I)),
+    (
+        "matrix products",
+        re.compile(r"_product|gemm|gemv|cutlass|nvjet|splitk|matmul|::linear|::addmm|::mm|mkldnn|onednn", re.I),
+    ),
     ("choice of tokens", re.compile(r"argmax|topk|sort|sampl|noisy|radix|logsumexp|softmax", re.I)),
     ("copies", re.compile(r"memcpy|memset|::copy_|::_to_copy|catarray|::cat", re.I)),
     ("norms, rotations, sums", re.compile(r"elementwise|vectorized|reduce|norm|index|scatter|gather|rope|silu", re.I)),

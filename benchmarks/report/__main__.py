@@ -48,7 +48,7 @@ SECTIONS: Final = {
 
 _REPLAYS: Final[Mapping[tuple[str, str], tuple[Callable[..., str], str]]] = {
     ("README.md", "gains"): (replay.gains_section, "growth coupled overhead vllm replay-curve replay-others "
-        "replay-others-tree"),
+        "replay-others-tree gpu_check gpu_check-exact"),
     ("docs/benchmarks.md", "replay"): (replay.curve_section, "replay-curve replay-tree"),
     ("docs/benchmarks.md", "others"): (replay.others_section, "replay-others replay-others-tree"),
 }  # fmt: skip
@@ -147,7 +147,7 @@ def old_figures(directory: Path, names: Iterable[str]) -> Iterator[str]:
     for name in names:
         path = directory / f"{name}.json"
         result = json.loads(path.read_text()) if path.exists() else None
-        if result is not None and (why := _why_old(result)):
+        if result is not None and "environment" in result and (why := _why_old(result)):
             commit = result["environment"]["commit"]
             yield f"{name}: of {result.get('date', 'an unknown date')}, commit {commit}: {why}"
 
