@@ -19,7 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ssd.model.kv.triton_attention import NUM_STAGES, _attend_split, _combine_splits, _write, tiles_of
+from ssd.model.kv.triton_attention import NUM_STAGES, _attend_split, _combine_splits, tiles_of
+from ssd.model.kv.triton_write import _write
 from ssd.model.layers.triton_layers import _BLOCK as GATE_BLOCK
 from ssd.model.layers.triton_layers import _BLOCK_HEADS, _gate, _normalise, _turn_both
 from ssd.model.layers.triton_linear import FEW_ROWS, _product

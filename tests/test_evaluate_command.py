@@ -77,6 +77,7 @@ def test_the_report_has_all_its_parts_and_they_agree() -> None:
     accepted = sum(each["accepted"] for each in found["by_source"])
     steps = found["output_tokens"] - accepted
     assert found["tokens_per_step"] == pytest.approx(found["output_tokens"] / steps, abs=1e-3)
+    assert 0.5 < found["of_oracle"] <= 1.0
     assert found["speedup"] > 1.5 and num_to_decode(log, plan()) == 2 * found["output_tokens"]
     assert [each["cache"] for each in found["by_cache"]] == ["none", "growing"]
     assert found["by_cache"][0]["speedup"] < found["speedup"]

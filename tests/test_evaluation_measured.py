@@ -16,7 +16,7 @@ from ssd.bundled import MODEL_PATH
 from ssd.engine import measured
 from ssd.text.codec import TextCodec
 
-STEPS = {"tokens_per_step": 2.0, "speedup": 1.5}
+STEPS = {"tokens_per_step": 2.0, "of_oracle": 0.8, "speedup": 1.5}
 EVALUATION: dict[str, Any] = {
     "report": "evaluate",
     "date": "2026-11-22",
@@ -28,13 +28,13 @@ EVALUATION: dict[str, Any] = {
     "prompt_tokens": 3_000_000,
     "output_tokens": 240_000,
     "speedup": 1.84,
-    "tokens_per_step": 2.11,
+    "tokens_per_step": 2.11, "of_oracle": 0.8,
     "drafted_per_step": 4.5,
     "acceptance_rate": 0.25,
     "cost": {"source": "measured: some-model", "widths": [1, 2, 65], "costs": [1, 1.1, 2.2]},
     "classes": [
-        {"name": "asked again", "requests": 200, "output_tokens": 40_000, "tokens_per_step": 8.0, "speedup": 6.0},
-        {"name": "new text", "requests": 1000, "output_tokens": 200_000, "tokens_per_step": 1.1, "speedup": 0.97},
+        {"name": "asked again", "requests": 200, "output_tokens": 40_000, **STEPS, "speedup": 6.0},
+        {"name": "new text", "requests": 1000, "output_tokens": 200_000, **STEPS, "of_oracle": None, "speedup": 0.97},
     ],
     "by_cache": [{"cache": "none", **STEPS}, {"cache": "growing", **STEPS}],
     "by_source": [{"source": "own", "drafted": 90, "accepted": 30}, {"source": "tail", "drafted": 9, "accepted": 9}],
@@ -99,7 +99,14 @@ def test_losses_and_parts_are_shown() -> None:
 
 
 def test_what_logs_call_things_is_shown_and_never_obeyed() -> None:
-    row = {"name": "\x1b[2J", "requests": 3, "output_tokens": 9, "tokens_per_step": 1.0, "speedup": 1.0}
+    row = {
+        "name": "\x1b[2J",
+        "requests": 3,
+        "output_tokens": 9,
+        "tokens_per_step": 1.0,
+        "of_oracle": None,
+        "speedup": 1.0,
+    }
     text = summary({**EVALUATION, "classes": [row], "inputs": ["\u202e\0"], "tokenizer": "\x1b"})
     assert text.replace("\n", "").isprintable()
 

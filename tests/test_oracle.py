@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.replay.oracle import oracle_steps
+from cache_builder.evaluation.oracle import oracle_steps
 from tests.reference.oracle import slow_steps
 
 REQUESTS = st.lists(

@@ -24,7 +24,8 @@ from ssd.model.kv import triton_attention as kernels
 from ssd.model.kv.attention import slot_attention
 from ssd.model.kv.kv_cache import AttentionRules, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
-from ssd.model.kv.triton_attention import exact_triton_attention, split_keys_of, triton_attention, write_by_triton
+from ssd.model.kv.triton_attention import exact_triton_attention, split_keys_of, triton_attention
+from ssd.model.kv.triton_write import write_by_triton
 from tests.compile_kernels import variants
 from tests.models import tiny_model
 from tests.static_targets import pair_of_targets
@@ -84,7 +85,7 @@ def test_new_keys_and_values_are_written_at_their_places(
     new = [torch.randn(batch, width, heads * dim + 7, generator=generator).to(DEVICE) for dim in dims]
     new = [each[..., 7:] if is_part else each[..., 7:].contiguous() for each in new]
     keys, values = (each.view(batch, width, heads, dim).transpose(1, 2) for each, dim in zip(new, dims, strict=True))
-    write_by_triton(keys, values, stored[0], stored[1], rows)
+    write_by_triton(keys, values, stored[0], stored[1], rows.slots, rows.places)
     for given_, there in zip((keys, values), expected, strict=True):
         rows.put(given_, there)
     assert torch.equal(stored[0], expected[0]) and torch.equal(stored[1], expected[1])

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import Peer
-from benchmarks.replay.oracle import oracle_steps
 from benchmarks.traces import TraceTokenizer, limited, read_records, read_sessions, trace_name
 from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.costs import CostCurve, StepCosts
 from cache_builder.evaluation.decoding import OutputDecoder, warm_up
 from cache_builder.evaluation.log import Row
+from cache_builder.evaluation.oracle import oracle_steps
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
 

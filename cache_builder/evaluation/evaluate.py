@@ -15,6 +15,7 @@ import numpy.typing as npt
 from cache_builder.evaluation.costs import CostCurve, StepCosts
 from cache_builder.evaluation.decoding import OutputDecoder, warm_up
 from cache_builder.evaluation.log import Int64s, Log
+from cache_builder.evaluation.oracle import oracle_steps
 from ssd import __version__
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
@@ -146,7 +147,7 @@ def evaluate(
     ``labels`` : the class of every request; None: there are none. ``progress`` : told how many output tokens were
     decoded, see ``num_to_decode``. Raises CacheError for a warm directory.
     """
-    main, judge = replay(log, plan, costs.curve, plan.cache, progress), _Judge(log, costs)
+    main, judge = replay(log, plan, costs.curve, plan.cache, progress), _Judge(log, costs, plan)
     uses = [*((use, replay(log, plan, costs.curve, use, progress)) for use in plan.lesser_uses), (plan.cache, main)]
     without = np.setdiff1d(np.arange(len(log)), main.requests)
     return {
@@ -186,8 +187,12 @@ def evaluate(
 class _Judge:
     """What steps are worth."""
 
-    def __init__(self, log: Log, costs: StepCosts) -> None:
+    def __init__(self, log: Log, costs: StepCosts, plan: Plan) -> None:
         self._output_lengths, self._costs = log.output_lengths, costs
+        self._oracle: Int64s | None = None
+        if not plan.warm:  # of warm directories the text is not at hand
+            texts = np.split(log.tokens, log.starts[1:-1])
+            self._oracle = oracle_steps(texts, log.prompt_lengths, plan.draft.num_speculative_tokens)
 
     def figures(self, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
         """Of all decoded requests, or those that ``of``, bool[r], says."""
@@ -199,9 +204,11 @@ class _Judge:
         assert num_output == num_steps + num_accepted
         propose_s = outcome.ns / 1e9 * num_steps / max(1, len(outcome.drafted))
         speedup = self._costs.speed_up(num_output, np.bincount(drafted, minlength=1), propose_s)
+        best = None if self._oracle is None else int(self._oracle[requests].sum())
         return {
             "output_tokens": num_output,
             "tokens_per_step": _rounded(num_output / num_steps if num_steps else 1.0),
+            "of_oracle": None if best is None else _rounded(best / max(1, num_steps)),
             "drafted_per_step": _rounded(num_drafted / max(1, num_steps)),
             "acceptance_rate": _rounded(num_accepted / max(1, num_drafted)),
             "speedup": _rounded(speedup),
@@ -210,7 +217,7 @@ class _Judge:
     def point(self, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
         """Those of the figures that a curve shows."""
         found = self.figures(outcome, of)
-        return {name: found[name] for name in ("tokens_per_step", "speedup", "output_tokens")}
+        return {name: found[name] for name in ("tokens_per_step", "of_oracle", "speedup", "output_tokens")}
 
 
 def _classes(main: Outcome, judge: _Judge, classes: Sequence[str]) -> list[dict[str, Any]]:

@@ -103,9 +103,10 @@ def _headline(evaluation: Evaluation) -> str:
 
 
 def _drafts(evaluation: Evaluation) -> str:
-    parameters = evaluation["parameters"]
+    parameters, share = evaluation["parameters"], evaluation["of_oracle"]
     return (
-        f"{evaluation['drafted_per_step']:.1f} tokens drafted a step, {evaluation['acceptance_rate']:.0%} of them "
+        ("" if share is None else f"{share:.0%} of the tokens a step that the best drafts in hindsight would give; ")
+        + f"{evaluation['drafted_per_step']:.1f} tokens drafted a step, {evaluation['acceptance_rate']:.0%} of them "
         f"accepted; trees of at most {parameters['draft_limit']}, cache {parameters['cache']}"
         + (f", warm: {', '.join(parameters['warm'])}" if parameters["warm"] else "")
     )
@@ -132,12 +133,18 @@ def _two(value: float) -> str:
     return f"{value:.2f}"
 
 
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
 def _number_of(values: Sequence[int]) -> str:
     return _count(len(values))
 
 
 _Columns = tuple[tuple[str, str, Callable[[Any], str]], ...]
-_STEPS: Final[_Columns] = (("tokens a step", "tokens_per_step", _two), ("speed-up", "speedup", _two))
+_STEPS: Final[_Columns] = (
+    ("tokens a step", "tokens_per_step", _two), ("of the best", "of_oracle", _share), ("speed-up", "speedup", _two),
+)  # fmt: skip
 
 
 class _Table(NamedTuple):

@@ -58,7 +58,7 @@ class SlotKVCache:
             rows.put(keys, stored_keys)
             rows.put(values, stored_values)
         else:
-            write(keys, values, stored_keys, stored_values, rows)
+            write(keys, values, stored_keys, stored_values, rows.slots, rows.places)
         return stored_keys, stored_values
 
     def move(
@@ -99,12 +99,12 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @cache
-def _writer(kind: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, SlotRows], None] | None:
+def _writer(kind: str) -> Callable[..., None] | None:
     """What stores keys and values with one launch, where triton is installed."""
     if kind != "cuda":
         return None
     try:
-        from ssd.model.kv.triton_attention import write_by_triton
+        from ssd.model.kv.triton_write import write_by_triton
     except ImportError:  # it comes with CUDA builds of torch
         return None
     return write_by_triton
