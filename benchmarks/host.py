@@ -32,6 +32,7 @@ from benchmarks.run import Option, Run
 from benchmarks.steps import PARTS as METHODS
 from benchmarks.steps import texts_of
 from ssd.bundled import MODEL_PATH
+from ssd.compiled.addresses import Int64s
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.successors import SUCCESSORS
@@ -127,18 +128,18 @@ class RecitingTarget(SlotTarget):
 
     def _append(
         self,
-        slots: Sequence[int],
+        slots: Int64s,
         tokens: TokenMatrix,
-        counts: Sequence[int],
+        counts: Int64s,
         trees: TreeShape | None = None,
         noise: Noise | None = None,
         **kwargs: Any,
     ) -> PassOutput:
-        starts = self.kv_cache.lengths[list(slots)]
+        starts = self.kv_cache.lengths[slots]
         output = super()._append(slots, tokens, counts, trees, noise, **kwargs)
         began = time.perf_counter()
         if output.chosen is not None and output.packed_top is not None:
-            said = torch.from_numpy(self._said(np.array(slots), starts, tokens, trees))
+            said = torch.from_numpy(self._said(slots, starts, tokens, trees))
             output.chosen.copy_(said)
             output.packed_top[..., 0, :] = (said[..., None] + torch.arange(SUCCESSORS)) % self.vocab_size
             output.packed_top[..., 1, :] = _TOP

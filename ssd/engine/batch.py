@@ -216,8 +216,8 @@ class Batch:
 
     def __init__(self, sequences: Rows[Sequence]) -> None:
         self.sequences = list(sequences)
-        self.slot_list = [sequence.slot for sequence in sequences]
-        self.slots = np.array(self.slot_list, np.int64)
+        self._slot_list = [sequence.slot for sequence in sequences]
+        self.slots = np.array(self._slot_list, np.int64)
         self._memory = Records(Frame)
         self.frame, self.address = self._memory[0], self._memory.address
         arrays = np.zeros((len(_ARRAYS), len(sequences)), np.int64)
@@ -246,7 +246,7 @@ class Batch:
 
     def is_of(self, sequences: Rows[Sequence]) -> bool:
         """Whether it is the one of these sequences, in the slots that they have now."""
-        return self.sequences == sequences and self.slot_list == [sequence.slot for sequence in sequences]
+        return self.sequences == sequences and self._slot_list == [sequence.slot for sequence in sequences]
 
     def owners(self) -> tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]]:
         """Of each row ``request_ids``, ``learned`` and ``may_keep`` as ``ScoredPass`` has them."""

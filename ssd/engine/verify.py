@@ -57,10 +57,9 @@ class Pass:
         self._before = np.empty(num_rows, np.int32)
         lengths, self._counts = np.empty((2, num_rows), np.int64)
         begin_fed(batch.address, turn, self._fed, self._parents, self._before, lengths, self._counts)
-        self._count_list = self._counts.tolist()
         self._chosen = self.said = self.paths = self._fed
         self.sizes = self._counts
-        rows = zip(batch.sequences, self._fed, self._count_list, strict=True) if batch.is_ruled else ()
+        rows = zip(batch.sequences, self._fed, self._counts.tolist(), strict=True) if batch.is_ruled else ()
         self._ruled = [(s.grammar, fed[1:count].tolist()) for s, fed, count in rows if s.grammar is not None]
         for grammar, tokens in self._ruled:  # those that take long have the whole pass, and disturb it
             if grammar.was_late:
@@ -71,7 +70,7 @@ class Pass:
             self._is_chosen = batch.chooses_by_position and not self._has_trees
             noise = batch.noise(lengths, self.width) if self._is_chosen else noise_of(self._rows, self.width)
         parents = self._parents if self._has_trees else None
-        self._output = target.forward(batch.slot_list, self._fed, self._count_list, noise, parents)
+        self._output = target.forward(batch.slots, self._fed, self._counts, noise, parents)
         for grammar, tokens in self._ruled:
             if not grammar.was_late:
                 grammar.begin(tokens)
@@ -109,7 +108,7 @@ class Pass:
         self.paths, self.said, self.sizes = agree(self._fed, self._chosen, counts, parents, self._has_trees)
         if self._has_trees:
             paths = [path[:size] for path, size in zip(self.paths, self.sizes.tolist(), strict=True)]
-            self._target.keep_paths(self.batch.slot_list, self._count_list, paths)
+            self._target.keep_paths(self.batch.slots, self._counts, paths)
         self.seconds = time.perf_counter() - self._started
         if self._ruled:
             self.sizes[counts == 0] = 0

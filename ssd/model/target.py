@@ -20,6 +20,7 @@ from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.sampler import Noise, PassOutput
 
 TokenMatrix = npt.NDArray[np.int64]
+Ints = Sequence[int] | Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +83,15 @@ class Target(ABC):
         """Tokens the slot holds."""
         return int(self._held[slot])
 
-    def lengths_of(self, slots: Sequence[int]) -> Int64s:
+    def lengths_of(self, slots: Ints) -> Int64s:
         """Tokens that each of these slots holds, int64[B]."""
-        return self._held[list(slots)]
+        return self._held[np.asarray(slots, np.int64)]
 
     @abstractmethod
     def rollback(self, slot: int, length: int) -> None:
         """Forget everything after the slot's first ``length`` tokens; 0 frees the slot for another sequence."""
 
-    def keep(self, slots: Sequence[int] | Int64s, lengths: Sequence[int] | Int64s) -> None:
+    def keep(self, slots: Ints, lengths: Ints) -> None:
         """Forget what slots hold beyond so many tokens each."""
         for slot, length in zip(slots, lengths, strict=True):
             if self.length(slot) > length:
@@ -112,10 +113,11 @@ class Target(ABC):
         """The tokens that the slot's keys and values were computed from: a view, int32[length(slot)]."""
         return self._fed[slot, : self.length(slot)]
 
-    def _feed(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
-        starts, rows, more = self.lengths_of(slots), np.array(slots), np.array(counts)
-        _note(self._fed, rows, starts, np.ascontiguousarray(tokens, np.int64), more)
-        output = self._append(slots, tokens, counts, **kwargs)
+    def _feed(self, slots: Ints, tokens: TokenMatrix, counts: Ints, **kwargs: Any) -> PassOutput:
+        rows, more = np.asarray(slots, np.int64), np.asarray(counts, np.int64)
+        starts, tokens = self._held[rows], np.ascontiguousarray(tokens, np.int64)
+        _note(self._fed, rows, starts, tokens, more)
+        output = self._append(rows, tokens, more, **kwargs)
         self._held[rows] = starts + more
         return output
 
@@ -124,15 +126,15 @@ class Target(ABC):
         raise NotImplementedError(f"driven {self.way}, slots keep nothing for others")
 
     @abstractmethod
-    def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
+    def _append(self, slots: Int64s, tokens: TokenMatrix, counts: Int64s, **kwargs: Any) -> PassOutput:
         """Append ``counts[b]`` tokens, which are noted, to what each slot holds; logits [B, T or fewer, V]."""
 
     @torch.inference_mode()
     def forward(
         self,
-        slots: Sequence[int],
+        slots: Ints,
         tokens: TokenMatrix,
-        counts: Sequence[int],
+        counts: Ints,
         noise: Noise | None = None,
         parents: TokenMatrix | None = None,
     ) -> PassOutput:
@@ -150,7 +152,7 @@ class Target(ABC):
             more["trees"] = TreeShape.build(parents)
         return self._feed(slots, tokens, counts, **more)
 
-    def keep_paths(self, slots: Sequence[int], counts: Sequence[int], paths: Sequence[npt.NDArray[np.int64]]) -> None:
+    def keep_paths(self, slots: Ints, counts: Ints, paths: Sequence[npt.NDArray[np.int64]]) -> None:
         """Keep the tokens on one path of each row of the pass just made, as if they alone had been fed, in its order.
 
         slots, counts : those of the pass. paths : int64[n], n >= 1, indices into the row, from its first token on.
@@ -162,7 +164,7 @@ class Target(ABC):
         prepare_linears(self.model)
 
     @torch.inference_mode()
-    def prefill(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
+    def prefill(self, slots: Ints, tokens: TokenMatrix, counts: Ints) -> None:
         """Append tokens to slots without scoring them."""
         self._feed(slots, tokens, counts, **self._keep_last)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer
 
+from ssd.compiled.addresses import Int64s
 from ssd.config import CacheConfig, DraftConfig, EngineConfig
 from ssd.drafting import make_drafter
 from ssd.engine import Engine
@@ -97,7 +98,7 @@ class RecitingTarget(WholeTarget):
     def warm_up(self) -> None:
         """There are no weights."""
 
-    def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
+    def _append(self, slots: Int64s, tokens: TokenMatrix, counts: Int64s, **kwargs: Any) -> PassOutput:
         if not kwargs.get("is_scored", True):
             return PassOutput(torch.empty(0))
         logits = torch.zeros(len(slots), int(max(counts)), self.vocab_size)

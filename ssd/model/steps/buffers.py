@@ -6,7 +6,6 @@ into the same memory, and passes are padded to few shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,6 +104,8 @@ class StepBuffers:
         self._sent: tuple[npt.NDArray[Any], ...] = ()
         """What was copied last: a driver that reads a host's memory in place may not have read it yet."""
         self._max_positions = max_positions
+        self._views: dict[tuple[StepShape, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        """Of outputs, made once: they cost more than a draft."""
 
     def inputs(self, shape: StepShape, kv_cache: SlotKVCache, kernel: AttentionKernel | None) -> StepInputs:
         """Views of what `fill` fills."""
@@ -123,7 +124,7 @@ class StepBuffers:
     def fill(
         self,
         shape: StepShape,
-        slots: Sequence[int],
+        slots: Ints,
         starts: Ints,
         tokens: Ints,
         trees: TreeShape | None,
@@ -142,7 +143,7 @@ class StepBuffers:
         assert noise is None or self._sampler is not None
         ints = np.zeros(self._grids * shape.num_positions + 2 * shape.rows, np.int64)
         places = _AHEAD[:, :width] if trees is None else trees.depths
-        _fill(ints, shape.rows, shape.width, np.array(slots), starts, np.ascontiguousarray(tokens), places, scratch)
+        _fill(ints, shape.rows, shape.width, slots, starts, tokens, places, scratch)
         self._sent = ()
         if noise is not None:
             # One buffer takes all: temperatures lie side by side in the first half of theirs.
@@ -186,9 +187,13 @@ class StepBuffers:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Logits, tokens and `packed_top` of the first rows and positions of the last pass: views."""
         assert self._logits is not None
-        n, grid, part = shape.num_positions, (shape.rows, shape.width), (slice(num_rows), slice(width))
-        top = None if self._top is None else self._top[:n].view(*grid, 2, SUCCESSORS)[part]
-        return self._logits[:n].view(*grid, -1)[part], self._chosen[:n].view(grid)[part], top
+        found = self._views.get((shape, num_rows, width))
+        if found is None:
+            n, grid, part = shape.num_positions, (shape.rows, shape.width), (slice(num_rows), slice(width))
+            top = None if self._top is None else self._top[:n].view(*grid, 2, SUCCESSORS)[part]
+            found = self._logits[:n].view(*grid, -1)[part], self._chosen[:n].view(grid)[part], top
+            self._views[shape, num_rows, width] = found
+        return found
 
 
 def powers_of_two(first: int, last: int) -> list[int]:

@@ -12,7 +12,7 @@ import threading
 import warnings
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Protocol
@@ -216,14 +216,12 @@ class StaticSteps:
             return None
         return StepShape(rows, wide, _rounded(longest + wide, self._keys), is_tree)
 
-    def run(
-        self, slots: Sequence[int], tokens: Ints, trees: TreeShape | None, noise: Noise | None = None
-    ) -> PassOutput | None:
+    def run(self, slots: Ints, tokens: Ints, trees: TreeShape | None, noise: Noise | None = None) -> PassOutput | None:
         """Write and score ``tokens``, int64[B, T], behind what ``slots`` hold; lengths stay as they are.
 
         noise : only where it `takes_noise`. None where there is no static step for it: make a plain pass.
         """
-        starts = self._kv_cache.lengths[list(slots)]
+        starts = self._kv_cache.lengths[slots]
         num_rows, width = tokens.shape
         shape = self.shape_of(num_rows, width, int(starts.max()), is_tree=trees is not None)
         if self.failure is not None or shape is None:
@@ -248,7 +246,7 @@ class StaticSteps:
             tokens = torch.zeros(rows, width, dtype=torch.int64).numpy()
             chain = torch.arange(-1, width - 1).repeat(rows, 1).numpy()
             # What this writes lies beyond the slots' lengths.
-            self.run(range(rows), tokens, TreeShape.build(chain) if is_tree else None)
+            self.run(np.arange(rows), tokens, TreeShape.build(chain) if is_tree else None)
 
     def _open(self, shape: StepShape, num_rows: int) -> bool:
         """Record a shape and leave the outputs of the pass that is in the buffers."""

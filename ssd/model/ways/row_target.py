@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,9 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ssd.compiled.addresses import Int64s
 from ssd.model.sampling.sampler import PassOutput
-from ssd.model.target import Target, TokenMatrix, accepts
+from ssd.model.target import Ints, Target, TokenMatrix, accepts
 
 
 class RowTarget(Target):
@@ -50,10 +50,10 @@ class RowTarget(Target):
         for index, layer in enumerate(self._caches[source].layers):
             self._caches[slot].update(layer.keys[..., start:end, :], layer.values[..., start:end, :], index)
 
-    def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
+    def _append(self, slots: Int64s, tokens: TokenMatrix, counts: Int64s, **kwargs: Any) -> PassOutput:
         rows = [
             self._append_row(slot, row[:count], **kwargs)
-            for slot, row, count in zip(slots, tokens, counts, strict=True)
+            for slot, row, count in zip(slots.tolist(), tokens, counts.tolist(), strict=True)
         ]
         return PassOutput(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
 
@@ -104,17 +104,17 @@ class WholeTarget(Target):
         assert 0 <= length <= self.length(slot)
         self._held[slot] = length
 
-    def prefill(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
+    def prefill(self, slots: Ints, tokens: TokenMatrix, counts: Ints) -> None:
         """Append tokens to slots; they are read with the next pass that is scored."""
         self._feed(slots, tokens, counts, is_scored=False)
 
     def _append(
-        self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], *, is_scored: bool = True, **kwargs: Any
+        self, slots: Int64s, tokens: TokenMatrix, counts: Int64s, *, is_scored: bool = True, **kwargs: Any
     ) -> PassOutput:
         rows = []
-        for slot, count in zip(slots, counts, strict=True) if is_scored else ():
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True) if is_scored else ():
             ids = torch.from_numpy(self._fed[slot, None, : self.length(slot) + count].astype(np.int64))
-            keep = {"logits_to_keep": int(count)} if self._takes_keep else {}
+            keep = {"logits_to_keep": count} if self._takes_keep else {}
             rows.append(self.model(input_ids=ids.to(self.device), **self._without_cache, **keep).logits[0, -count:])
         return PassOutput(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else torch.empty(0))
 

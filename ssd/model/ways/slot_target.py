@@ -19,7 +19,7 @@ from ssd.model.layers.adapted_linear import Rows
 from ssd.model.layers.tap import Tap, Tapped
 from ssd.model.sampling.sampler import Noise, PassOutput
 from ssd.model.steps.static_steps import StaticSteps
-from ssd.model.target import Target, TokenMatrix
+from ssd.model.target import Ints, Target, TokenMatrix
 
 
 class SlotTarget(Target):
@@ -77,7 +77,7 @@ class SlotTarget(Target):
         assert 0 <= length <= self.kv_cache.lengths[slot]
         self.kv_cache.lengths[slot] = length
 
-    def keep(self, slots: Sequence[int] | Int64s, lengths: Sequence[int] | Int64s) -> None:
+    def keep(self, slots: Ints, lengths: Ints) -> None:
         """Lower the slots' lengths where they are greater."""
         self.kv_cache.lengths[slots] = np.minimum(self.kv_cache.lengths[slots], lengths)
 
@@ -87,7 +87,7 @@ class SlotTarget(Target):
         return self.steps is not None and self.steps.takes_noise
 
     @torch.inference_mode()
-    def keep_paths(self, slots: Sequence[int], counts: Sequence[int], paths: Sequence[npt.NDArray[np.int64]]) -> None:
+    def keep_paths(self, slots: Ints, counts: Ints, paths: Sequence[npt.NDArray[np.int64]]) -> None:
         """Move keys and values of the paths together, those that are not in place yet, and lower the lengths."""
         moves: list[npt.NDArray[np.int64]] = []
         for slot, count, path in zip(slots, counts, paths, strict=True):
@@ -107,9 +107,9 @@ class SlotTarget(Target):
 
     def _append(
         self,
-        slots: Sequence[int],
+        slots: Int64s,
         tokens: TokenMatrix,
-        counts: Sequence[int],
+        counts: Int64s,
         trees: TreeShape | None = None,
         noise: Noise | None = None,
         **kwargs: Any,
@@ -117,12 +117,12 @@ class SlotTarget(Target):
         assert self.steps is None or self._adapted is None  # what is recorded knows of no adapters
         output = None if self.steps is None or kwargs else self.steps.run(slots, tokens, trees, noise)
         if output is None:
-            rows = SlotRows.build(self.kv_cache, list(slots), tokens.shape[1], self.device, trees)
+            rows = SlotRows.build(self.kv_cache, slots.tolist(), tokens.shape[1], self.device, trees)
             with self._adapting(slots):
                 output = PassOutput(self.score(torch.from_numpy(tokens).to(self.device), rows, **kwargs))
         return output
 
-    def _adapting(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+    def _adapting(self, slots: Int64s) -> AbstractContextManager[None]:
         if self._adapted is None:
             return nullcontext()
         return self._adapted.are([self.adapters[slot] for slot in slots], self.device)
