@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from server.admission.account import Budget, Share
@@ -59,40 +59,24 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends events as they come. The generation is closed at the end, whoever caused it."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, generation: Generation, events: AsyncGenerator[bytes, None]) -> None:
-        self.status_code = 200
-        self.background = None
-        self._generation = generation
-        self._events = events
         # Proxies must neither store nor collect events.
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-
-    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        """As a response without a body of its own, hence without content-length."""
-        self.body = b""
-        super().init_headers(headers)
-        del self.headers["content-length"]
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._generation, self._events = generation, events
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events end or the client goes."""
         try:
-            await until_disconnect(receive, self._send(send))
+            await until_disconnect(receive, self.stream_response(send))
         except ClientGone:
             log.debug("client left a stream")
         finally:
             self._generation.close()
             await self._events.aclose()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _PaidAnswer(Response):

@@ -47,38 +47,14 @@ class Limits:
     max_queued_tokens: int = 1 << 23
     """Tokens of prompts and predictions, for each choice, of all requests in the service, shared as bytes of bodies."""
 
-    max_logprob_entries: _Fixed[int] = 1 << 20
-    """Log-probabilities of an answer, alternatives included."""
-
-    max_logit_bias: _Fixed[int] = 1024
-    """Entries of ``logit_bias``."""
-
-    max_allowed_token_ids: _Fixed[int] = 1 << 17
-    """Entries of ``allowed_token_ids``."""
-
-    max_bad_words: _Fixed[int] = 1000
-    """Entries of ``bad_words``."""
-
-    max_bad_words_characters: _Fixed[int] = 1 << 14
-    """Characters of ``bad_words`` together."""
-
-    max_stop_characters: _Fixed[int] = 1 << 12
-    """Characters of ``stop`` together."""
-
     max_grammar_characters: int = 1 << 16
     """Characters of a schema, choices or a grammar."""
-
-    max_regex_characters: _Fixed[int] = 1 << 13
-    """Characters of a regular expression."""
 
     max_messages: int = 4096
     """Messages of a conversation."""
 
     max_tools: int = 512
     """Functions that a model is told of."""
-
-    max_tools_characters: _Fixed[int] = 1 << 18
-    """Characters of their names, descriptions and schemas together."""
 
     max_connections: int = 1 << 14
     """Connections at once, fewer where the system allows fewer files."""

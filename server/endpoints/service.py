@@ -48,6 +48,8 @@ _CHATS: dict[type[Body], type[ChatAnswer]] = {ResponsesBody: ResponseAnswer, Ant
 """What else than a chat completion a conversation is answered as."""
 _FEW_TOKENS = 1 << 14
 """Requests of so many tokens over all choices are handed over on the event loop, in a few milliseconds."""
+_MOST_LOGPROBS = 1 << 20
+"""Of an answer, alternatives included."""
 _TOKENS_A_CHOICE = 256
 """What a choice costs beside its prompt."""
 
@@ -219,7 +221,7 @@ class Service:
             else:
                 await self.lanes.answers.run(submit)
         except BaseException:
-            generation.take_back()
+            generation.close(was_begun=False)
             raise
         return generation
 
@@ -244,7 +246,7 @@ class Service:
         ``ruled`` : fields that the body alone does not give. What is asked for may have very many token ids, and a
         request prompts of very many lengths.
         """
-        defaults, most = self.settings.sampling_defaults, self.settings.limits.max_logprob_entries
+        defaults = self.settings.sampling_defaults
 
         @cache
         def at(room: int) -> SamplingParams:
@@ -256,7 +258,7 @@ class Service:
             room = max(0, engine.max_model_len - num_prompt)
             # More room than the default limit changes nothing.
             found = at(room if default_limit is None else min(room, default_limit))
-            _require_logprobs(found, engine.max_model_len, room, num_choices, most)
+            _require_logprobs(found, engine.max_model_len, room, num_choices)
             return found
 
         return after
@@ -285,16 +287,16 @@ def _streams(engine: Engine, num_choices: int) -> Sequence[int | None]:
     return engine.draw_streams(num_choices)
 
 
-def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int, most: int) -> None:
+def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int) -> None:
     """Refuse more log-probabilities than an answer may hold."""
     entries = 0
     if sampling.logprobs is not None:
         entries += (sampling.max_tokens or room) * (1 + sampling.logprobs)
     if sampling.prompt_logprobs is not None:
         entries += (context - room) * (1 + sampling.prompt_logprobs)
-    if entries * num_choices > most:
+    if entries * num_choices > _MOST_LOGPROBS:
         raise RequestError(
-            f"the answer would hold {entries * num_choices} log-probabilities, at most {most} are made: lower "
-            "max_tokens, n or logprobs",
+            f"the answer would hold {entries * num_choices} log-probabilities, at most {_MOST_LOGPROBS} are made: "
+            "lower max_tokens, n or logprobs",
             param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.admission.gate import path_below_root
-from server.base.record import Record, begin_record, trace_headers
+from server.base.record import Record, begin_record, between, trace_headers
 from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)
@@ -142,8 +142,8 @@ def _came_to(record: Record, ended_s: float, ids: tuple[str, str] | None) -> dic
             "cached_tokens": record.num_cached_tokens,
             "output_tokens": record.num_output_tokens,
             "coupled": record.is_coupled or None,
-            "queue_s": _between(record.submitted_s, record.started_s),
-            "ttft_s": _between(record.received_s, record.first_token_s),
+            "queue_s": between(record.submitted_s, record.started_s),
+            "ttft_s": between(record.received_s, record.first_token_s),
             "finish": sorted(set(record.finish_reasons)) or None,
             "passes": record.num_steps,
             "drafted": record.num_draft_tokens,
@@ -152,7 +152,3 @@ def _came_to(record: Record, ended_s: float, ids: tuple[str, str] | None) -> dic
             "sources": dict(sorted(record.accepted_by_source.items())) or None,
         }
     return given
-
-
-def _between(begin: float, end: float) -> float | None:
-    return end - begin if begin and end else None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from server.base.record import Record
+from server.base.record import Record, between
 from server.base.settings import VERSION
 from ssd.errors import ConfigError
 
@@ -131,9 +131,6 @@ def _told_once(exporter: SpanExporter, name: str) -> SpanExporter:
 
 
 def _attributes(record: Record, path: str, operation: str, ended_s: float) -> dict[str, Any]:
-    def between(begin: float, end: float) -> float | None:
-        return end - begin if begin and end else None
-
     found: dict[str, Any] = {
         "http.request.method": "POST",
         "http.route": path,

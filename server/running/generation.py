@@ -155,18 +155,17 @@ class Generation:
             self._running.add(request.request_id)
             self.choices.append(Choice())
 
-    def take_back(self) -> None:
-        """Close what could not be submitted as a whole: it counts for nobody."""
-        self._ticket.end(0, was_begun=False)
-        self.close()
+    def close(self, *, was_begun: bool = True) -> None:
+        """Cancel what still runs, so that its slot is free at the engine's next step.
 
-    def close(self) -> None:
-        """Cancel what still runs, so that its slot is free at the engine's next step."""
+        ``was_begun`` : False where it could not be submitted as a whole, and counts for nobody.
+        """
         self._note_counts()
         for request_id in self._running:
             self._worker.cancel(request_id)
         self._running.clear()
-        self._ticket.end(self._num_completion_tokens + self._num_not_taken())
+        not_taken = sum(len(each.token_ids) for each in self._inbox.take_all() if not isinstance(each, Exception))
+        self._ticket.end(self._num_completion_tokens + not_taken if was_begun else 0, was_begun=was_begun)
 
     def _note_counts(self) -> None:
         """What it came to so far, added up over its choices. O(choices)."""
@@ -187,11 +186,6 @@ class Generation:
         record.started_s = min((stats.started_s for stats in known if stats.started_s), default=0.0)
         record.first_token_s = min((stats.first_token_s for stats in known if stats.first_token_s), default=0.0)
         record.last_token_s = max((stats.last_token_s for stats in known), default=0.0)
-
-    def _num_not_taken(self) -> int:
-        """Tokens that were made and not looked at: the client went away."""
-        arrived = self._inbox.take_all()
-        return sum(len(delivery.token_ids) for delivery in arrived if not isinstance(delivery, Exception))
 
     @property
     def usage(self) -> Usage:
@@ -237,7 +231,8 @@ class Generation:
                 self._running.discard(request_id)
                 raise delivery
             if self._only_scores:
-                delivery = _without_tokens(delivery)
+                logprobs = None if delivery.logprobs is None else ()
+                delivery = replace(delivery, token_ids=(), text="", logprobs=logprobs)
             self._take(request_id, delivery)
             yield self._index[request_id], delivery
         if (count := self._count_reasoning) is not None:
@@ -280,7 +275,3 @@ class Generation:
         if len(choice.token_ids) > 1:
             decoding_s = now - self._first_token[request_id]
             self._latencies.time_per_output_token.observe(decoding_s / (len(choice.token_ids) - 1))
-
-
-def _without_tokens(output: RequestOutput) -> RequestOutput:
-    return replace(output, token_ids=(), text="", logprobs=None if output.logprobs is None else ())

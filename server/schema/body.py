@@ -94,17 +94,18 @@ def require_counts(body: dict[str, Any], limits: Limits) -> None:
     """Raise RequestError for the first field with too much in it. What is of a wrong type is left to the schema."""
     _require_choices(body, limits)
     for name, count, most, unit in (
-        ("logit_bias", _length, limits.max_logit_bias, "entries"),
-        ("allowed_token_ids", _length, limits.max_allowed_token_ids, "token ids"),
+        ("logit_bias", _length, 1024, "entries"),
+        ("allowed_token_ids", _length, 1 << 17, "token ids"),
         ("messages", _length, limits.max_messages, "messages"),
         ("input", _length, limits.max_messages, "items"),
-        ("bad_words", _length, limits.max_bad_words, "words"),
-        ("bad_words", _characters, limits.max_bad_words_characters, "characters"),
-        ("stop", _characters, limits.max_stop_characters, "characters"),
+        ("bad_words", _length, 1000, "words"),
+        ("bad_words", _characters, 1 << 14, "characters"),
+        ("stop", _characters, 1 << 12, "characters"),
         ("tools", _length, limits.max_tools, "functions"),
-        ("tools", _written, limits.max_tools_characters, "characters"),
+        ("tools", _written, 1 << 18, "characters"),
     ):
-        _require(name, count(body.get(name)), most, unit)
+        if (found := count(body.get(name))) > most:
+            raise RequestError(f"{name} has {found} {unit}, at most {most} are taken: leave some out", param=name)
 
 
 def _require_choices(body: dict[str, Any], limits: Limits) -> None:
@@ -119,11 +120,6 @@ def _require_choices(body: dict[str, Any], limits: Limits) -> None:
             f"prompt and n ask for {choices} choices, at most {limits.max_choices} are made: send several requests",
             param=param,
         )
-
-
-def _require(name: str, count: int, most: int, unit: str) -> None:
-    if count > most:
-        raise RequestError(f"{name} has {count} {unit}, at most {most} are taken: leave some out", param=name)
 
 
 def _length(value: Any) -> int:

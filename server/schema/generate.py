@@ -14,6 +14,9 @@ from server.schema.body import Body, Part
 from ssd.config import GrammarKind, SamplingParams, StructuredOutput
 from ssd.errors import RequestError, shown
 
+_MOST_REGEX = 1 << 13
+"""Characters of a regular expression."""
+
 
 class CommonFields(BaseModel):
     """What a request for text may contain, whatever it goes to."""
@@ -171,7 +174,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         output = self.structured_output()
         if output is None:
             return
-        most = limits.max_regex_characters if output.kind == "regex" else limits.max_grammar_characters
+        most = _MOST_REGEX if output.kind == "regex" else limits.max_grammar_characters
         if len(output.source) > most:
             raise RequestError(
                 f"{output.param} has {len(output.source)} characters, at most {most} are taken: shorten it",

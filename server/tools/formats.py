@@ -28,7 +28,6 @@ from server.tools.reasoning import (
     reasoning as reasoning_reader,
 )
 from server.tools.values import Functions
-from ssd.errors import ConfigError
 
 AUTO, OFF = "auto", "none"
 """What options take beside the names of formats."""
@@ -272,10 +271,8 @@ def make_parser(
 
     ``functions`` : of the request; formats without types read values by their schemas, those without markers take for
     calls only what calls one of them. ``prompt`` : the end of what the model continues, 64 characters are enough:
-    templates that open or close the reasoning themselves are known by it. Raises ConfigError for a name not in
-    `TOOL_FORMATS` or `REASONING_FORMATS`. O(1).
+    templates that open or close the reasoning themselves are known by it. O(1).
     """
-    check_names(tool_call, reasoning)
     functions = functions or {}
     form = None if tool_call is None else TOOL_FORMATS[tool_call]
     thinking = None if reasoning is None else REASONING_FORMATS[reasoning]
@@ -292,16 +289,6 @@ def make_parser(
     if form is not None:
         readers.append(calls(form, functions))
     return MessageParser(*readers)
-
-
-def check_names(tool_call: str | None, reasoning: str | None) -> None:
-    """Raise ConfigError where one is no format's name; None is none."""
-    if tool_call is not None and tool_call not in TOOL_FORMATS:
-        raise ConfigError(f"no tool-call parser {tool_call!r}: give auto, none or one of {', '.join(TOOL_FORMATS)}")
-    if reasoning is not None and reasoning not in REASONING_FORMATS:
-        raise ConfigError(
-            f"no reasoning parser {reasoning!r}: give auto, none or one of {', '.join(REASONING_FORMATS)}"
-        )
 
 
 @cache

@@ -31,23 +31,8 @@ Said = tuple[Literal["content", "reasoning"], str] | ToolCallDelta
 """What some text said next: more of the content, of the reasoning, or of a call."""
 
 
-class MessageDelta(tuple[Said, ...]):
-    """What some text added to a message, in the order it says so; empty while it may yet become something else."""
-
-    @property
-    def content(self) -> str:
-        return self._text("content")
-
-    @property
-    def reasoning(self) -> str:
-        return self._text("reasoning")
-
-    @property
-    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
-        return tuple(said for said in self if isinstance(said, ToolCallDelta))
-
-    def _text(self, part: str) -> str:
-        return "".join(said[1] for said in self if not isinstance(said, ToolCallDelta) and said[0] == part)
+Delta = tuple[Said, ...]
+"""What some text added to a message, in the order it says so; empty while it may yet become something else."""
 
 
 class Pieces:
@@ -116,7 +101,7 @@ class Pieces:
             self._say("content", self._space)
         self._space.clear()
 
-    def take(self) -> MessageDelta:
+    def take(self) -> Delta:
         """All of it, since it was last taken."""
         said: list[Said] = []
         for part, name, pieces in self._said:
@@ -126,7 +111,7 @@ class Pieces:
             elif text:
                 said.append(("content" if part == "content" else "reasoning", text))
         self._said.clear()
-        return MessageDelta(said)
+        return tuple(said)
 
 
 Reader = Callable[[Scanner, Pieces], Steps[None]]
@@ -152,12 +137,12 @@ class MessageParser:
             self._pieces.content(self._scanner.trail())
         yield from self._scanner.rest(self._pieces.content)
 
-    def push(self, text: str) -> MessageDelta:
+    def push(self, text: str) -> Delta:
         self._scanner.feed(text)
         next(self._steps, None)
         return self._pieces.take()
 
-    def finish(self) -> MessageDelta:
+    def finish(self) -> Delta:
         """What was held back, at the end of the text; call it once."""
         self._scanner.end()
         next(self._steps, None)
@@ -268,14 +253,14 @@ class Messages:
         self._parsers: dict[int, MessageParser] = {}
         self._messages: dict[int, Message] = {}
 
-    def push(self, index: int, text: str, *, ended: bool) -> MessageDelta:
+    def push(self, index: int, text: str, *, ended: bool) -> Delta:
         """What the next text of choice ``index`` adds to its message; ``ended`` : it is the last."""
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._make_parser()
         delta = parser.push(text)
         if ended:
-            delta = MessageDelta(delta + parser.finish())
+            delta = delta + parser.finish()
         return self._taken(self.of(index), delta)
 
     def of(self, index: int) -> Message:
@@ -290,7 +275,7 @@ class Messages:
             message.tool_calls.pop()
         return message
 
-    def _taken(self, message: Message, delta: MessageDelta) -> MessageDelta:
+    def _taken(self, message: Message, delta: Delta) -> Delta:
         taken: list[Said] = []
         for said in delta:
             if isinstance(said, ToolCallDelta):
@@ -308,4 +293,4 @@ class Messages:
             else:
                 continue
             taken.append(said)
-        return MessageDelta(taken)
+        return tuple(taken)
