@@ -80,10 +80,7 @@ class Budget:
 
 
 class Allowance:
-    """A token bucket that holds a minute's worth and is full at first; None holds any amount.
-
-    What is taken may leave a debt. Times are seconds of one clock that does not go back. No locks.
-    """
+    """A token bucket, full at first; None holds any amount. What is taken may leave a debt. ``now`` never goes back."""
 
     def __init__(self, per_minute: int | None, now: float) -> None:
         self.per_minute = per_minute
@@ -171,10 +168,7 @@ class Account:
             self._tokens.change(tenant.quotas.tokens_per_minute, now)
 
     def enter(self) -> None:
-        """Count a request before any work is done for it, whatever becomes of it.
-
-        Raises TenantLimit, with nothing counted, where none, or no token, is left of this minute.
-        """
+        """Count a request before any work is done for it; raises TenantLimit, with nothing counted, if none is left."""
         with self._lock:
             now = self._clock()
             if (wait_s := self._requests.wait_s(1, now)) > 0:
@@ -201,11 +195,7 @@ class Account:
                 raise self._refused("queue", message, _QUEUE_RETRY_S)
 
     def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int, share: Share | None = None) -> Ticket:
-        """Let a request in that has entered and wants so much; what comes back must be ended.
-
-        ``num_slots`` : of the server. ``share`` : what it has taken of what all share. Raises TenantLimit, and
-        RequestError for what can never be admitted; then the share is given back.
-        """
+        """Let in what has entered; what comes back must be ended. Where it raises, ``share`` is given back."""
         try:
             with self._lock:
                 self.require_place(num_choices, num_slots)

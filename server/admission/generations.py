@@ -52,10 +52,7 @@ class Generations:
             return number, is_told
 
     def absorb(self, names: Iterable[str]) -> dict[str, int]:
-        """Take over what replicas have counted, and tell them what they missed.
-
-        Returns the former numbers of those that changed.
-        """
+        """Take over what replicas have counted, and tell them what they missed; returns former numbers of changed."""
         with self._counting:
             asked = list(names)
             if self._shared is None or not asked:

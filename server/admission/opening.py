@@ -8,7 +8,7 @@ import secrets
 import stat
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
@@ -22,7 +22,6 @@ from server.admission.rules import (
     Tenant,
     digest_of,
     read_rules,
-    tenants_of_keys,
 )
 from server.base.settings import ServerSettings
 from ssd.errors import ConfigError
@@ -48,10 +47,7 @@ def given_secret(path: Path | None, text: str | None) -> bytes | None:
 
 
 def own_secret(cache_directory: Path | None) -> bytes:
-    """The secret that was made for a cache directory, made now where there is none; without one, of this process.
-
-    Raises ConfigError where there is another thing in its place.
-    """
+    """The secret that is kept in a cache directory, or made there now; else one of this process. Raises ConfigError."""
     if cache_directory is None:
         return secrets.token_bytes(32)
     path = cache_directory / STATE_DIRECTORY / "secret"
@@ -89,44 +85,40 @@ def _checked(secret: bytes, source: str) -> bytes:
     return secret
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantSources:
-    """Where tenants come from. ``keys`` : given once. ``read_keys`` : a file's, as it is now. ``path`` : rules."""
-
-    keys: tuple[str, ...] = ()
-    read_keys: Callable[[], tuple[str, ...]] = tuple
-    path: Path | None = None
-
-    def read(self, names: NamespaceNames) -> tuple[Tenant, ...]:
-        """All tenants there are now. Raises ConfigError."""
-        rules = NO_FILE if self.path is None else read_rules(self.path)
-        keys = (*self.keys, *self.read_keys())
-        digests = map(digest_of, keys)
-        of_keys = tenants_of_keys(keys, rules.defaults, {digest: f"key-{names.short(digest)}" for digest in digests})
-        _require_one_owner(rules, of_keys)
-        return (*rules.tenants, *of_keys)
-
-
 def open_tenants(
-    sources: TenantSources,
     settings: ServerSettings,
     secret: bytes,
     *,
+    keys: tuple[str, ...] = (),
+    read_keys: Callable[[], tuple[str, ...]] = tuple,
+    path: Path | None = None,
     cache_directory: Path | None = None,
     counters: RedisCounters | None = None,
 ) -> Tenants:
-    """The tenants of a server. ``counters`` : what replicas count deletions with. Raises ConfigError."""
+    """The tenants of ``keys``, of a file's keys as they are now, and of rules at ``path``. Raises ConfigError."""
     names = NamespaceNames(secret)
-    path = None if cache_directory is None else cache_directory / STATE_DIRECTORY / "generations.json"
+
+    def read() -> tuple[Tenant, ...]:
+        rules = NO_FILE if path is None else read_rules(path)
+        of_keys = [
+            replace(
+                rules.defaults, name=f"key-{names.short(digest)}", seed=f"key:{digest}", digests=frozenset({digest})
+            )
+            for digest in dict.fromkeys(map(digest_of, (*keys, *read_keys())))
+        ]
+        _require_one_owner(rules, of_keys)
+        return (*rules.tenants, *of_keys)
+
+    kept_at = None if cache_directory is None else cache_directory / STATE_DIRECTORY / "generations.json"
     tenants = Tenants(
-        lambda: sources.read(names),
+        read,
         names=names,
-        generations=Generations(path, counters),
+        generations=Generations(kept_at, counters),
         bases=settings.namespaces,
         share_cache=settings.share_cache_across_keys,
     )
-    if sources.path is not None and not tenants.is_closed:
-        raise ConfigError(f"--tenants {sources.path} names no tenant: write one, or leave the option out")
+    if path is not None and not tenants.is_closed:
+        raise ConfigError(f"--tenants {path} names no tenant: write one, or leave the option out")
     return tenants
 
 
@@ -142,17 +134,14 @@ def _require_one_owner(rules: RulesFile, of_keys: list[Tenant]) -> None:
 
 def tenants_of(settings: ServerSettings) -> Tenants:
     """Each key of the settings a tenant of its own, with a secret of this process. Raises ConfigError."""
-    return open_tenants(TenantSources(keys=settings.api_keys), settings, secrets.token_bytes(32))
+    return open_tenants(settings, secrets.token_bytes(32), keys=settings.api_keys)
 
 
 INTERVAL_S: Final = 1.0
 
 
 class Watch:
-    """Reloads tenants when one of their files has changed, and sweeps up after deletions, on a thread of its own.
-
-    A file that cannot be used is said once, and leaves all as it was.
-    """
+    """Reloads tenants when a file has changed, where it can be used, and sweeps up after deletions, on a thread."""
 
     def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:
         self._tenants = tenants

@@ -89,11 +89,7 @@ class Tenants:
         bases: tuple[str, ...] = (),
         share_cache: bool = False,
     ) -> None:
-        """``read`` : the tenants as they are written now; raises ConfigError.
-
-        ``bases`` : namespaces that are served, what tenants' own are derived from. ``share_cache`` : all tenants use
-        these, and none has its own.
-        """
+        """``read`` : the tenants as written now; raises ConfigError. ``bases`` : namespaces that are served."""
         self._read = read
         self._names = names or NamespaceNames(secrets.token_bytes(32))
         self._generations = generations or Generations(None, None)
@@ -210,10 +206,7 @@ class Tenants:
     # -- deleting ------------------------------------------------------------------------------------------------------
 
     def delete_cache(self, name: str) -> dict[str, Any]:
-        """Forget what a tenant's requests have taught, here and on disk at once, at replicas within seconds.
-
-        Nothing of it is drafted from once this has returned. Waits for files and for Redis. Raises ApiError.
-        """
+        """Forget what a tenant's requests have taught, here at once, at replicas within seconds. Raises ApiError."""
         account = self._accounts.get(name)
         if account is None:
             raise ApiError(404, f"there is no tenant {shown(name)}", code="tenant_not_found")

@@ -7,7 +7,7 @@ import logging
 import re
 import stat
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -70,20 +70,6 @@ def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def tenants_of_keys(keys: Iterable[str], defaults: Tenant, name_of: dict[str, str]) -> list[Tenant]:
-    """Each key a tenant of its own. ``defaults`` : what all of them may; ``name_of`` : names by digest."""
-    return [
-        Tenant(
-            name=name_of[digest],
-            seed=f"key:{digest}",
-            digests=frozenset({digest}),
-            quotas=defaults.quotas,
-            reads_shared=defaults.reads_shared,
-        )
-        for digest in dict.fromkeys(map(digest_of, keys))
-    ]
-
-
 TENANTS_OPTION: Final = "--tenants"
 SECRET_OPTION: Final = "--secret-file"
 SECRET_VARIABLE: Final = "SSD_SECRET"
@@ -137,10 +123,7 @@ NO_FILE: Final = RulesFile(Tenant(name="defaults", seed="", digests=frozenset())
 
 
 def read_rules(path: Path) -> RulesFile:
-    """The rules of a file. Warns where others than its owner may read it.
-
-    Raises ConfigError, which never shows a key.
-    """
+    """The rules of a file; warns where others may read it. Raises ConfigError, which never shows a key."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)

@@ -30,10 +30,7 @@ _LOOKS_S = 0.25
 
 @dataclass(slots=True)
 class _Gathered:
-    """What a choice has said and not yet sent.
-
-    ``stream`` : spells its tokens once more, one at a time. ``piece_tokens`` : of every piece but the last.
-    """
+    """What a choice has said and not yet sent. ``stream`` : spells its tokens once more, one at a time."""
 
     stream: TextStream
     piece_tokens: int
@@ -123,10 +120,7 @@ async def finish_at_a_tick(generation: Generation, pace: Pace, piece_tokens: int
 async def obfuscated_events(
     answer: Answer, pieces: EvenPieces, pace: Pace, keep_alive_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a generation, as `server.answers.answer.events` says, but evenly cut and sent.
-
-    Where it fails, what did not fill a piece is not sent.
-    """
+    """`server.answers.answer.events`, evenly cut and sent; where it fails, what did not fill a piece is not sent."""
     numbers, num_sent = count(), 0
     clock = asyncio.get_running_loop().time
     sent_at, ready = clock(), b""

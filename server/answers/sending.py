@@ -36,10 +36,7 @@ class ClientGone(Exception):
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` while the client is there; raises ClientGone, with the work cancelled, once it is not.
-
-    The request's body must have been read.
-    """
+    """Run ``work`` while the client is there, else raise ClientGone. The request's body must have been read."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -123,11 +120,14 @@ class Answers:
 
     async def whole(self, answer: Answer, receive: Receive) -> Response:
         """The answer in one piece, once all choices have ended; raises ClientGone."""
-        await until_disconnect(receive, self._finish(answer.generation))
+        is_even, generation = self._settings.obfuscation == "always", answer.generation
+        size = self._settings.obfuscation_tokens
+        finish = finish_at_a_tick(generation, self._pace(), size) if is_even else generation.finish()
+        await until_disconnect(receive, finish)
 
         def write() -> bytes:
             content = json_text(answer.whole())
-            return padded(content) if self._settings.obfuscation == "always" else content
+            return padded(content) if is_even else content
 
         return self.response(write() if answer.is_short else await self._lanes.answers.run(write))
 
@@ -138,12 +138,6 @@ class Answers:
         share = self._unsent.share()
         share.grow(len(content))
         return _PaidAnswer(content, share)
-
-    async def _finish(self, generation: Generation) -> None:
-        if self._settings.obfuscation == "always":
-            await finish_at_a_tick(generation, self._pace(), self._settings.obfuscation_tokens)
-        else:
-            await generation.finish()
 
     def _pace(self) -> Pace:
         return Pace(self._settings.obfuscation_interval_s, lambda: self._worker.hurries)

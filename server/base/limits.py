@@ -79,10 +79,7 @@ class Limits:
 
 
 class Patience:
-    """A bucket of seconds that leaks all the time and is filled by bytes that moved.
-
-    Who stalls has ``seconds``; who moves ``bytes_per_s`` is waited for as long as it takes. All times are of one clock.
-    """
+    """A bucket of ``seconds`` that leaks all the time and is filled by bytes that moved, at ``bytes_per_s``."""
 
     def __init__(self, seconds: float, bytes_per_s: float, now: float) -> None:
         self._seconds, self._bytes_per_s = seconds, bytes_per_s

@@ -89,8 +89,6 @@ class PageOptions:
 
     no_page: bool = False
     """no page at /, and no details of drafts in streams (default: both)"""
-    allow_draft_details: bool = False
-    """with --no-page: streams may still say which tokens were drafted (`stream_options.include_drafts`)"""
 
 
 _CALLS = "how the model writes tool calls: auto (as its chat template says), none, or one of " + ", ".join(TOOL_FORMATS)

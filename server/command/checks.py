@@ -24,10 +24,7 @@ _ADVICE = "give a Hugging Face model directory, or the id of a model, which is O
 
 
 def find_config(model: str, hub: HubOptions) -> Path:
-    """The path of a model's config.json on this machine: in its directory, in the hub's cache, or fetched now.
-
-    Raises ModelError, within seconds, where there is none.
-    """
+    """A model's config.json: in its directory, in the hub's cache, or fetched now. Raises ModelError in seconds."""
     directory = Path(model)
     if directory.is_dir():
         path = directory / "config.json"

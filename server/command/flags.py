@@ -82,10 +82,7 @@ def require_within(option: str, value: float, least: int, most: int, unit: str =
 
 
 def parsed(app: App, words: Sequence[str]) -> Any:
-    """What the command of ``app`` returns for a command line, which may only ask for help (None).
-
-    Raises ConfigError in one line that names the flag.
-    """
+    """What the command of ``app`` returns, None for help. Raises ConfigError in one line that names the flag."""
     try:
         return app(words, exit_on_error=False, print_error=False)
     except UnusedCliTokensError as error:

@@ -33,10 +33,7 @@ def checked_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
 
 
 def read_key_file(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one a line; empty lines and those that begin with # are left out.
-
-    Raises ConfigError where it cannot be read or holds none. Warns where others than its owner may read it.
-    """
+    """The keys of a file, one a line, comments left out; warns where others may read it. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
         status = path.stat()
@@ -53,11 +50,7 @@ def read_key_file(path: Path) -> tuple[str, ...]:
 
 
 def hide_keys() -> None:
-    """Start this process again without the keys of its command line, which any user of the machine can read.
-
-    They come back in $SSD_API_KEY, which only this user can read. Returns where there is nothing to hide or the command
-    line is not understood, and warns where keys stay visible.
-    """
+    """Start this process again, its keys in $SSD_API_KEY: any user of the machine can read a command line."""
     arguments, whole = sys.argv[1:], sys.orig_argv
     rest, keys = divide(arguments)
     if not keys:
@@ -73,9 +66,7 @@ def hide_keys() -> None:
 
 
 def divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line without its keys, and the keys; none where one of them is missing or of no use, which the parser
-    will say.
-    """
+    """A command line without its keys, and the keys; none where one is missing or of no use, as the parser will say."""
     rest: list[str] = []
     keys: list[str] = []
     words = iter(arguments)

@@ -38,10 +38,7 @@ BACKLOG = 2048
 
 
 def listen(options: NetworkOptions) -> socket.socket:
-    """A listening socket, so that two servers started at once cannot both believe the place is theirs.
-
-    Raises ConfigError.
-    """
+    """A listening socket, so that two servers cannot both believe the place is theirs. Raises ConfigError."""
     return _listen_at_port(options.host, options.port) if options.uds is None else _listen_at_path(options.uds)
 
 

@@ -111,9 +111,20 @@ def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, accou
 
 
 def add_files(app: FastAPI, files: Mapping[str, Path]) -> None:
-    """Files of a page by their paths, open to everybody."""
+    """Files of a page by their paths, open to everybody. A browser asks each time whether they are still the same."""
+
+    def answers(path: Path) -> Callable[[Request], Awaitable[Response]]:
+        files, status = StaticFiles(directory=path.parent), path.stat()
+
+        async def answer(request: Request) -> Response:
+            response = files.file_response(path, status, request.scope)
+            response.headers.update({**SECURITY_HEADERS, "cache-control": "no-cache"})
+            return response
+
+        return answer
+
     for path, file in files.items():
-        app.add_route(path, _answers(file), methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_route(path, answers(file), methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def add_page(
@@ -131,15 +142,3 @@ def add_page(
     async def stats(request: Request) -> Response:
         found = await aside.run(page_stats, worker, settings, tenants, account_of(request.scope))
         return JSONResponse(found, headers={**SECURITY_HEADERS, "cache-control": "no-store"})
-
-
-def _answers(path: Path) -> Callable[[Request], Awaitable[Response]]:
-    files, status = StaticFiles(directory=path.parent), path.stat()
-
-    async def answer(request: Request) -> Response:
-        """A browser keeps the file, and asks each time whether it is still the same."""
-        response = files.file_response(path, status, request.scope)
-        response.headers.update({**SECURITY_HEADERS, "cache-control": "no-cache"})
-        return response
-
-    return answer

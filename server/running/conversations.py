@@ -90,10 +90,7 @@ class AnswerPlan:
 def plan_answer(
     body: ChatBody, form: MessageFormat, codec: TextCodec, prompt: Sequence[int], limits: Limits
 ) -> AnswerPlan:
-    """What ``body`` asks for, of a model that writes as ``form`` says, after ``prompt``. O(characters of the tools).
-
-    Raises RequestError for what cannot be held to.
-    """
+    """What ``body`` asks for, of a model that writes as ``form`` says, after ``prompt``. Raises RequestError."""
     use, asked = body.tool_use(), body.structured_output()
     mode = "none" if use is None else use.mode
     if mode == "none" and form.reasoning is None:

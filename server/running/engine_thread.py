@@ -63,10 +63,7 @@ class Inbox:
         _wake(self._waiter)
 
     async def get(self, wait_s: float | None = None) -> tuple[str, RequestOutput | Exception] | None:
-        """The next that arrived, or None where nothing does for so many seconds; for one caller at a time.
-
-        Once for every pass and stream: a queue and a timeout of asyncio's take twice as long.
-        """
+        """The next that arrived, None after ``wait_s``. A queue and a timeout of asyncio's take twice as long."""
         if not self._arrived:
             self._waiter = self.loop.create_future()
             timer = None if wait_s is None else self.loop.call_later(wait_s, _wake, self._waiter)
@@ -128,10 +125,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, request: Request, inbox: Inbox) -> None:
-        """Hand a request to the engine; its outputs come to ``inbox``, the last with a finish reason or an exception.
-
-        Raises RequestError, QueueFull, EngineStopped, ServerNotReady or EngineFailed; then nothing will come.
-        """
+        """Hand a request over; its outputs come to ``inbox``. Where it raises nothing will come."""
         engine = self.engine
         with self._lock:
             self._inboxes[request.request_id] = inbox
@@ -149,10 +143,7 @@ class Worker:
             self.loaded_engine.cancel(request_id)
 
     def let_in(self) -> None:
-        """Count a request from its head to the end of its answer; raises ServerNotReady once nobody new is taken.
-
-        To be called on the event loop, as `let_out`.
-        """
+        """Count a request until `let_out`, on the event loop; raises ServerNotReady once nobody new is taken."""
         if self.state is WorkerState.STOPPING:
             raise ServerNotReady(_SHUTTING_DOWN)
         self._num_inside += 1
@@ -167,10 +158,7 @@ class Worker:
             self.state = WorkerState.STOPPING
 
     async def drain(self, grace_s: float, hurries: Callable[[], bool] = lambda: False) -> Drained:
-        """Take no more requests, let those inside finish for a while, then end the rest with EngineStopped.
-
-        ``hurries`` : whether there is no while.
-        """
+        """Take no more requests, let those inside finish for a while, unless it ``hurries``, then end the rest."""
         self.take_no_more()
         began = time.monotonic()
         num_inside = self._num_inside

@@ -123,10 +123,7 @@ class Generation:
         ticket: Ticket,
         only_scores: bool = False,
     ) -> None:
-        """``aside`` : runs what takes long. ``ticket`` : what the request takes of what others want too, ended with it.
-
-        ``only_scores`` : the prompts' log-probabilities are wanted, the one token computed with them is left out.
-        """
+        """``aside`` : runs what takes long. ``only_scores`` : the one token computed with the prompts is left out."""
         self.prompts, self.prediction, self.aside = prompts, prediction, aside
         self.choices: list[Choice] = []
         self.sampling: SamplingParams | None = None
@@ -156,10 +153,7 @@ class Generation:
             self.choices.append(Choice())
 
     def close(self, *, was_begun: bool = True) -> None:
-        """Cancel what still runs, so that its slot is free at the engine's next step.
-
-        ``was_begun`` : False where it could not be submitted as a whole, and counts for nobody.
-        """
+        """Cancel what still runs, so that its slot is free at the next step; what was not begun counts for nobody."""
         self._note_counts()
         for request_id in self._running:
             self._worker.cancel(request_id)
@@ -212,10 +206,7 @@ class Generation:
         return bool(self._running) and len(self._inbox) > 0
 
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
-        """(choice index, output) until all choices have ended; None whenever nothing came for ``wait_s`` seconds.
-
-        Raises RequestFailed, EngineFailed or EngineStopped when a choice cannot be finished.
-        """
+        """(choice index, output) until all have ended; None after ``wait_s`` without one. Raises if a choice fails."""
         num_at_once = 0
         while self._running:
             is_here = len(self._inbox) > 0

@@ -198,10 +198,7 @@ class Body(BaseModel):
 
     @classmethod
     def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """The fields that the schema must understand: no nulls, nothing ignored, nothing neutral.
-
-        Raises RequestError for a field that would change the output and cannot be honoured.
-        """
+        """The fields that the schema must understand, no neutral ones; raises RequestError for what it refuses."""
         honoured = {}
         for name, value in content.items():
             if value is None or (name in cls.ignored and name not in cls.model_fields):

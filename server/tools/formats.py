@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 
 from server.tools.messages import MessageParser, Reader
-from server.tools.readers import CALL_ID, CallFormat, Written, calls
+from server.tools.readers import CALL_ID, CallFormat, Calls, Written
 from server.tools.reasoning import (
     CALL,
     CHANNEL,
@@ -287,7 +287,7 @@ def make_parser(
     elif thinking is not None:
         readers.append(reasoning_reader(thinking, prompt, () if form is None else form.in_reasoning))
     if form is not None:
-        readers.append(calls(form, functions))
+        readers.append(lambda scanner, pieces: Calls(form, functions, scanner, pieces).read())
     return MessageParser(*readers)
 
 

@@ -171,18 +171,15 @@ def _drawn(length: int) -> str:
 
 def with_short_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation with every call's name made short, the same name always alike; what is malformed stays."""
-    return [_shortened(message) for message in messages]
 
+    def shortened(part: Any, name: str) -> Any:
+        is_named = isinstance(part, dict) and isinstance(part.get(name), str)
+        return {**part, name: _short(part[name])} if is_named else part
 
-def _shortened(message: dict[str, Any]) -> dict[str, Any]:
-    changed = dict(message)
-    if isinstance(message.get("tool_call_id"), str):
-        changed["tool_call_id"] = _short(message["tool_call_id"])
-    if isinstance(calls := message.get("tool_calls"), list):
-        changed["tool_calls"] = [
-            {**call, "id": _short(call["id"])} if isinstance(call, dict) and isinstance(call.get("id"), str) else call
-            for call in calls
-        ]
+    changed = [dict(shortened(message, "tool_call_id")) for message in messages]
+    for message in changed:
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = [shortened(call, "id") for call in calls]
     return changed
 
 
@@ -226,10 +223,7 @@ class Message:
 
 
 class Messages:
-    """The messages of all choices of one request; either streamed, by `push`, or `whole`.
-
-    ``show_reasoning`` : what was thought is part of the message; else it is dropped. Not thread-safe.
-    """
+    """The messages of all choices of one request; either streamed, by `push`, or `whole`. Not thread-safe."""
 
     def __init__(
         self,

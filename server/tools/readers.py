@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from server.tools.messages import Pieces, Reader
+from server.tools.messages import Pieces
 from server.tools.scanner import Markers, Scanner, Steps
 from server.tools.values import (
     GEMMA,
@@ -147,16 +147,11 @@ class CallFormat:
         return tuple(f"\n{begin}{after}" for begin in self.section or self.call if begin.startswith("<"))
 
 
-def calls(form: CallFormat, functions: Functions) -> Reader:
-    """Reads a message with calls; values without types are read by the schemas of ``functions``.
-
-    Where no marker is needed only one of ``functions`` is called, else any name.
-    """
-    return lambda scanner, pieces: Calls(form, functions, scanner, pieces).read()
-
-
 class Calls:
-    """The calls of one message. One begins when its first argument does; until then all is in the trail."""
+    """The calls of one message. One begins when its first argument does; until then all is in the trail.
+
+    Where no marker is needed only one of ``functions`` is called, whose schemas tell the types of values.
+    """
 
     def __init__(self, form: CallFormat, functions: Functions, scanner: Scanner, pieces: Pieces) -> None:
         self._form = form
