@@ -22,10 +22,7 @@ _MOST_BYTES: Final = 1 << 22
 
 
 class Generations:
-    """A number for each counter's name, which only grows: the greatest that this server or a replica has counted.
-
-    Kept in a file, where there is one, before anybody is told of it. Safe from any thread; what asks replicas waits.
-    """
+    """A number for each name, which only grows, in a file before anybody is told. Safe from any thread; may wait."""
 
     def __init__(self, path: Path | None, shared: RedisCounters | None) -> None:
         self._path = path

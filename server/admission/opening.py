@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import stat
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import TYPE_CHECKING, Final
 
 from server.admission.generations import Generations
 from server.admission.registry import NamespaceNames, Tenants
@@ -21,6 +19,7 @@ from server.admission.rules import (
     RulesFile,
     Tenant,
     digest_of,
+    read_private,
     read_rules,
 )
 from server.base.settings import ServerSettings
@@ -42,7 +41,7 @@ _MOST_BYTES: Final = 4096
 def given_secret(path: Path | None, text: str | None) -> bytes | None:
     """The secret of a file, or ``text``, of ``$SSD_SECRET``; None where neither is given. Raises ConfigError."""
     if path is not None:
-        return _checked(_read(path), f"{SECRET_OPTION} {path}")
+        return _checked(read_private(path, SECRET_OPTION).strip(), f"{SECRET_OPTION} {path}")
     return _checked(text.encode("utf-8", "surrogateescape"), f"${SECRET_VARIABLE}") if text else None
 
 
@@ -55,26 +54,13 @@ def own_secret(cache_directory: Path | None) -> bytes:
         make_directory(path.parent)
         if not path.exists():
             make_file(path, [secrets.token_hex(32).encode()])
-        return _checked(_read(path, open_file), str(path))
+        return _checked(read_private(path, SECRET_OPTION, open_file).strip(), str(path))
     except OSError as error:
         log.warning(
             "%s cannot be made (%s): tenants' caches are found again after a restart only with %s or $%s",
             path, error.strerror, SECRET_OPTION, SECRET_VARIABLE,
         )  # fmt: skip
         return secrets.token_bytes(32)
-
-
-def _read(path: Path, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> bytes:
-    """``opened`` : how; what an operator names may be a pipe, and is waited for."""
-    try:
-        with opened(path) as file:
-            content = file.read(_MOST_BYTES + 1)
-            mode = os.fstat(file.fileno()).st_mode
-    except OSError as error:
-        raise ConfigError(f"{SECRET_OPTION} {path} cannot be read: {error.strerror}") from error
-    if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IRWXO):
-        log.warning("%s may be read by other users: chmod 600 it", path)
-    return content.strip()
 
 
 def _checked(secret: bytes, source: str) -> bytes:

@@ -110,8 +110,6 @@ class Tenants:
         self.is_closed: Final = bool(self._accounts)
         """Whether a key is needed."""
 
-    # -- finding -------------------------------------------------------------------------------------------------------
-
     def find(self, key: str) -> Account | None:
         """Whose key it is. How long it takes tells nothing about the keys: what is looked up is a keyed digest."""
         return self._by_key.get(self._keyed(digest_of(key)))
@@ -176,8 +174,6 @@ class Tenants:
             )
         return found
 
-    # -- reloading -----------------------------------------------------------------------------------------------------
-
     def reload(self) -> int:
         """Read the rules again; returns the number of tenants. Raises ConfigError, and then all stays as it was."""
         tenants = self._read()
@@ -202,8 +198,6 @@ class Tenants:
             self._by_key = {
                 self._keyed(digest): account for account in accounts.values() for digest in account.tenant.digests
             }
-
-    # -- deleting ------------------------------------------------------------------------------------------------------
 
     def delete_cache(self, name: str) -> dict[str, Any]:
         """Forget what a tenant's requests have taught, here at once, at replicas within seconds. Raises ApiError."""

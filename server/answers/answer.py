@@ -181,8 +181,6 @@ class Answer(ABC):
             "system_fingerprint": settings.system_fingerprint,
         }
 
-    # -- whole -------------------------------------------------------------------------------------------------------
-
     @property
     def is_short(self) -> bool:
         """Whether the whole answer is little but the texts of a few choices."""
@@ -226,8 +224,6 @@ class Answer(ABC):
             return {}
         found = draft_counts(choices[0].stats, is_detailed=self._spec_decode_metrics == "detailed")
         return {} if found is None else {"metrics": {"speculative_decoding": found}}
-
-    # -- streamed ----------------------------------------------------------------------------------------------------
 
     def stream(self, options: StreamOptions, drafts: DraftWriter | None = None) -> None:
         """It will be streamed. ``drafts`` : says of each pass what was drafted, where the client wants to know it."""

@@ -95,16 +95,12 @@ class Pace:
         self._started = self._loop.time()
         self._tick = 0
 
-    async def tick(self) -> None:
-        """Wait for the next tick that nobody has waited for yet."""
-        await self.until(self._tick + 1)
-
-    async def until(self, tick: int) -> None:
-        """Wait for a tick, counted from 1, or for the next one where it has passed."""
+    async def until(self, tick: int | None = None) -> None:
+        """Wait for a tick, counted from 1, or the next one where it has passed, or nobody waited for yet."""
         if not self._interval_s:
             return
         passed = self._loop.time() - self._started
-        self._tick = max(tick, math.ceil(passed / self._interval_s))
+        self._tick = max(tick or self._tick + 1, math.ceil(passed / self._interval_s))
         at = self._started + self._tick * self._interval_s
         while (left := at - self._loop.time()) > 0 and not self._hurries():
             await asyncio.sleep(min(left, _LOOKS_S))
@@ -131,7 +127,7 @@ async def obfuscated_events(
             if arrived is not None:
                 pieces.add(*arrived)
             while pairs := pieces.next_round():
-                await pace.tick()
+                await pace.until()
                 if next(numbers) == 0:
                     usage = _usage_so_far(answer.generation, 0, last=False)
                     for index, _ in pairs:

@@ -249,7 +249,20 @@ def summary_of(
     engine: Engine, options: Options, settings: ServerSettings, num_tenants: int, noise_root: NoiseRoot | None
 ) -> dict[str, object]:
     """Model, device, slots, noise, cache, store and tenants, by name."""
-    target = engine.target
+    target, draft, cache = engine.target, options.speculation, options.cache.config
+    drafting: dict[str, object] = {"drafts": "none"}
+    if engine.caches is not None and target.can_roll_back:
+        drafting = {
+            "drafts": draft.draft.num_speculative_tokens,
+            "draft_model": draft.draft_model or "none",
+            "draft_head": draft.draft_head or "none",
+            "namespace": options.cache.namespace,
+            "cache_tokens": spelled(cache.index.capacity_tokens),
+            "cached": engine.caches.get().stats().num_tokens,
+            "warm": len(options.cache.warm_directories) or "none",
+            "cache_dir": str(cache.directory or "none"),
+            "redis": "none" if cache.redis_url is None else address_of(cache.redis_url),
+        }
     return {
         "model": settings.model,
         "adapters": len(settings.adapters) or "none",
@@ -261,25 +274,8 @@ def summary_of(
         "context": engine.max_model_len,
         "coupled_streams": engine.config.coupled_streams or "none",
         **({} if noise_root is None else {"noise": noise_root.source}),
-        **_drafting(engine, options),
+        **drafting,
         "tenants": num_tenants or "none",
-    }
-
-
-def _drafting(engine: Engine, options: Options) -> dict[str, object]:
-    draft, cache = options.speculation, options.cache.config
-    if engine.caches is None or not engine.target.can_roll_back:
-        return {"drafts": "none"}
-    return {
-        "drafts": draft.draft.num_speculative_tokens,
-        "draft_model": draft.draft_model or "none",
-        "draft_head": draft.draft_head or "none",
-        "namespace": options.cache.namespace,
-        "cache_tokens": spelled(cache.index.capacity_tokens),
-        "cached": engine.caches.get().stats().num_tokens,
-        "warm": len(options.cache.warm_directories) or "none",
-        "cache_dir": str(cache.directory or "none"),
-        "redis": "none" if cache.redis_url is None else address_of(cache.redis_url),
     }
 
 

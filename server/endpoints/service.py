@@ -122,12 +122,12 @@ class Service:
             prompts = await self._texts.prompts(engine, texts, special=body.add_special_tokens)
             echo = await self._texts.echoes(engine, texts) if body.echo else None
             answer: Answer = CompletionAnswer(self._named(body), echo=echo, **await self._shown(engine, body))
-            plan, default_limit = AnswerPlan(None, body.structured_output()), COMPLETION_MAX_TOKENS
+            plan = AnswerPlan(None, body.structured_output())
         else:
             prompt, plan = await self._chats.prepare(engine, body)
-            prompts, default_limit, options = [prompt], None, await self._shown(engine, body)
+            prompts, options = [prompt], await self._shown(engine, body)
             answer = _CHATS.get(type(asked), ChatAnswer)(self._named(body), asked, messages=plan.messages, **options)
-        answer.generation = await self._submit(engine, body, prompts, answer.id, plan, account, default_limit)
+        answer.generation = await self._submit(engine, body, prompts, answer.id, plan, account)
         return answer
 
     async def _submit(
@@ -138,9 +138,8 @@ class Service:
         answer_id: str,
         plan: AnswerPlan,
         account: Account,
-        default_limit: int | None,
     ) -> Generation:
-        """``default_limit`` : output tokens where the body does not say."""
+        default_limit = COMPLETION_MAX_TOKENS if isinstance(body, CompletionBody) else None
         if body.stream_options is not None and body.stream_options.include_drafts:
             self._require_draft_details()
         prediction = None if body.prediction is None else await self._texts.prediction(engine, body.prediction.text)
@@ -179,12 +178,14 @@ class Service:
             settings = self.settings
             namespace = settings.namespace_of(body.model)
             cache_use = self.tenants.cache_use(account, namespace, body.cache_salt)
-            ruled = {"bad_words": bad_words, "structured_output": output, "shown_special_ids": plan.shown_special_ids}
 
             @cache  # prompts may be of very many lengths, and what is asked for have very many token ids
             def sampling(room: int) -> SamplingParams:
                 found = replace(
-                    body.sampling(settings.sampling_defaults, room=room, default_limit=default_limit), **ruled
+                    body.sampling(settings.sampling_defaults, room=room, default_limit=default_limit),
+                    bad_words=bad_words,
+                    structured_output=output,
+                    shown_special_ids=plan.shown_special_ids,
                 )
                 _ = found.rules  # made here and not where others' tokens are computed
                 return found

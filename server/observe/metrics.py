@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -121,7 +121,6 @@ NamespaceStats = Callable[[], Mapping[str, Any]]
 """Counts of each namespace: dataclasses of numbers."""
 
 LAG_INTERVAL_S = 0.25
-_LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _REASONS = ("auth", "invalid", "not_found", "not_ready", "queue_full", "quota", "too_long", "too_slow")
 """What requests are usually refused for: exported from the start, so that the first one shows as an increase."""
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
@@ -220,10 +219,6 @@ class ServerMetrics(Collector):
         labels = (model_name, "0")
         self.http = HttpCounts()
         self.latencies = Latencies(self._registry, labels)
-        self._loop_lag = Histogram(
-            "ssd:event_loop_lag_seconds", "By how much the event loop was late, four times a second.", LABELS,
-            buckets=_LAG_SECONDS, registry=self._registry,
-        ).labels(*labels)  # fmt: skip
         self._worker, self._tenants, self._sharing_stats = worker, tenants or Tenants(), sharing_stats
         self._families = families = Families(labels)
         self._caches = NamespaceFamilies("ssd:cache", _CACHE_TEXTS, families)
@@ -242,7 +237,7 @@ class ServerMetrics(Collector):
         while True:
             due = loop.time() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)
-            self._loop_lag.observe(max(0.0, loop.time() - due))
+            self.latencies.loop_lag.observe(max(0.0, loop.time() - due))
 
     def collect(self) -> Iterator[Metric]:
         """All families; those of the engine once it is loaded."""

@@ -31,11 +31,7 @@ _OPERATIONS = {"/v1/completions": "text_completion"}
 
 
 class Spans:
-    """Makes spans and gives them to ``exporter`` on a thread of its own; a collector that is away costs spans alone.
-
-    Attributes are those of OpenTelemetry's semantic conventions for generative AI, and vLLM's for times. None holds a
-    text. A trace that the client began is gone on with, and left out where the client does not sample it.
-    """
+    """Gives spans to ``exporter`` on its own thread. Attributes are OpenTelemetry's, and vLLM's for times; no text."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource

@@ -61,12 +61,7 @@ def docs_files() -> dict[str, Path]:
 
 
 def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
-    """Counters that only grow, but for what runs and waits and the sizes of caches; without an engine the state alone.
-
-    ``account`` : who asks. A tenant sees the sizes of its own cache alone, the operator all of them, as metrics do.
-    "time_s" is of a clock that never goes back, to divide differences by; "since_s" is the age of the service, "pass_s"
-    the mean time between two passes of a request. O(sources + segments of all namespaces).
-    """
+    """Counters that only grow, but for what runs and waits and sizes of caches; a tenant sees those of its own."""
     found: dict[str, Any] = {
         "state": worker.state.value, "model": settings.model_name, "time_s": time.monotonic(), "namespaces": {},
     }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,30 +29,28 @@ LABELS = ["model_name", "engine"]
 """Of every family."""
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 
 
 class Latencies:
-    """Histograms of what a client waits for, in seconds, one observation per choice; and of how many it asked for."""
+    """Histograms of what a client waits for, one observation per choice; and of how many it asked for."""
 
     def __init__(self, registry: CollectorRegistry, labels: tuple[str, str]) -> None:
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            family = Histogram(f"vllm:{name}_seconds", text, LABELS, buckets=tuple(buckets), registry=registry)
-            return family.labels(*labels)
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, text, LABELS, buckets=buckets, registry=registry).labels(*labels)
 
-        self.num_choices = Histogram(
-            "vllm:request_params_n", "The field n of a request that was submitted.", LABELS,
-            buckets=(1, 2, 5, 10, 20), registry=registry,
-        ).labels(*labels)  # fmt: skip
-        self.time_to_first_token = histogram(
-            "time_to_first_token", "From the arrival of a request to the first token of a choice.", _SECONDS
+        self.num_choices = histogram(
+            "vllm:request_params_n", "The field n of a request that was submitted.", (1, 2, 5, 10, 20)
         )
-        self.end_to_end = histogram(
-            "e2e_request_latency", "From the arrival of a request to the last token of a choice.", _SECONDS
-        )
-        self.time_per_output_token = histogram(
-            "request_time_per_output_token", "Mean time per token of a choice after the first.", _TOKEN_SECONDS
-        )
+        text = "From the arrival of a request to the first token of a choice."
+        self.time_to_first_token = histogram("vllm:time_to_first_token_seconds", text, _SECONDS)
+        text = "From the arrival of a request to the last token of a choice."
+        self.end_to_end = histogram("vllm:e2e_request_latency_seconds", text, _SECONDS)
+        text = "Mean time per token of a choice after the first."
+        self.time_per_output_token = histogram("vllm:request_time_per_output_token_seconds", text, _TOKEN_SECONDS)
+        text = "By how much the event loop was late, four times a second."
+        self.loop_lag = histogram("ssd:event_loop_lag_seconds", text, _LAG_SECONDS)
 
 
 _MOST_AT_ONCE = 32
@@ -78,10 +76,8 @@ class Choice:
 class Usage:
     """Token counts of a whole HTTP request; a prompt counts once, however many choices it has.
 
-    ``cached_tokens`` : prompt tokens that no choice of this request had to compute.
-    ``accepted_prediction_tokens`` : of the prediction, how many are in the output, see ``common_tokens``, over all
-    choices; ``rejected_prediction_tokens`` : the others, which are not part of ``completion_tokens``. None without one.
-    ``reasoning_tokens`` : of the completion, what was thought; None where nothing can be told apart.
+    ``cached_tokens`` : that no choice had to compute. ``accepted_prediction_tokens`` : that are in the output, see
+    ``common_tokens``, over all choices. None where there was no prediction, or nothing that thinks.
     """
 
     prompt_tokens: int

@@ -182,11 +182,7 @@ class Texts:
 
 
 def require_fits(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
-    """Raise ContextTooLong for a text of clearly more tokens, as soon as its beginning has more.
-
-    Beginnings of four times the length each are tokenised, so that a text that is far too long costs no more than one
-    that is a little too long. Nothing is done for a text of usual length.
-    """
+    """Raise ContextTooLong for clearly more tokens, once a beginning, each of four times the length, has more."""
     size = max(1 << 14, _USUAL_CHARACTERS_PER_TOKEN * most_tokens)
     while size < len(text):
         if len(codec.encode_completion(text[:size])) > most_tokens + _TOKENS_CUT:

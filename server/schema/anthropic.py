@@ -208,10 +208,7 @@ _THINKS = {"enabled": True, "disabled": False}
 
 
 class Thinking(Part):
-    """``thinking``: "enabled" and "disabled" are the chat template's ``enable_thinking``, other types leave it alone.
-
-    ``display`` "omitted" leaves what is thought out of the answer. ``budget_tokens`` is read, and bounds nothing.
-    """
+    """``thinking``: the chat template's ``enable_thinking``, or nothing. ``budget_tokens`` bounds nothing."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(default=None, ge=0)

@@ -26,10 +26,7 @@ def meant(name: str, known: Iterable[str]) -> str | None:
 
 
 class Part(BaseModel):
-    """An object in a request. Strict: "5" is no number and 1 no boolean, as at OpenAI; unknown names are refused.
-
-    An explicit null means absent.
-    """
+    """An object in a request. Strict: "5" is no number; unknown names are refused, an explicit null means absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -175,11 +172,7 @@ class Body(BaseModel):
 
     @classmethod
     def parse(cls, content: Any, limits: Limits = _DEFAULT_LIMITS, *, ignores_unknown: bool = False) -> Self:
-        """Validate decoded JSON; raises RequestError with the field at fault as ``param``.
-
-        ``ignores_unknown`` : fields of the body that no schema knows are left unread. Those of its parts are refused.
-        Takes milliseconds for the largest body within ``limits``, whatever is wrong in it: one mistake is looked for.
-        """
+        """Validate decoded JSON; raises RequestError with the first field at fault as ``param``."""
         if not isinstance(content, dict):
             raise RequestError(f"the body must be a JSON object, got {type(content).__name__}")
         fields = cls.honoured(content)

@@ -16,11 +16,7 @@ from server.tools.values import is_json
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of one tool call of a message.
-
-    ``index`` : which call of the message, from 0. ``name`` : of the function, with the call's first piece and with no
-    other. ``arguments`` : the next characters of its JSON text; all pieces together are one JSON object.
-    """
+    """A piece of call ``index`` of a message. ``name`` : with its first piece. ``arguments`` : more of its JSON."""
 
     index: int
     name: str | None = None
@@ -234,11 +230,7 @@ class Messages:
         show_reasoning: bool = True,
         make_id: Callable[[], str] = call_id,
     ) -> None:
-        """``parallel`` : a message may call more than one function; else calls after its first are dropped.
-
-        ``only_calls`` : a grammar holds it to calls, so that there is no content but the beginning of a call that was
-        cut, which is dropped.
-        """
+        """``parallel`` : else calls after the first are dropped. ``only_calls`` : a grammar holds it to calls."""
         self._make_parser = make_parser
         self._most_calls = None if parallel else 1
         self._only_calls = only_calls

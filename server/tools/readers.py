@@ -236,8 +236,6 @@ class Calls:
                 yield from scanner.word(_NAME)
         return True
 
-    # -- a JSON object of name and arguments -------------------------------------------------------------------------
-
     def _read_object(self) -> Steps[None]:
         scanner = self._scanner
         in_list = bool((yield from scanner.literal("[")))
@@ -315,8 +313,6 @@ class Calls:
         scanner.keep("".join(pieces))
         return "".join(pieces) if complete else None
 
-    # -- a name, and arguments in several ways of writing ------------------------------------------------------------
-
     def _read_json(self) -> Steps[None]:
         scanner = self._scanner
         if not self._form.section and (yield from scanner.peek()) in ("{", "["):  # older models of Mistral
@@ -377,8 +373,6 @@ class Calls:
             return False
         yield from scanner.space()
         return bool((yield from scanner.literal("("))) and (yield from self._named(name, ")", read_python_key, PYTHON))
-
-    # -- tags --------------------------------------------------------------------------------------------------------
 
     def _read_tags(self) -> Steps[None]:
         scanner, form = self._scanner, self._form
