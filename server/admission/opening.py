@@ -118,11 +118,6 @@ def _require_one_owner(rules: RulesFile, of_keys: list[Tenant]) -> None:
         raise ConfigError(f"tenant {twice.name!r} has the name of a key that is given by itself: take another")
 
 
-def tenants_of(settings: ServerSettings) -> Tenants:
-    """Each key of the settings a tenant of its own, with a secret of this process. Raises ConfigError."""
-    return open_tenants(settings, secrets.token_bytes(32), keys=settings.api_keys)
-
-
 INTERVAL_S: Final = 1.0
 
 

@@ -1,10 +1,8 @@
 """Streams whose events tell nothing about the drafts that were accepted: even pieces, padded, at an even pace.
 
-Who sees the sizes and times of an encrypted stream's packets sees with plain events how many tokens each step gave, and
-so which text was drafted (arXiv 2411.01076). Here every event but the last of a choice carries the same number of
-tokens, however many came at once, fills whole units of bytes, and is sent at a tick of a clock that began with the
-request. What still shows is the length of the output in pieces, and of each piece in units; and where the model takes
-longer for a piece than the clock, how long it took.
+Sizes and times of an encrypted stream's packets tell how many tokens each step gave, and so which text was drafted
+(arXiv 2411.01076). Here every event but a choice's last has the same number of tokens, fills whole units of bytes, and
+is sent at a tick of a clock that began with the request. What still shows is said in SECURITY.md.
 """
 
 from __future__ import annotations

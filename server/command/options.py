@@ -15,15 +15,7 @@ from server.admission.rules import SECRET_OPTION, SECRET_VARIABLE, TENANTS_OPTIO
 from server.command.flags import number, require_within
 from server.command.keys import API_KEY_VARIABLE, FILE_OPTION, KEY_OPTION, checked_keys
 from server.observe.logs import LogFormat
-from ssd.config import (
-    MAX_COUPLED_STREAMS,
-    CacheConfig,
-    DraftConfig,
-    EngineConfig,
-    Exact,
-    IndexConfig,
-    SchedulingPolicy,
-)
+from ssd.config import MAX_COUPLED_STREAMS, CacheConfig, DraftConfig, EngineConfig, Exact, IndexConfig, SchedulingPolicy
 from ssd.errors import ConfigError
 from ssd.text.load_tokenizer import HubOptions
 

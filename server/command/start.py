@@ -29,7 +29,6 @@ from server.command.flags import spelled
 from server.command.keys import API_KEY_VARIABLE, read_key_file
 from server.command.listen import (
     HttpServer,
-    allow_open_files,
     give_up,
     listen,
     stop_signals,
@@ -239,10 +238,10 @@ class EngineLoader:
 def _sampling_defaults(options: ModelOptions) -> dict[str, float]:
     if options.generation_config == "vllm":
         return {}
+    path: Path | None = Path(options.generation_config) / "generation_config.json"
     if options.generation_config == "auto":
         path = find_generation_config(options.path, options.hub)
-        return {} if path is None else read_sampling_defaults(path)
-    return read_sampling_defaults(Path(options.generation_config) / "generation_config.json")
+    return {} if path is None else read_sampling_defaults(path)
 
 
 def summary_of(
@@ -303,12 +302,11 @@ def main(options: Options) -> int:
     for variable in (API_KEY_VARIABLE, SECRET_VARIABLE, URL_VARIABLE):
         os.environ.pop(variable, None)  # no child needs it
     set_up_logging(options.observe.log_level, options.observe.log_format)
-    num_files = allow_open_files()
     sys.setswitchinterval(_SWITCH_S)
     try:
         listener = listen(options.network)
         check_before_loading(options)
-        settings = within_files(make_settings(options), num_files)
+        settings = within_files(make_settings(options))
         secret = given_secret(options.service.secret_file, options.service.secret)
         tenants = make_tenants(options, settings, secret)
         endpoint = options.observe.otlp_traces_endpoint

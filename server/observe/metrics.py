@@ -200,7 +200,7 @@ _SHARING_TEXTS = {
     "num_reconnects": "Times the connection was made again.",
 }
 _STREAM_TEXTS = {
-    "lag_seconds": "How long it is not known that all the log holds was read, beyond half a second; 0 if all is well.",
+    "lag_seconds": "How long it is not known that all the log holds was read, beyond half a second; 0 if all is well."
 }
 
 

@@ -21,15 +21,9 @@ from server.running.engine_thread import Worker
 
 _PAGE = Path(__file__).parent / "static"
 _DOCS = Path(__file__).parent / "docs"
-_POLICY = "; ".join(
-    [
-        "default-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "object-src 'none'",
-        "require-trusted-types-for 'script'",
-    ]
+_POLICY = (
+    "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
+    "require-trusted-types-for 'script'"
 )
 """Scripts, styles and requests of this origin alone, none of them inline; text never becomes markup."""
 
@@ -123,12 +117,7 @@ def add_files(app: FastAPI, files: Mapping[str, Path]) -> None:
 
 
 def add_page(
-    app: FastAPI,
-    files: Mapping[str, Path],
-    worker: Worker,
-    settings: ServerSettings,
-    tenants: Tenants,
-    aside: Lane,
+    app: FastAPI, files: Mapping[str, Path], worker: Worker, settings: ServerSettings, tenants: Tenants, aside: Lane
 ) -> None:
     """The page at / and its counters, which need a key where there are keys. ``aside`` : where they are read."""
     add_files(app, files)

@@ -88,17 +88,18 @@ class Texts:
 
     async def echoes(self, engine: Engine, prompts: Sequence[str | list[int]]) -> list[str]:
         """The texts of prompts that are to be repeated."""
+        if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:
+            return texts
         codec = codec_of(engine)
+        ids = [[token for token in prompt if isinstance(token, int)] for prompt in prompts]
 
-        def text_of(prompt: str | list[int]) -> str:
-            if isinstance(prompt, str):
-                return prompt
-            known = [token for token in prompt if 0 <= token < codec.vocab_size]  # others are refused by the engine
-            return codec.decode(known, skip_special_tokens=True)
+        def call() -> list[str]:
+            known = (
+                [token for token in each if 0 <= token < codec.vocab_size] for each in ids
+            )  # the engine refuses others
+            return [codec.decode(each, skip_special_tokens=True) for each in known]
 
-        if all(isinstance(prompt, str) for prompt in prompts):
-            return [text_of(prompt) for prompt in prompts]
-        return await self._lanes.run_on_text(sum(map(len, prompts)), lambda: [text_of(prompt) for prompt in prompts])
+        return await self._lanes.run_on_text(sum(map(len, ids)), call)
 
     async def tokenize(
         self, engine: Engine, body: TokenizeTextBody | ChatTemplateFields, *, tools_in_words: bool = False

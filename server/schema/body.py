@@ -156,11 +156,7 @@ _DEFAULT_LIMITS = Limits()
 
 
 class Body(BaseModel):
-    """A JSON object sent by a client.
-
-    ``ignored``, ``refused`` : fields outside the schema. ``chat_names`` : fields of the chat completion that it is, and
-    what they are called here.
-    """
+    """A JSON object sent by a client. ``chat_names`` : its fields, by those of the chat completion it is."""
 
     # Strict: "5" is no number and 1 no boolean, as at OpenAI.
     model_config = ConfigDict(extra="forbid", strict=True)

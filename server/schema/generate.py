@@ -200,11 +200,9 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         return None
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
-        """How to sample each choice.
+        """How to sample each choice; raises RequestError. ``room`` : tokens left in the context after the prompt.
 
-        defaults : values for what the request leaves out. room : tokens left in the context after the prompt.
-        default_limit : output tokens where neither request nor defaults say, never more than ``room``.
-        Raises RequestError.
+        ``default_limit`` : output tokens where neither request nor ``defaults`` say, never more than ``room``.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
@@ -307,8 +305,7 @@ class CompletionBody(GenerateBody):
         if prompt and all(isinstance(entry, list) and entry and _is_token_ids(entry) for entry in prompt):
             return list(prompt)
         raise RequestError(
-            "prompt must be a string, strings, token ids or lists of token ids, and not empty",
-            param="prompt",
+            "prompt must be a string, strings, token ids or lists of token ids, and not empty", param="prompt"
         )
 
 

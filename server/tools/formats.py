@@ -13,20 +13,8 @@ from functools import cache
 
 from server.tools.messages import MessageParser, Reader
 from server.tools.readers import CALL_ID, CallFormat, Calls, Written
-from server.tools.reasoning import (
-    CALL,
-    CHANNEL,
-    CONSTRAIN,
-    END,
-    MESSAGE,
-    RETURN,
-    START,
-    ReasoningFormat,
-    channels,
-)
-from server.tools.reasoning import (
-    reasoning as reasoning_reader,
-)
+from server.tools.reasoning import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, ReasoningFormat, channels
+from server.tools.reasoning import reasoning as reasoning_reader
 from server.tools.values import Functions
 
 AUTO, OFF = "auto", "none"
@@ -269,9 +257,8 @@ def make_parser(
 ) -> MessageParser:
     """What takes one message apart; None where the message has no such parts. ``reasoning`` comes first, then calls.
 
-    ``functions`` : of the request; formats without types read values by their schemas, those without markers take for
-    calls only what calls one of them. ``prompt`` : the end of what the model continues, 64 characters are enough:
-    templates that open or close the reasoning themselves are known by it. O(1).
+    ``functions`` : of the request, whose schemas tell types; formats without markers take nothing else for calls.
+    ``prompt`` : the end of what the model continues, 64 characters are enough: it may have opened the reasoning.
     """
     functions = functions or {}
     form = None if tool_call is None else TOOL_FORMATS[tool_call]

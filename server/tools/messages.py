@@ -118,8 +118,7 @@ class MessageParser:
     """Takes one message apart, by readers each of which goes on where the one before has ended; the rest is content.
 
     However the text is cut, all deltas together are the same. Text that is no well-formed call is content, but for the
-    beginning of a call, not within a line of prose, that the end of the text cut: nothing else a model says is lost,
-    and nothing raises. One object a choice, not thread-safe. O(characters) over the whole message.
+    beginning of a call that the end of the text cut. Nothing raises. One object a choice. O(characters).
     """
 
     def __init__(self, *readers: Reader) -> None:
