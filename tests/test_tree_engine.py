@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.exactness import RandomDrafter
-from server.command.arguments import parse_arguments
 from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.drafter import SuffixDrafter
@@ -165,7 +164,6 @@ def test_trees_are_asked_for_where_they_can_be_verified(caplog: pytest.LogCaptur
             sampling,
         )
     assert drafter.trees == {False} and "chains only" in caplog.text
-    assert parse_arguments(["--draft-shape", "tree"], {}).speculation.draft.draft_shape == "tree"
     with pytest.raises(ConfigError, match="draft_shape must be one of auto, chain, tree"):
         DraftConfig(draft_shape="bush")  # type: ignore[arg-type]
 

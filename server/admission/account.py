@@ -80,36 +80,38 @@ class Budget:
 
 
 class Allowance:
-    """A token bucket that holds a minute's worth and is full at first. What is taken may leave a debt.
+    """A token bucket, full at first; None holds any amount. What is taken may leave a debt. ``now`` never goes back."""
 
-    Times are seconds of one clock that does not go back. No locks.
-    """
-
-    def __init__(self, per_minute: int, now: float) -> None:
+    def __init__(self, per_minute: int | None, now: float) -> None:
         self.per_minute = per_minute
-        self._left = float(per_minute)
-        self._at = now
+        self._left, self._at = float(per_minute or 0), now
 
     def left(self, now: float) -> float:
         """How much may be taken; below 0 what was taken too much."""
-        gained = (now - self._at) * self.per_minute / _MINUTE_S
-        return min(float(self.per_minute), self._left + gained)
+        if self.per_minute is None:
+            return math.inf
+        return min(float(self.per_minute), self._left + (now - self._at) * self.per_minute / _MINUTE_S)
 
     def take(self, amount: float, now: float) -> None:
         """Take ``amount``, whether it is there or not; below 0 gives back."""
-        self._left, self._at = min(float(self.per_minute), self.left(now) - amount), now
+        if self.per_minute is not None:
+            self._left, self._at = min(float(self.per_minute), self.left(now) - amount), now
 
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until ``amount``, at most a minute's worth, is there."""
+        if self.per_minute is None:
+            return 0.0
         return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)
 
-    def change(self, per_minute: int, now: float) -> None:
+    def change(self, per_minute: int | None, now: float) -> None:
         """Another amount from now on; what was used of the old one is used of the new one."""
-        used = self.per_minute - self.left(now)
-        self._left, self._at, self.per_minute = per_minute - used, now, per_minute
+        used = 0.0 if self.per_minute is None else self.per_minute - self.left(now)
+        self._left, self._at, self.per_minute = (per_minute or 0) - used, now, per_minute
 
     def headers(self, name: str, now: float) -> dict[str, str]:
         """As OpenAI says it, of ``name``: the limit, what is left of it, and when all of it is there again."""
+        if self.per_minute is None:
+            return {}
         return {
             f"x-ratelimit-limit-{name}": str(self.per_minute),
             f"x-ratelimit-remaining-{name}": str(max(0, math.floor(self.left(now)))),
@@ -143,10 +145,10 @@ class Account:
         self.tenant = tenant
         self.use = Use()
         self._clock = clock
-        self._lock = threading.Lock()
-        self._requests: Allowance | None = None
-        self._tokens: Allowance | None = None
-        self.change(tenant)
+        self._lock = threading.RLock()
+        now = clock()
+        self._requests = Allowance(tenant.quotas.requests_per_minute, now)
+        self._tokens = Allowance(tenant.quotas.tokens_per_minute, now)
 
     @property
     def name(self) -> str:
@@ -162,76 +164,21 @@ class Account:
         with self._lock:
             now = self._clock()
             self.tenant = tenant
-            self._requests = _changed(self._requests, tenant.quotas.requests_per_minute, now)
-            self._tokens = _changed(self._tokens, tenant.quotas.tokens_per_minute, now)
+            self._requests.change(tenant.quotas.requests_per_minute, now)
+            self._tokens.change(tenant.quotas.tokens_per_minute, now)
 
     def enter(self) -> None:
-        """Count a request before any work is done for it, whatever becomes of it.
-
-        Raises TenantLimit, with nothing counted, where none, or no token, is left of this minute.
-        """
+        """Count a request before any work is done for it; raises TenantLimit, with nothing counted, if none is left."""
         with self._lock:
             now = self._clock()
-            if self._requests is not None and (wait_s := self._requests.wait_s(1, now)) > 0:
+            if (wait_s := self._requests.wait_s(1, now)) > 0:
                 message = f"this key may send {self._requests.per_minute} requests a minute: try again later"
-                raise self._refused("requests", message, wait_s, now)
-            self._require_tokens(1, now)
-            if self._requests is not None:
-                self._requests.take(1, now)
+                raise self._refused("requests", message, wait_s)
+            self._require_tokens(1)
+            self._requests.take(1, now)
 
     def require_place(self, num_choices: int, num_slots: int) -> None:
         """Raises what ``admit`` would for so many choices; before prompts are tokenised. ``num_slots`` : as there."""
-        with self._lock:
-            self._require_place(num_choices, num_slots, self._clock())
-
-    def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int, share: Share | None = None) -> Ticket:
-        """Let a request in that has entered and wants so much; what comes back must be ended.
-
-        ``num_slots`` : of the server. ``share`` : what it has taken of what all share. Raises TenantLimit, and
-        RequestError for what can never be admitted; then the share is given back.
-        """
-        try:
-            with self._lock:
-                self._admit(num_choices, num_prompt_tokens, num_slots, self._clock())
-        except BaseException:
-            if share is not None:
-                share.give_back()
-            raise
-        return Ticket(self, num_choices, num_prompt_tokens, share)
-
-    def _admit(self, num_choices: int, num_prompt_tokens: int, num_slots: int, now: float) -> None:
-        self._require_place(num_choices, num_slots, now)
-        if self._tokens is not None and num_prompt_tokens > self._tokens.per_minute:
-            raise RequestError(
-                f"the prompts have {num_prompt_tokens} tokens, and this key may use {self._tokens.per_minute} a "
-                "minute: shorten them",
-                param="prompt",
-            )
-        self._require_tokens(num_prompt_tokens, now)
-        if self._tokens is not None:
-            self._tokens.take(num_prompt_tokens, now)
-        self.use.num_in_flight += num_choices
-        self.use.num_requests += 1
-        self.use.num_prompt_tokens += num_prompt_tokens
-
-    def headers(self) -> dict[str, str]:
-        """What is left of this minute, for every answer; empty where there are no rates."""
-        with self._lock:
-            return self._headers(self._clock())
-
-    def end(self, num_choices: int, num_output_tokens: int, taken_back: int | None) -> None:
-        with self._lock:
-            now = self._clock()
-            self.use.num_in_flight -= num_choices
-            assert self.use.num_in_flight >= 0
-            self.use.num_output_tokens += num_output_tokens
-            if taken_back is not None:
-                self.use.num_requests -= 1
-                self.use.num_prompt_tokens -= taken_back
-            if self._tokens is not None:
-                self._tokens.take(num_output_tokens - (taken_back or 0), now)
-
-    def _require_place(self, num_choices: int, num_slots: int, now: float) -> None:
         quotas = self.tenant.quotas
         if quotas.max_waiting is None:
             return
@@ -242,25 +189,58 @@ class Account:
                 "prompts",
                 param="n",
             )
-        if self.use.num_in_flight + num_choices > most:
-            message = f"this key has {self.use.num_in_flight} of its {most} requests in flight: try again later"
-            raise self._refused("queue", message, _QUEUE_RETRY_S, now)
+        with self._lock:
+            if self.use.num_in_flight + num_choices > most:
+                message = f"this key has {self.use.num_in_flight} of its {most} requests in flight: try again later"
+                raise self._refused("queue", message, _QUEUE_RETRY_S)
 
-    def _require_tokens(self, num_tokens: int, now: float) -> None:
-        if self._tokens is not None and (wait_s := self._tokens.wait_s(max(1, num_tokens), now)) > 0:
+    def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int, share: Share | None = None) -> Ticket:
+        """Let in what has entered; what comes back must be ended. Where it raises, ``share`` is given back."""
+        try:
+            with self._lock:
+                self.require_place(num_choices, num_slots)
+                most = self._tokens.per_minute
+                if most is not None and num_prompt_tokens > most:
+                    raise RequestError(
+                        f"the prompts have {num_prompt_tokens} tokens, and this key may use {most} a minute: shorten "
+                        "them",
+                        param="prompt",
+                    )
+                self._require_tokens(num_prompt_tokens)
+                self._tokens.take(num_prompt_tokens, self._clock())
+                self.use.num_in_flight += num_choices
+                self.use.num_requests += 1
+                self.use.num_prompt_tokens += num_prompt_tokens
+        except BaseException:
+            if share is not None:
+                share.give_back()
+            raise
+        return Ticket(self, num_choices, num_prompt_tokens, share)
+
+    def headers(self) -> dict[str, str]:
+        """What is left of this minute, for every answer; empty where there are no rates."""
+        with self._lock:
+            now = self._clock()
+            return self._requests.headers("requests", now) | self._tokens.headers("tokens", now)
+
+    def end(self, num_choices: int, num_output_tokens: int, taken_back: int | None) -> None:
+        with self._lock:
+            self.use.num_in_flight -= num_choices
+            assert self.use.num_in_flight >= 0
+            self.use.num_output_tokens += num_output_tokens
+            if taken_back is not None:
+                self.use.num_requests -= 1
+                self.use.num_prompt_tokens -= taken_back
+            self._tokens.take(num_output_tokens - (taken_back or 0), self._clock())
+
+    def _require_tokens(self, num_tokens: int) -> None:
+        if (wait_s := self._tokens.wait_s(max(1, num_tokens), self._clock())) > 0:
             message = f"this key may use {self._tokens.per_minute} tokens a minute: try again later"
-            raise self._refused("tokens", message, wait_s, now)
+            raise self._refused("tokens", message, wait_s)
 
-    def _refused(self, kind: str, message: str, wait_s: float, now: float) -> TenantLimit:
+    def _refused(self, kind: str, message: str, wait_s: float) -> TenantLimit:
         self.use.num_refused[kind] += 1
-        return TenantLimit(message, kind=kind, retry_after_s=max(1, math.ceil(wait_s)), headers=self._headers(now))
-
-    def _headers(self, now: float) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for name, allowance in (("requests", self._requests), ("tokens", self._tokens)):
-            if allowance is not None:
-                found |= allowance.headers(name, now)
-        return found
+        return TenantLimit(message, kind=kind, retry_after_s=max(1, math.ceil(wait_s)), headers=self.headers())
 
 
 class Ticket:
@@ -277,12 +257,3 @@ class Ticket:
         account, self._account = self._account, None
         if account is not None:
             account.end(self._num_choices, num_output_tokens, None if was_begun else self._num_prompt_tokens)
-
-
-def _changed(allowance: Allowance | None, per_minute: int | None, now: float) -> Allowance | None:
-    if per_minute is None:
-        return None
-    if allowance is None:
-        return Allowance(per_minute, now)
-    allowance.change(per_minute, now)
-    return allowance

@@ -121,10 +121,7 @@ class GuardedProtocol(HttpProtocol):
         self._look_later()
 
     def _takes_nothing(self, now: float) -> bool:
-        """Whether the client has taken too little for too long of what waits to be sent.
-
-        Judged only while nothing is added: while writing is paused, and after the answer has been written.
-        """
+        """Whether the client took too little for too long of what waits to be sent, while nothing is added."""
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or (self._is_busy() and not self.flow.write_paused):
             self._sending = None
@@ -171,11 +168,7 @@ class BodyReader:
         self._memory = Budget(most, "large bodies")
 
     async def read(self, request: Request, check: Callable[[Any], T], *, max_values: int) -> T:
-        """What ``check`` makes of the decoded body, whatever its content type.
-
-        ``max_values`` : most of `json_size.num_values`. Raises RequestError; ApiError 413 for a body that is too long
-        or says so, 408 for one that does not arrive; QueueFull where too many large ones are here.
-        """
+        """What ``check`` makes of the decoded body; raises RequestError, ApiError (413, 408) or QueueFull."""
         share = self._memory.share()
         try:
             content = await self._receive(request, share)

@@ -150,9 +150,7 @@ _KEEP_OUT, _TAKE_IN = ("1", "true"), ("", "0", "false")
 
 
 def may_learn(headers: Headers) -> bool:
-    """False where the header `NO_LEARN_HEADER` keeps the request out of the cache, for clients that cannot send
-    ``store``; raises RequestError where it is neither 0 nor 1.
-    """
+    """False where the header keeps the request out of the cache, for clients that cannot send ``store``."""
     value = headers.get(NO_LEARN_HEADER, "").strip().lower()
     if value not in (*_KEEP_OUT, *_TAKE_IN):
         raise RequestError(f"{NO_LEARN_HEADER} must be 1 or 0, got {shown(value)}", param=NO_LEARN_HEADER)

@@ -22,10 +22,7 @@ _MOST_BYTES: Final = 1 << 22
 
 
 class Generations:
-    """A number for each counter's name, which only grows: the greatest that this server or a replica has counted.
-
-    Kept in a file, where there is one, before anybody is told of it. Safe from any thread; what asks replicas waits.
-    """
+    """A number for each name, which only grows, in a file before anybody is told. Safe from any thread; may wait."""
 
     def __init__(self, path: Path | None, shared: RedisCounters | None) -> None:
         self._path = path
@@ -52,10 +49,7 @@ class Generations:
             return number, is_told
 
     def absorb(self, names: Iterable[str]) -> dict[str, int]:
-        """Take over what replicas have counted, and tell them what they missed.
-
-        Returns the former numbers of those that changed.
-        """
+        """Take over what replicas have counted, and tell them what they missed; returns former numbers of changed."""
         with self._counting:
             asked = list(names)
             if self._shared is None or not asked:

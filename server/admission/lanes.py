@@ -43,10 +43,7 @@ class Lane:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``call`` returns or raises; raises QueueFull, without calling it, where the line is full.
-
-        A call that was begun goes on when the caller is cancelled, and keeps its place until it ends.
-        """
+        """What ``call`` returns or raises, or QueueFull; once begun it goes on, and keeps its place, if cancelled."""
         return await self.run_priced(self._unit, partial(call, *args, **kwargs))
 
     async def run_priced(self, cost: int, call: Callable[[], T]) -> T:
@@ -116,11 +113,7 @@ def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 
 
 class Lanes:
-    """The lanes of a server.
-
-    Tokenizers written in Rust work on several texts at once. Texts of usual length have two threads, so that one can be
-    at the edge of what is short; long ones have one. So it is with grammars.
-    """
+    """The lanes of a server. Short texts have two threads, so that one can be at the edge of what is short."""
 
     def __init__(self) -> None:
         self._bodies = Lane("reading bodies", num_threads=1, max_waiting=256)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import stat
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import TYPE_CHECKING, Final
 
 from server.admission.generations import Generations
 from server.admission.registry import NamespaceNames, Tenants
@@ -21,8 +19,8 @@ from server.admission.rules import (
     RulesFile,
     Tenant,
     digest_of,
+    read_private,
     read_rules,
-    tenants_of_keys,
 )
 from server.base.settings import ServerSettings
 from ssd.errors import ConfigError
@@ -43,15 +41,12 @@ _MOST_BYTES: Final = 4096
 def given_secret(path: Path | None, text: str | None) -> bytes | None:
     """The secret of a file, or ``text``, of ``$SSD_SECRET``; None where neither is given. Raises ConfigError."""
     if path is not None:
-        return _checked(_read(path), f"{SECRET_OPTION} {path}")
+        return _checked(read_private(path, SECRET_OPTION).strip(), f"{SECRET_OPTION} {path}")
     return _checked(text.encode("utf-8", "surrogateescape"), f"${SECRET_VARIABLE}") if text else None
 
 
 def own_secret(cache_directory: Path | None) -> bytes:
-    """The secret that was made for a cache directory, made now where there is none; without one, of this process.
-
-    Raises ConfigError where there is another thing in its place.
-    """
+    """The secret that is kept in a cache directory, or made there now; else one of this process. Raises ConfigError."""
     if cache_directory is None:
         return secrets.token_bytes(32)
     path = cache_directory / STATE_DIRECTORY / "secret"
@@ -59,26 +54,13 @@ def own_secret(cache_directory: Path | None) -> bytes:
         make_directory(path.parent)
         if not path.exists():
             make_file(path, [secrets.token_hex(32).encode()])
-        return _checked(_read(path, open_file), str(path))
+        return _checked(read_private(path, SECRET_OPTION, open_file).strip(), str(path))
     except OSError as error:
         log.warning(
             "%s cannot be made (%s): tenants' caches are found again after a restart only with %s or $%s",
             path, error.strerror, SECRET_OPTION, SECRET_VARIABLE,
         )  # fmt: skip
         return secrets.token_bytes(32)
-
-
-def _read(path: Path, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> bytes:
-    """``opened`` : how; what an operator names may be a pipe, and is waited for."""
-    try:
-        with opened(path) as file:
-            content = file.read(_MOST_BYTES + 1)
-            mode = os.fstat(file.fileno()).st_mode
-    except OSError as error:
-        raise ConfigError(f"{SECRET_OPTION} {path} cannot be read: {error.strerror}") from error
-    if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IRWXO):
-        log.warning("%s may be read by other users: chmod 600 it", path)
-    return content.strip()
 
 
 def _checked(secret: bytes, source: str) -> bytes:
@@ -89,44 +71,40 @@ def _checked(secret: bytes, source: str) -> bytes:
     return secret
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantSources:
-    """Where tenants come from. ``keys`` : given once. ``read_keys`` : a file's, as it is now. ``path`` : rules."""
-
-    keys: tuple[str, ...] = ()
-    read_keys: Callable[[], tuple[str, ...]] = tuple
-    path: Path | None = None
-
-    def read(self, names: NamespaceNames) -> tuple[Tenant, ...]:
-        """All tenants there are now. Raises ConfigError."""
-        rules = NO_FILE if self.path is None else read_rules(self.path)
-        keys = (*self.keys, *self.read_keys())
-        digests = map(digest_of, keys)
-        of_keys = tenants_of_keys(keys, rules.defaults, {digest: f"key-{names.short(digest)}" for digest in digests})
-        _require_one_owner(rules, of_keys)
-        return (*rules.tenants, *of_keys)
-
-
 def open_tenants(
-    sources: TenantSources,
     settings: ServerSettings,
     secret: bytes,
     *,
+    keys: tuple[str, ...] = (),
+    read_keys: Callable[[], tuple[str, ...]] = tuple,
+    path: Path | None = None,
     cache_directory: Path | None = None,
     counters: RedisCounters | None = None,
 ) -> Tenants:
-    """The tenants of a server. ``counters`` : what replicas count deletions with. Raises ConfigError."""
+    """The tenants of ``keys``, of a file's keys as they are now, and of rules at ``path``. Raises ConfigError."""
     names = NamespaceNames(secret)
-    path = None if cache_directory is None else cache_directory / STATE_DIRECTORY / "generations.json"
+
+    def read() -> tuple[Tenant, ...]:
+        rules = NO_FILE if path is None else read_rules(path)
+        of_keys = [
+            replace(
+                rules.defaults, name=f"key-{names.short(digest)}", seed=f"key:{digest}", digests=frozenset({digest})
+            )
+            for digest in dict.fromkeys(map(digest_of, (*keys, *read_keys())))
+        ]
+        _require_one_owner(rules, of_keys)
+        return (*rules.tenants, *of_keys)
+
+    kept_at = None if cache_directory is None else cache_directory / STATE_DIRECTORY / "generations.json"
     tenants = Tenants(
-        lambda: sources.read(names),
+        read,
         names=names,
-        generations=Generations(path, counters),
+        generations=Generations(kept_at, counters),
         bases=settings.namespaces,
         share_cache=settings.share_cache_across_keys,
     )
-    if sources.path is not None and not tenants.is_closed:
-        raise ConfigError(f"--tenants {sources.path} names no tenant: write one, or leave the option out")
+    if path is not None and not tenants.is_closed:
+        raise ConfigError(f"--tenants {path} names no tenant: write one, or leave the option out")
     return tenants
 
 
@@ -140,19 +118,11 @@ def _require_one_owner(rules: RulesFile, of_keys: list[Tenant]) -> None:
         raise ConfigError(f"tenant {twice.name!r} has the name of a key that is given by itself: take another")
 
 
-def tenants_of(settings: ServerSettings) -> Tenants:
-    """Each key of the settings a tenant of its own, with a secret of this process. Raises ConfigError."""
-    return open_tenants(TenantSources(keys=settings.api_keys), settings, secrets.token_bytes(32))
-
-
 INTERVAL_S: Final = 1.0
 
 
 class Watch:
-    """Reloads tenants when one of their files has changed, and sweeps up after deletions, on a thread of its own.
-
-    A file that cannot be used is said once, and leaves all as it was.
-    """
+    """Reloads tenants when a file has changed, where it can be used, and sweeps up after deletions, on a thread."""
 
     def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:
         self._tenants = tenants

@@ -89,11 +89,7 @@ class Tenants:
         bases: tuple[str, ...] = (),
         share_cache: bool = False,
     ) -> None:
-        """``read`` : the tenants as they are written now; raises ConfigError.
-
-        ``bases`` : namespaces that are served, what tenants' own are derived from. ``share_cache`` : all tenants use
-        these, and none has its own.
-        """
+        """``read`` : the tenants as written now; raises ConfigError. ``bases`` : namespaces that are served."""
         self._read = read
         self._names = names or NamespaceNames(secrets.token_bytes(32))
         self._generations = generations or Generations(None, None)
@@ -113,8 +109,6 @@ class Tenants:
         self._replace(read())
         self.is_closed: Final = bool(self._accounts)
         """Whether a key is needed."""
-
-    # -- finding -------------------------------------------------------------------------------------------------------
 
     def find(self, key: str) -> Account | None:
         """Whose key it is. How long it takes tells nothing about the keys: what is looked up is a keyed digest."""
@@ -180,8 +174,6 @@ class Tenants:
             )
         return found
 
-    # -- reloading -----------------------------------------------------------------------------------------------------
-
     def reload(self) -> int:
         """Read the rules again; returns the number of tenants. Raises ConfigError, and then all stays as it was."""
         tenants = self._read()
@@ -207,13 +199,8 @@ class Tenants:
                 self._keyed(digest): account for account in accounts.values() for digest in account.tenant.digests
             }
 
-    # -- deleting ------------------------------------------------------------------------------------------------------
-
     def delete_cache(self, name: str) -> dict[str, Any]:
-        """Forget what a tenant's requests have taught, here and on disk at once, at replicas within seconds.
-
-        Nothing of it is drafted from once this has returned. Waits for files and for Redis. Raises ApiError.
-        """
+        """Forget what a tenant's requests have taught, here at once, at replicas within seconds. Raises ApiError."""
         account = self._accounts.get(name)
         if account is None:
             raise ApiError(404, f"there is no tenant {shown(name)}", code="tenant_not_found")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, BinaryIO, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -27,19 +28,14 @@ class Quotas(BaseModel):
     """What one tenant may use; None leaves it to the server's own limits."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
     max_running: _Count = None
     """Slots that its requests hold at once; further ones wait for their turn."""
-
     max_waiting: Annotated[int | None, Field(ge=0, le=_MOST)] = None
     """Requests beyond its slots; more are answered 429."""
-
     requests_per_minute: _Count = None
     """HTTP requests for text; unused ones are kept for a minute."""
-
     tokens_per_minute: _Count = None
     """Prompt and output tokens; unused ones are kept for a minute."""
-
     cache_tokens: Annotated[int | None, Field(ge=4096, le=_MOST)] = None
     """Capacity of its cache."""
 
@@ -68,20 +64,6 @@ EVERYBODY: Final = Tenant(name="", seed="", digests=frozenset())
 def digest_of(key: str) -> str:
     """SHA-256 of a key, 64 hexadecimal characters: what a file may hold in place of the key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def tenants_of_keys(keys: Iterable[str], defaults: Tenant, name_of: dict[str, str]) -> list[Tenant]:
-    """Each key a tenant of its own. ``defaults`` : what all of them may; ``name_of`` : names by digest."""
-    return [
-        Tenant(
-            name=name_of[digest],
-            seed=f"key:{digest}",
-            digests=frozenset({digest}),
-            quotas=defaults.quotas,
-            reads_shared=defaults.reads_shared,
-        )
-        for digest in dict.fromkeys(map(digest_of, keys))
-    ]
 
 
 TENANTS_OPTION: Final = "--tenants"
@@ -136,23 +118,23 @@ class RulesFile:
 NO_FILE: Final = RulesFile(Tenant(name="defaults", seed="", digests=frozenset()), ())
 
 
-def read_rules(path: Path) -> RulesFile:
-    """The rules of a file. Warns where others than its owner may read it.
-
-    Raises ConfigError, which never shows a key.
-    """
+def read_private(path: Path, option: str, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> bytes:
+    """What an operator's file, or pipe, holds; warns where others may read it. Raises ConfigError."""
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-            status = path.stat()
+        with opened(path) as file:
+            content, mode = file.read(_MOST_BYTES + 1), os.fstat(file.fileno()).st_mode
     except OSError as error:
-        raise ConfigError(f"{TENANTS_OPTION} {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from error
     if len(content) > _MOST_BYTES:
-        raise ConfigError(f"{TENANTS_OPTION} {path} is longer than {_MOST_BYTES} bytes")
-    rules = parse_rules(content, f"{TENANTS_OPTION} {path}")
-    if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IWGRP | stat.S_IRWXO):
-        log.warning("%s %s may be read by other users: chmod 600 it", TENANTS_OPTION, path)
-    return rules
+        raise ConfigError(f"{option} {path} is longer than {_MOST_BYTES} bytes")
+    if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IRWXO):
+        log.warning("%s %s may be read by other users: chmod 600 it", option, path)
+    return content
+
+
+def read_rules(path: Path) -> RulesFile:
+    """The rules of a file. Raises ConfigError, which never shows a key."""
+    return parse_rules(read_private(path, TENANTS_OPTION), f"{TENANTS_OPTION} {path}")
 
 
 def parse_rules(content: bytes, source: str) -> RulesFile:

@@ -30,10 +30,7 @@ _GOING_ON = Choice()
 
 
 def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, Any] | None:
-    """Counts over the passes that had a draft; None where nothing was kept. O(passes).
-
-    ``is_detailed`` : also of each draft, in order, how long it was and how much was accepted.
-    """
+    """Counts over the passes that had a draft, ``is_detailed`` of each; None where nothing was kept. O(passes)."""
     if stats is None or stats.steps is None:
         return None
     drafted = [length for length, _ in stats.steps]
@@ -63,12 +60,7 @@ class DraftWriter:
         self._streams: dict[int, TextStream] = {}
 
     def describe(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
-        """The field ``draft`` of a chunk; None where no pass made it. O(tokens).
-
-        "texts" is what each token added to the text of the chunk, which they make up together; the first
-        "num_accepted" of them were drafted. "pass" is the number among the passes of the choice, from 1. Of a pass
-        for which nothing was drafted the source is None.
-        """
+        """The field ``draft`` of a chunk, docs/page.md says what it holds; None where no pass made it. O(tokens)."""
         draft = output.draft
         if draft is None:
             return None
@@ -102,12 +94,7 @@ class LogprobsWriter:
         self._as_token_ids = as_token_ids
 
     def completion(self, entries: Sequence[TokenLogprobs | None], first: int | None, offset: int) -> dict[str, Any]:
-        """``logprobs`` of /v1/completions.
-
-        entries : None for a prompt's first token, which nothing predicts and which is then token ``first``.
-        offset : characters of the text before the first token. Each entry of ``top_logprobs`` holds the token itself as
-        well; where several tokens have the same text, the most probable.
-        """
+        """``logprobs`` of /v1/completions. Of a prompt's token ``first``, which nothing predicts, the entry is None."""
         token_ids = [first if entry is None else entry.token_id for entry in entries]
         tokens = [self._text(token_id) if token_id is not None else "" for token_id in token_ids]
         offsets = []
@@ -158,10 +145,7 @@ class LogprobsWriter:
 
 
 class Answer(ABC):
-    """Writes the answer of one HTTP request, all of which has its id and time; whole, or as a stream of events.
-
-    ``end`` : what goes last of all. ``keep_alive`` : what goes while there is nothing to say.
-    """
+    """Writes one HTTP request's answer, whole or as events. ``end`` goes last, ``keep_alive`` while nothing is said."""
 
     id_prefix: str
     object_name: str
@@ -196,8 +180,6 @@ class Answer(ABC):
             "model": settings.model_name,
             "system_fingerprint": settings.system_fingerprint,
         }
-
-    # -- whole -------------------------------------------------------------------------------------------------------
 
     @property
     def is_short(self) -> bool:
@@ -243,8 +225,6 @@ class Answer(ABC):
         found = draft_counts(choices[0].stats, is_detailed=self._spec_decode_metrics == "detailed")
         return {} if found is None else {"metrics": {"speculative_decoding": found}}
 
-    # -- streamed ----------------------------------------------------------------------------------------------------
-
     def stream(self, options: StreamOptions, drafts: DraftWriter | None = None) -> None:
         """It will be streamed. ``drafts`` : says of each pass what was drafted, where the client wants to know it."""
         self.pad, self._options, self._drafts = bool(options.include_obfuscation), options, drafts
@@ -253,10 +233,7 @@ class Answer(ABC):
         return b""
 
     async def opening(self, index: int, usage: Usage | None = None) -> bytes:
-        """What goes before the first text of a choice; ``usage`` : so far, where it is not the generation's.
-
-        Where it holds a prompt's tokens it is written aside.
-        """
+        """What goes before a choice's first text. ``usage`` : so far, where it is not the generation's."""
 
         def write() -> bytes:
             return b"".join(self._event(self._choice(index, each), usage) for each in self.first_chunks(index))

@@ -8,7 +8,7 @@ from server.answers.answer import Answer
 from server.base.settings import ServerSettings
 from server.running.generation import Choice
 from server.schema.body import Body
-from server.tools.messages import Message, Messages, ToolCall, ToolCallDelta
+from server.tools.messages import Messages, ToolCall, ToolCallDelta
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput
@@ -29,12 +29,7 @@ class ChatAnswer(Answer):
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        asked: Body,
-        *,
-        messages: Messages | None = None,
-        **options: Any,
+        self, settings: ServerSettings, asked: Body, *, messages: Messages | None = None, **options: Any
     ) -> None:
         """``messages`` : takes the texts apart; None where all of them are content."""
         super().__init__(settings, **options)
@@ -51,17 +46,13 @@ class ChatAnswer(Answer):
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self._messages is not None:
-            message |= self._written(self._messages.whole(index, text, is_cut=is_cut(choice)))
+            said = self._messages.whole(index, text, is_cut=is_cut(choice))
+            message["content"] = "".join(said.content) or None
+            if reasoning := "".join(said.reasoning):
+                message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            if said.tool_calls:
+                message["tool_calls"] = [_call(call, call.arguments) for call in said.tool_calls]
         return {"message": message, "logprobs": None if self.logprobs is None else self.logprobs.chat(choice.logprobs)}
-
-    def _written(self, message: Message) -> dict[str, Any]:
-        calls, reasoning = message.tool_calls, "".join(message.reasoning)
-        written: dict[str, Any] = {"content": "".join(message.content) or None}
-        if reasoning:
-            written |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        if calls:
-            written["tool_calls"] = [_call(call, call.arguments) for call in calls]
-        return written
 
     def whole_extras(self) -> dict[str, Any]:
         if self.prompt_logprobs is None:

@@ -1,10 +1,8 @@
 """Streams whose events tell nothing about the drafts that were accepted: even pieces, padded, at an even pace.
 
-Who sees the sizes and times of an encrypted stream's packets sees with plain events how many tokens each step gave, and
-so which text was drafted (arXiv 2411.01076). Here every event but the last of a choice carries the same number of
-tokens, however many came at once, fills whole units of bytes, and is sent at a tick of a clock that began with the
-request. What still shows is the length of the output in pieces, and of each piece in units; and where the model takes
-longer for a piece than the clock, how long it took.
+Sizes and times of an encrypted stream's packets tell how many tokens each step gave, and so which text was drafted
+(arXiv 2411.01076). Here every event but a choice's last has the same number of tokens, fills whole units of bytes, and
+is sent at a tick of a clock that began with the request. What still shows is said in SECURITY.md.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ _LOOKS_S = 0.25
 
 @dataclass(slots=True)
 class _Gathered:
-    """What a choice has said and not yet sent.
-
-    ``stream`` : spells its tokens once more, one at a time. ``piece_tokens`` : of every piece but the last.
-    """
+    """What a choice has said and not yet sent. ``stream`` : spells its tokens once more, one at a time."""
 
     stream: TextStream
     piece_tokens: int
@@ -98,16 +93,12 @@ class Pace:
         self._started = self._loop.time()
         self._tick = 0
 
-    async def tick(self) -> None:
-        """Wait for the next tick that nobody has waited for yet."""
-        await self.until(self._tick + 1)
-
-    async def until(self, tick: int) -> None:
-        """Wait for a tick, counted from 1, or for the next one where it has passed."""
+    async def until(self, tick: int | None = None) -> None:
+        """Wait for a tick, counted from 1, or the next one where it has passed, or nobody waited for yet."""
         if not self._interval_s:
             return
         passed = self._loop.time() - self._started
-        self._tick = max(tick, math.ceil(passed / self._interval_s))
+        self._tick = max(tick or self._tick + 1, math.ceil(passed / self._interval_s))
         at = self._started + self._tick * self._interval_s
         while (left := at - self._loop.time()) > 0 and not self._hurries():
             await asyncio.sleep(min(left, _LOOKS_S))
@@ -123,10 +114,7 @@ async def finish_at_a_tick(generation: Generation, pace: Pace, piece_tokens: int
 async def obfuscated_events(
     answer: Answer, pieces: EvenPieces, pace: Pace, keep_alive_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a generation, as `server.answers.answer.events` says, but evenly cut and sent.
-
-    Where it fails, what did not fill a piece is not sent.
-    """
+    """`server.answers.answer.events`, evenly cut and sent; where it fails, what did not fill a piece is not sent."""
     numbers, num_sent = count(), 0
     clock = asyncio.get_running_loop().time
     sent_at, ready = clock(), b""
@@ -137,7 +125,7 @@ async def obfuscated_events(
             if arrived is not None:
                 pieces.add(*arrived)
             while pairs := pieces.next_round():
-                await pace.tick()
+                await pace.until()
                 if next(numbers) == 0:
                     usage = _usage_so_far(answer.generation, 0, last=False)
                     for index, _ in pairs:

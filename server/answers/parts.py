@@ -58,11 +58,7 @@ class Parts:
         self._logprobs: list[dict[str, Any]] = []
 
     def push(self, text: str, logprobs: Sequence[dict[str, Any]] = (), *, ended: bool) -> list[Event]:
-        """The events of the next text; ``ended`` : it is the last.
-
-        ``logprobs`` : of the tokens that ended in this text. Those of text that is held back go out with it where it
-        becomes content; those of reasoning and calls have no place.
-        """
+        """The events of the next text; of the log-probabilities only those of content have a place."""
         events: list[Event] = []
         self._logprobs += logprobs
         if self._messages is None:

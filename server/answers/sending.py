@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from server.admission.account import Budget, Share
@@ -36,10 +36,7 @@ class ClientGone(Exception):
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` while the client is there; raises ClientGone, with the work cancelled, once it is not.
-
-    The request's body must have been read.
-    """
+    """Run ``work`` while the client is there, else raise ClientGone. The request's body must have been read."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -59,40 +56,24 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends events as they come. The generation is closed at the end, whoever caused it."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, generation: Generation, events: AsyncGenerator[bytes, None]) -> None:
-        self.status_code = 200
-        self.background = None
-        self._generation = generation
-        self._events = events
         # Proxies must neither store nor collect events.
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-
-    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        """As a response without a body of its own, hence without content-length."""
-        self.body = b""
-        super().init_headers(headers)
-        del self.headers["content-length"]
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._generation, self._events = generation, events
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events end or the client goes."""
         try:
-            await until_disconnect(receive, self._send(send))
+            await until_disconnect(receive, self.stream_response(send))
         except ClientGone:
             log.debug("client left a stream")
         finally:
             self._generation.close()
             await self._events.aclose()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _PaidAnswer(Response):
@@ -139,11 +120,14 @@ class Answers:
 
     async def whole(self, answer: Answer, receive: Receive) -> Response:
         """The answer in one piece, once all choices have ended; raises ClientGone."""
-        await until_disconnect(receive, self._finish(answer.generation))
+        is_even, generation = self._settings.obfuscation == "always", answer.generation
+        size = self._settings.obfuscation_tokens
+        finish = finish_at_a_tick(generation, self._pace(), size) if is_even else generation.finish()
+        await until_disconnect(receive, finish)
 
         def write() -> bytes:
             content = json_text(answer.whole())
-            return padded(content) if self._settings.obfuscation == "always" else content
+            return padded(content) if is_even else content
 
         return self.response(write() if answer.is_short else await self._lanes.answers.run(write))
 
@@ -154,12 +138,6 @@ class Answers:
         share = self._unsent.share()
         share.grow(len(content))
         return _PaidAnswer(content, share)
-
-    async def _finish(self, generation: Generation) -> None:
-        if self._settings.obfuscation == "always":
-            await finish_at_a_tick(generation, self._pace(), self._settings.obfuscation_tokens)
-        else:
-            await generation.finish()
 
     def _pace(self) -> Pace:
         return Pace(self._settings.obfuscation_interval_s, lambda: self._worker.hurries)

@@ -57,9 +57,8 @@ def encode_event(body: dict[str, Any], *, pad: bool) -> bytes:
 def encode_events(events: Sequence[tuple[str, dict[str, Any]]], *, pad: bool) -> bytes:
     """Server-sent events that go out together, names and bodies; at least one.
 
-    Padded, the last has a random ``obfuscation`` field that fills all of them to whole kilobytes. How many depends on
-    the bodies without the digits of their numbers that are no integers: log-probabilities are rounded differently in
-    passes of another width.
+    Padded, the last has a random ``obfuscation`` field that fills all of them to whole kilobytes, whatever the digits
+    of log-probabilities: those are rounded differently in passes of another width.
     """
     written = [_event(name, body) for name, body in events]
     if pad:

@@ -19,10 +19,7 @@ _BRACE: Final = ord("{")
 
 
 def num_values(content: bytes | bytearray) -> int:
-    """Commas, colons and opening brackets outside strings: at least as many as there are values, less one.
-
-    Of a text that is no JSON, some number. O(bytes), about a nanosecond each, without the interpreter's lock.
-    """
+    """Commas, colons and opening brackets outside strings: of JSON, at least its values less one. O(bytes), no GIL."""
     return int(_num_values(np.frombuffer(content, np.uint8)))
 
 
@@ -55,9 +52,8 @@ Uint64s = npt.NDArray[np.uint64]
 def common_tokens(prediction: Sequence[int], output: Sequence[int]) -> int:
     """Length of the longest common subsequence: the prediction's tokens that the output has, in order.
 
-    It is what a line-by-line comparison counts as unchanged, with tokens for lines, and is a matter of the two texts
-    alone: not of what was drafted, which would tell what the cache holds. O(n log n + m n / 64) at the worst, less
-    where a token has few places; O(n + m) memory. Nearly all of it is done without the interpreter's lock.
+    A matter of the two texts alone, not of what was drafted, which would tell what the cache holds. At the worst
+    O(n log n + m n / 64), nearly all of it without the interpreter's lock; O(n + m) memory.
     """
     wanted, found = np.array(prediction, np.int64), np.array(output, np.int64)
     if not (wanted.size and found.size):

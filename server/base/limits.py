@@ -24,75 +24,36 @@ class Limits:
     max_body_bytes: int = 8 << 20
     """Bytes of a request's body."""
     # While a string is read from JSON the process's other threads stand still, at worst 5 ms for each megabyte.
-
     max_body_values: _Fixed[int] = 1 << 18
     """Values, names and brackets in a body's JSON; twice the context where that is more."""
     # Other threads stand still for them, up to 60 ms; a prompt of token ids can always be sent.
-
     max_body_seconds: _Fixed[float] = 20.0
     """Longest a body may stall; see ``min_bytes_per_second``."""
-
     max_bodies_bytes: _Fixed[int] = 128 << 20
     """Bytes of all bodies above 64 KiB that are arriving or being checked; a tenant has half of what others leave."""
-
     max_answers_bytes: _Fixed[int] = 1 << 30
     """Bytes of all whole answers above 256 KiB that their clients have not taken yet, shared as those of bodies."""
-
     max_choices: int = 1024
     """Choices of a request: prompts times ``n``."""
-
     max_request_tokens: int = 1 << 18
     """Prompt tokens of a request; the context where that is more."""
-
     max_queued_tokens: int = 1 << 23
     """Tokens of prompts and predictions, for each choice, of all requests in the service, shared as bytes of bodies."""
-
-    max_logprob_entries: _Fixed[int] = 1 << 20
-    """Log-probabilities of an answer, alternatives included."""
-
-    max_logit_bias: _Fixed[int] = 1024
-    """Entries of ``logit_bias``."""
-
-    max_allowed_token_ids: _Fixed[int] = 1 << 17
-    """Entries of ``allowed_token_ids``."""
-
-    max_bad_words: _Fixed[int] = 1000
-    """Entries of ``bad_words``."""
-
-    max_bad_words_characters: _Fixed[int] = 1 << 14
-    """Characters of ``bad_words`` together."""
-
-    max_stop_characters: _Fixed[int] = 1 << 12
-    """Characters of ``stop`` together."""
-
     max_grammar_characters: int = 1 << 16
     """Characters of a schema, choices or a grammar."""
-
-    max_regex_characters: _Fixed[int] = 1 << 13
-    """Characters of a regular expression."""
-
     max_messages: int = 4096
     """Messages of a conversation."""
-
     max_tools: int = 512
     """Functions that a model is told of."""
-
-    max_tools_characters: _Fixed[int] = 1 << 18
-    """Characters of their names, descriptions and schemas together."""
-
     max_connections: int = 1 << 14
     """Connections at once, fewer where the system allows fewer files."""
-
     max_idle_seconds: float = 75.0
     """How long a connection may be open without a request."""
     # Longer than the clients' and proxies' own limits, mostly 5 to 60 s: none sends on what is being closed.
-
     max_head_seconds: float = 20.0
     """Time for a request's head to arrive."""
-
     max_send_seconds: float = 30.0
     """Longest a client may take nothing of what waits for it."""
-
     min_bytes_per_second: _Fixed[int] = 8192
     """Who sends a body, or reads an answer, at this rate is waited for as long as it takes."""
 
@@ -103,10 +64,7 @@ class Limits:
 
 
 class Patience:
-    """A bucket of seconds that leaks all the time and is filled by bytes that moved.
-
-    Who stalls has ``seconds``; who moves ``bytes_per_s`` is waited for as long as it takes. All times are of one clock.
-    """
+    """A bucket of ``seconds`` that leaks all the time and is filled by bytes that moved, at ``bytes_per_s``."""
 
     def __init__(self, seconds: float, bytes_per_s: float, now: float) -> None:
         self._seconds, self._bytes_per_s = seconds, bytes_per_s

@@ -78,6 +78,11 @@ class Record:
     last_token_s: float = 0.0
 
 
+def between(begin_s: float, end_s: float) -> float | None:
+    """Seconds from one of a record's times to another; None where one of them never came."""
+    return end_s - begin_s if begin_s and end_s else None
+
+
 _CURRENT: ContextVar[Record] = ContextVar("record")
 
 

@@ -89,8 +89,6 @@ class PageOptions:
 
     no_page: bool = False
     """no page at /, and no details of drafts in streams (default: both)"""
-    allow_draft_details: bool = False
-    """with --no-page: streams may still say which tokens were drafted (`stream_options.include_drafts`)"""
 
 
 _CALLS = "how the model writes tool calls: auto (as its chat template says), none, or one of " + ", ".join(TOOL_FORMATS)
@@ -121,37 +119,26 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOption
 
     model_names: tuple[str, ...]
     """Names a request may call the model by; the first is the one in responses and metrics."""
-
     model: str
     """The model's path or id."""
-
     namespace: str | None = "default"
     """Cache namespace of every request; None neither drafts from a cache nor learns."""
-
     adapters: Mapping[str, str] = field(default_factory=dict)
     """LoRA adapters by the names that requests call them by, and where each came from."""
-
     api_keys: tuple[str, ...] = ()
     """Any of these opens the service; empty leaves it open."""
-
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values for sampling fields that a request leaves out, by the names of ``SAMPLING_DEFAULTS``."""
-
     keep_alive_s: float = 15.0
     """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""
-
     spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     """What answers say of their own drafts: who may read that can tell what the cache holds."""
-
     no_access_log: bool = False
     """No line of log for each request."""
-
     limits: Limits = field(default_factory=Limits)
     """What is too much for one request, or for all."""
-
     root_path: str = ""
     """Path that a proxy serves all this under; requests come with it or without."""
-
     created: int = field(default_factory=lambda: int(time.time()))
     """Start of the service, seconds since the epoch."""
 

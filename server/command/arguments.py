@@ -12,14 +12,7 @@ from typing import Annotated
 from cyclopts import App, Group, Parameter
 
 from server.base.limits import Limits
-from server.base.settings import (
-    VERSION,
-    CorsOptions,
-    ObfuscationOptions,
-    PageOptions,
-    RequestOptions,
-    ToolOptions,
-)
+from server.base.settings import VERSION, CorsOptions, ObfuscationOptions, PageOptions, RequestOptions, ToolOptions
 from server.command.flags import CONFIG_OPTION, DEFAULTS, group, parsed, read_values, require_within, show_help
 from server.command.listen import check_tls
 from server.command.options import (

@@ -24,10 +24,7 @@ _ADVICE = "give a Hugging Face model directory, or the id of a model, which is O
 
 
 def find_config(model: str, hub: HubOptions) -> Path:
-    """The path of a model's config.json on this machine: in its directory, in the hub's cache, or fetched now.
-
-    Raises ModelError, within seconds, where there is none.
-    """
+    """A model's config.json: in its directory, in the hub's cache, or fetched now. Raises ModelError in seconds."""
     directory = Path(model)
     if directory.is_dir():
         path = directory / "config.json"
@@ -143,10 +140,13 @@ def check_before_loading(options: Options) -> None:
     _check_template(options.model)
     if options.model.device == "cuda" and not any(Path(name).exists() for name in _CUDA_DEVICES):
         raise ModelError("--device cuda was asked for, but this machine shows no such device: use --device cpu")
+    cache = options.cache
     if options.speculation.draft.num_speculative_tokens:
-        _check_cache(options.cache)
-    else:
-        _warn_of_unused_cache(options.cache)
+        _check_cache(cache)
+        return
+    asked = {"--redis": cache.config.redis_url, "--cache-dir": cache.config.directory, "--warm": cache.warm_directories}
+    if unused := [option for option, value in asked.items() if value]:
+        log.warning("without speculation nothing is drafted or learned: %s of no use", " and ".join(unused))
 
 
 def _check_model(options: Options) -> None:
@@ -157,19 +157,14 @@ def _check_model(options: Options) -> None:
         raise ModelError(f"--max-model-len {wanted} exceeds the model's context of {context} tokens")
     check_weights_are_there(model.path)
     for name, path in model.adapters.items():
-        _check_adapter(name, path)
+        is_there, is_id = (Path(path) / "adapter_config.json").exists(), path.count("/") == 1
+        is_path = Path(path).exists() or path.startswith(("/", "./", "../", "~"))
+        if not is_there and (is_path or not is_id):
+            raise ConfigError(f"--lora-modules {name}={path}: there is no directory with an adapter_config.json")
     for drafting in (options.speculation.draft_model, options.speculation.draft_head):
         if drafting is not None:
             read_config(find_config(drafting, options.model.draft_hub))
             check_weights_are_there(drafting)
-
-
-def _check_adapter(name: str, path: str) -> None:
-    directory = Path(path)
-    if directory.is_dir() and (directory / "adapter_config.json").exists():
-        return
-    if directory.exists() or directory.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") != 1:
-        raise ConfigError(f"--lora-modules {name}={path}: there is no directory with an adapter_config.json")
 
 
 def _check_template(model: ModelOptions) -> None:
@@ -186,7 +181,7 @@ def _check_template(model: ModelOptions) -> None:
 
 
 def _check_cache(cache: CacheOptions) -> None:
-    from ssd.retrieval.files import check_namespace, read_manifest
+    from ssd.retrieval.files import DirectoryLock, check_namespace, read_manifest
 
     check_namespace(cache.namespace)
     for directory in cache.warm_directories:
@@ -199,8 +194,9 @@ def _check_cache(cache: CacheOptions) -> None:
             hint = f"it has caches in {', '.join(inside[:5])}" if inside else "make one with `ssd-cache build`"
             raise ConfigError(f"--warm {directory} holds no cache (no manifest.json): {hint}")
     _check_size(cache)
-    if cache.config.directory is not None:
-        _check_unused(cache.config.directory / cache.namespace)
+    if cache.config.directory is not None and (directory := cache.config.directory / cache.namespace).is_dir():
+        with contextlib.suppress(OSError):  # CacheLocked now and not after the tokenizer was read
+            DirectoryLock(directory).close()
     if cache.config.redis_url is not None:
         _check_redis(cache.config.redis_url)
 
@@ -221,15 +217,6 @@ def _check_size(cache: CacheOptions) -> None:
         )
 
 
-def _check_unused(directory: Path) -> None:
-    """Raise CacheLocked now and not after the tokenizer was read; whoever is faster between then and now has it."""
-    from ssd.retrieval.files import DirectoryLock
-
-    with contextlib.suppress(OSError):
-        if directory.is_dir():
-            DirectoryLock(directory).close()
-
-
 def _check_redis(url: str) -> None:
     """Raise ConfigError for what is no URL. A server that does not answer may come later: a warning."""
     from ssd.sharing.connection import address_of, connect, hide_password
@@ -245,9 +232,3 @@ def _check_redis(url: str) -> None:
         )  # fmt: skip
     finally:
         client.close()
-
-
-def _warn_of_unused_cache(cache: CacheOptions) -> None:
-    asked = {"--redis": cache.config.redis_url, "--cache-dir": cache.config.directory, "--warm": cache.warm_directories}
-    if unused := [option for option, value in asked.items() if value]:
-        log.warning("without speculation nothing is drafted or learned: %s of no use", " and ".join(unused))

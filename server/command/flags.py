@@ -35,10 +35,7 @@ for _power, _letter in enumerate(_LETTERS, 1):
 
 
 def number(text: str) -> int:
-    """A whole number as ``vllm serve`` reads it: ``k m g t`` are thousands, ``K M G T`` powers of 1,024.
-
-    With ``kB MB GB TB`` (thousands) and ``KiB MiB GiB TiB`` (powers of 1,024) as well. Raises ValueError.
-    """
+    """A whole number as ``vllm serve`` reads it: ``k m g t`` are thousands, ``K M G T`` powers of 1,024."""
     found = _NUMBER.fullmatch(text.strip())
     if found is not None and found[3] in _UNITS:
         whole, fraction, factor = found[1], found[2] or "", _UNITS[found[3]]
@@ -82,10 +79,7 @@ def require_within(option: str, value: float, least: int, most: int, unit: str =
 
 
 def parsed(app: App, words: Sequence[str]) -> Any:
-    """What the command of ``app`` returns for a command line, which may only ask for help (None).
-
-    Raises ConfigError in one line that names the flag.
-    """
+    """What the command of ``app`` returns, None for help. Raises ConfigError in one line that names the flag."""
     try:
         return app(words, exit_on_error=False, print_error=False)
     except UnusedCliTokensError as error:

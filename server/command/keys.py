@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import stat
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from server.observe.logs import tell
 from ssd.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 KEY_OPTION, FILE_OPTION = "--api-key", "--api-key-file"
 API_KEY_VARIABLE = "SSD_API_KEY"
@@ -33,31 +29,21 @@ def checked_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
 
 
 def read_key_file(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one a line; empty lines and those that begin with # are left out.
+    """The keys of a file, one a line, comments left out; warns where others may read it. Raises ConfigError."""
+    from server.admission.rules import read_private  # with more than hiding keys can wait for
 
-    Raises ConfigError where it cannot be read or holds none. Warns where others than its owner may read it.
-    """
     try:
-        text = path.read_text(encoding="utf-8")
-        status = path.stat()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"{FILE_OPTION} {path} cannot be read: {reason}") from error
-    lines = [line.strip() for line in text.splitlines()]
+        lines = [line.strip() for line in read_private(path, FILE_OPTION).decode().splitlines()]
+    except ValueError as error:
+        raise ConfigError(f"{FILE_OPTION} {path} cannot be read: it is not text") from error
     keys = checked_keys([line for line in lines if line and not line.startswith("#")], f"{FILE_OPTION} {path}")
     if not keys:
         raise ConfigError(f"{FILE_OPTION} {path} holds no key: write one a line, or leave the option out")
-    if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IWGRP | stat.S_IRWXO):
-        log.warning("%s %s may be read by other users: chmod 600 it", FILE_OPTION, path)
     return keys
 
 
 def hide_keys() -> None:
-    """Start this process again without the keys of its command line, which any user of the machine can read.
-
-    They come back in $SSD_API_KEY, which only this user can read. Returns where there is nothing to hide or the command
-    line is not understood, and warns where keys stay visible.
-    """
+    """Start this process again, its keys in $SSD_API_KEY: any user of the machine can read a command line."""
     arguments, whole = sys.argv[1:], sys.orig_argv
     rest, keys = divide(arguments)
     if not keys:
@@ -73,9 +59,7 @@ def hide_keys() -> None:
 
 
 def divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line without its keys, and the keys; none where one of them is missing or of no use, which the parser
-    will say.
-    """
+    """A command line without its keys, and the keys; none where one is missing or of no use, as the parser will say."""
     rest: list[str] = []
     keys: list[str] = []
     words = iter(arguments)

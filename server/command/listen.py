@@ -11,7 +11,6 @@ import signal
 import socket
 import ssl
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,10 +37,7 @@ BACKLOG = 2048
 
 
 def listen(options: NetworkOptions) -> socket.socket:
-    """A listening socket, so that two servers started at once cannot both believe the place is theirs.
-
-    Raises ConfigError.
-    """
+    """A listening socket, so that two servers cannot both believe the place is theirs. Raises ConfigError."""
     return _listen_at_port(options.host, options.port) if options.uds is None else _listen_at_path(options.uds)
 
 
@@ -145,32 +141,23 @@ _OWN_FILES = 1024
 """Open files that are not for connections."""
 
 
-def allow_open_files() -> int:
-    """As many as the system allows: every mapped segment and every connection takes one. Returns how many."""
+def within_files(settings: ServerSettings) -> ServerSettings:
+    """Allow as many files as the system does, of which connections must leave some to the cache and Redis."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return allowed if allowed != resource.RLIM_INFINITY else sys.maxsize
-
-
-def within_files(settings: ServerSettings, num_files: int) -> ServerSettings:
-    """Connections must leave files to the cache, its worker and Redis."""
-    most = num_files - min(_OWN_FILES, num_files // 2)
-    if settings.limits.max_connections <= most:
+    most = allowed - min(_OWN_FILES, allowed // 2)
+    if allowed == resource.RLIM_INFINITY or settings.limits.max_connections <= most:
         return settings
-    log.warning("%d open files are allowed: at most %d connections are taken (ulimit -n)", num_files, most)
+    log.warning("%d open files are allowed: at most %d connections are taken (ulimit -n)", allowed, most)
     return replace(settings, limits=replace(settings.limits, max_connections=most))
 
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""All end the server in the same order, what was learned is kept."""
-
-
 def stop_signals() -> list[signal.Signals]:
-    """Those that stop this process: a hang-up only where nobody had it ignored, as ``nohup`` does."""
+    """Those that stop this process, all in the same order: a hang-up only where nobody had it ignored (``nohup``)."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in _STOP_SIGNALS if number is not signal.SIGHUP or not is_ignored]
+    return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
 
 
 class HttpServer(uvicorn.Server):

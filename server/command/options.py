@@ -15,16 +15,7 @@ from server.admission.rules import SECRET_OPTION, SECRET_VARIABLE, TENANTS_OPTIO
 from server.command.flags import number, require_within
 from server.command.keys import API_KEY_VARIABLE, FILE_OPTION, KEY_OPTION, checked_keys
 from server.observe.logs import LogFormat
-from ssd.config import (
-    MAX_COUPLED_STREAMS,
-    CacheConfig,
-    DraftConfig,
-    DraftShape,
-    EngineConfig,
-    Exact,
-    IndexConfig,
-    SchedulingPolicy,
-)
+from ssd.config import MAX_COUPLED_STREAMS, CacheConfig, DraftConfig, EngineConfig, Exact, IndexConfig, SchedulingPolicy
 from ssd.errors import ConfigError
 from ssd.text.load_tokenizer import HubOptions
 
@@ -228,31 +219,17 @@ class SpeculationOptions:
 
     num_speculative_tokens: int = _DRAFT.num_speculative_tokens
     """most draft tokens per step"""
-    max_match_length: int = _DRAFT.max_match_length
-    """longest context tail looked up, in tokens"""
     draft_model: str | None = None
     """smaller model with the same tokenizer that drafts where the cache does not"""
     draft_head: str | None = None
     """draft head (EAGLE, EAGLE-3, Medusa, multi-token prediction) that drafts where the cache does not"""
-    draft_shape: DraftShape = _DRAFT.draft_shape
-    """whether drafts may branch where the next token is uncertain"""
-    no_recycling: bool = False
-    """do not draft what the model held likely before, after the same tokens"""
-    no_retrieval: bool = False
-    """look nothing up: draft from other sources alone"""
     no_speculation: bool = False
     """plain decoding: no drafts"""
 
     @property
     def draft(self) -> DraftConfig:
         """Raises ConfigError."""
-        return DraftConfig(
-            num_speculative_tokens=0 if self.no_speculation else self.num_speculative_tokens,
-            max_match_length=self.max_match_length,
-            draft_shape=self.draft_shape,
-            recycling=not self.no_recycling,
-            retrieval=not self.no_retrieval,
-        )
+        return DraftConfig(num_speculative_tokens=0 if self.no_speculation else self.num_speculative_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,14 +252,8 @@ class CacheOptions:
     @property
     def config(self) -> CacheConfig:
         """Raises ConfigError."""
-        return CacheConfig(
-            index=IndexConfig(
-                capacity_tokens=self.cache_tokens,
-                rebuild_interval_s=self.rebuild_interval,
-            ),
-            directory=self.cache_dir,
-            redis_url=self.redis,
-        )
+        index = IndexConfig(capacity_tokens=self.cache_tokens, rebuild_interval_s=self.rebuild_interval)
+        return CacheConfig(index=index, directory=self.cache_dir, redis_url=self.redis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,10 +275,7 @@ class ObserveOptions:
 
 
 def read_adapters(words: Collection[str], *, model_names: Collection[str] = ()) -> dict[str, str]:
-    """Paths by name, of words ``NAME=PATH`` or ``{"name": NAME, "path": PATH}``; a list of such objects is one word.
-
-    model_names : what adapters must not be called. Raises ConfigError.
-    """
+    """Paths by name, of words ``NAME=PATH`` or JSON objects of ``name`` and ``path``, or a list. Raises ConfigError."""
     found: dict[str, str] = {}
     for word in words:
         for name, path in _adapters(word):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvicorn
 
 from server.admission.connections import num_beyond, protocol_within
-from server.admission.opening import STATE_DIRECTORY, TenantSources, Watch, given_secret, open_tenants, own_secret
+from server.admission.opening import STATE_DIRECTORY, Watch, given_secret, open_tenants, own_secret
 from server.admission.registry import Tenants
 from server.admission.rules import SECRET_OPTION, SECRET_VARIABLE
 from server.base.settings import ServerSettings, read_sampling_defaults
@@ -29,7 +29,6 @@ from server.command.flags import spelled
 from server.command.keys import API_KEY_VARIABLE, read_key_file
 from server.command.listen import (
     HttpServer,
-    allow_open_files,
     give_up,
     listen,
     stop_signals,
@@ -65,11 +64,7 @@ class OpenNoise(NamedTuple):
 
 
 def open_noise(options: Options, secret: bytes | None, on_close: Callable[..., object]) -> OpenNoise:
-    """The root of the secret; else of the seed; else what replicas agree on; else the cache directory's, or random.
-
-    ``secret`` : that was given. ``on_close`` : takes what is to be called at the end. Waits for the disk, never for
-    Redis. Raises ConfigError.
-    """
+    """The root of the secret; or the seed; or what replicas agree on; or the cache directory's, or random."""
     cache = options.cache.config
     if not options.engine.config.coupled_streams:
         return OpenNoise()
@@ -113,11 +108,6 @@ def make_tenants(options: Options, settings: ServerSettings, secret: bytes | Non
     """Who may come in; raises ConfigError when a file of keys or tenants, or a secret of its own is of no use."""
     service, cache = options.service, options.cache.config
     key_file, redis_url, directory = service.api_key_file, cache.redis_url, cache.directory
-    sources = TenantSources(
-        keys=service.api_keys,
-        read_keys=tuple if key_file is None else lambda: read_key_file(key_file),
-        path=service.tenants_file,
-    )
     has_keys = bool(service.api_keys) or key_file is not None or service.tenants_file is not None
     has_own_caches = has_keys and not options.requests.share_cache_across_keys
     if redis_url is not None and has_own_caches and secret is None:
@@ -132,7 +122,15 @@ def make_tenants(options: Options, settings: ServerSettings, secret: bytes | Non
         from ssd.sharing.redis_log import RedisCounters
 
         counters = RedisCounters(redis_url)
-    return open_tenants(sources, settings, secret, cache_directory=directory, counters=counters)
+    return open_tenants(
+        settings,
+        secret,
+        keys=service.api_keys,
+        read_keys=tuple if key_file is None else lambda: read_key_file(key_file),
+        path=service.tenants_file,
+        cache_directory=directory,
+        counters=counters,
+    )
 
 
 class EngineLoader:
@@ -142,20 +140,13 @@ class EngineLoader:
         """``secret`` : what was given."""
         self._options = options
         self._secret = secret
-        self._log: RedisLog | None = None
+        self.log: RedisLog | None = None
+        """What replicas share through, once it is open."""
         self.noise = OpenNoise()
         """What coupled noise is made of, once it is known."""
 
-    @property
-    def log(self) -> RedisLog | None:
-        """What replicas share through, once it is open."""
-        return self._log
-
     def __call__(self, resources: ExitStack) -> Engine:
-        """Tokenizer, sharing, the cache and its worker process, the warm-up directories, and the model last.
-
-        What is left to close goes to ``resources``. Raises SSDError.
-        """
+        """The engine, read with the model last; what is left to close goes to ``resources``. Raises SSDError."""
         from transformers.utils import logging as transformers_logging
 
         from ssd.text.codec import TextCodec
@@ -175,8 +166,10 @@ class EngineLoader:
         caches = self._open_caches(codec, resources) if options.speculation.draft.num_speculative_tokens > 0 else None
 
         reach("importing torch")
+        from server.base.counting import common_tokens, num_values
         from ssd.engine import Engine
 
+        seed = options.engine.seed
         engine = Engine.from_pretrained(
             options.model.path,
             dtype=options.model.torch_dtype,
@@ -191,11 +184,12 @@ class EngineLoader:
             hub=options.model.hub,
             draft_hub=options.model.draft_hub,
             report=reach,
-            draw_seed=_seeds(options.engine.seed),
+            draw_seed=None if seed is None else partial(random.Random(seed).getrandbits, 63),
             noise_root=self.noise.root,
         )
         reach("compiling kernels, once on each machine")
-        _compile_kernels()
+        num_values(b"[]")  # so that no request waits for them
+        common_tokens([0], [0])
         reach("warming up, and compiling kernels once on each machine")
         if self.noise.shared is not None:
             self.noise.shared.wait(_LONGEST_LOOK_S)
@@ -203,9 +197,9 @@ class EngineLoader:
 
     def sharing_stats(self) -> Mapping[str, SharingStats]:
         """Counts by namespace; empty where nothing is shared."""
-        if self._log is None:
+        if self.log is None:
             return {}
-        stats, shared = self._log.stats(), self.noise.shared
+        stats, shared = self.log.stats(), self.noise.shared
         if shared is not None:
             stats = replace(
                 stats,
@@ -218,23 +212,22 @@ class EngineLoader:
         from ssd.retrieval.cache import CacheSet
 
         options = self._options.cache
-        log = None
         if options.config.redis_url is not None:
             from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, RedisLog
 
-            log = self._log = RedisLog(
+            self.log = RedisLog(
                 options.config.redis_url,
                 fingerprint=codec.fingerprint,
                 vocab_size=codec.vocab_size,
                 max_tokens=max(DEFAULT_MAX_TOKENS, options.cache_tokens),  # who joins begins with all a cache holds
             )
-            resources.callback(log.close)
+            resources.callback(self.log.close)
         caches = CacheSet(
             options.config,
             codec.fingerprint,
             namespace=options.namespace,
-            on_open=None if log is None else log.attach,
-            on_close=None if log is None else log.detach,
+            on_open=None if self.log is None else self.log.attach,
+            on_close=None if self.log is None else self.log.detach,
         )
         resources.callback(caches.close)
         for directory in options.warm_directories:
@@ -242,33 +235,33 @@ class EngineLoader:
         return caches
 
 
-def _seeds(first: int | None) -> Callable[[], int] | None:
-    """A repeatable way to draw the seeds of requests; None leaves it to the engine."""
-    return None if first is None else partial(random.Random(first).getrandbits, 63)
-
-
-def _compile_kernels() -> None:
-    """Those of the endpoints, so that no request waits for them."""
-    from server.base.counting import common_tokens, num_values
-
-    num_values(b"[]")
-    common_tokens([0], [0])
-
-
 def _sampling_defaults(options: ModelOptions) -> dict[str, float]:
     if options.generation_config == "vllm":
         return {}
+    path: Path | None = Path(options.generation_config) / "generation_config.json"
     if options.generation_config == "auto":
         path = find_generation_config(options.path, options.hub)
-        return {} if path is None else read_sampling_defaults(path)
-    return read_sampling_defaults(Path(options.generation_config) / "generation_config.json")
+    return {} if path is None else read_sampling_defaults(path)
 
 
 def summary_of(
     engine: Engine, options: Options, settings: ServerSettings, num_tenants: int, noise_root: NoiseRoot | None
 ) -> dict[str, object]:
     """Model, device, slots, noise, cache, store and tenants, by name."""
-    target = engine.target
+    target, draft, cache = engine.target, options.speculation, options.cache.config
+    drafting: dict[str, object] = {"drafts": "none"}
+    if engine.caches is not None and target.can_roll_back:
+        drafting = {
+            "drafts": draft.draft.num_speculative_tokens,
+            "draft_model": draft.draft_model or "none",
+            "draft_head": draft.draft_head or "none",
+            "namespace": options.cache.namespace,
+            "cache_tokens": spelled(cache.index.capacity_tokens),
+            "cached": engine.caches.get().stats().num_tokens,
+            "warm": len(options.cache.warm_directories) or "none",
+            "cache_dir": str(cache.directory or "none"),
+            "redis": "none" if cache.redis_url is None else address_of(cache.redis_url),
+        }
     return {
         "model": settings.model,
         "adapters": len(settings.adapters) or "none",
@@ -280,25 +273,8 @@ def summary_of(
         "context": engine.max_model_len,
         "coupled_streams": engine.config.coupled_streams or "none",
         **({} if noise_root is None else {"noise": noise_root.source}),
-        **_drafting(engine, options),
+        **drafting,
         "tenants": num_tenants or "none",
-    }
-
-
-def _drafting(engine: Engine, options: Options) -> dict[str, object]:
-    draft, cache = options.speculation, options.cache.config
-    if engine.caches is None or not engine.target.can_roll_back:
-        return {"drafts": "none"}
-    return {
-        "drafts": draft.draft.num_speculative_tokens,
-        "draft_model": draft.draft_model or "none",
-        "draft_head": draft.draft_head or "none",
-        "namespace": options.cache.namespace,
-        "cache_tokens": spelled(cache.index.capacity_tokens),
-        "cached": engine.caches.get().stats().num_tokens,
-        "warm": len(options.cache.warm_directories) or "none",
-        "cache_dir": str(cache.directory or "none"),
-        "redis": "none" if cache.redis_url is None else address_of(cache.redis_url),
     }
 
 
@@ -326,12 +302,11 @@ def main(options: Options) -> int:
     for variable in (API_KEY_VARIABLE, SECRET_VARIABLE, URL_VARIABLE):
         os.environ.pop(variable, None)  # no child needs it
     set_up_logging(options.observe.log_level, options.observe.log_format)
-    num_files = allow_open_files()
     sys.setswitchinterval(_SWITCH_S)
     try:
         listener = listen(options.network)
         check_before_loading(options)
-        settings = within_files(make_settings(options), num_files)
+        settings = within_files(make_settings(options))
         secret = given_secret(options.service.secret_file, options.service.secret)
         tenants = make_tenants(options, settings, secret)
         endpoint = options.observe.otlp_traces_endpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from server.admission.account import RATE_HEADERS
 from server.admission.gate import Gate, account_of
-from server.admission.opening import tenants_of
+from server.admission.opening import open_tenants
 from server.admission.registry import Tenants
 from server.answers.sending import ClientGone
 from server.answers.wire import json_text
@@ -226,7 +227,7 @@ def create_app(
     Answers /live at once, /health with 200 once the worker takes requests, and everything under /v1 with 503 before.
     """
     if tenants is None:
-        tenants = tenants_of(settings)
+        tenants = open_tenants(settings, secrets.token_bytes(32), keys=settings.api_keys)
     tenants.caches = lambda: None if worker.loaded_engine is None else worker.loaded_engine.caches
     service = Service(worker, settings, tenants, sharing_stats)
 

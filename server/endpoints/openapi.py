@@ -89,19 +89,14 @@ def _complete(description: dict[str, Any], needs_key: bool) -> None:
     for path, operations in description["paths"].items():
         for operation in operations.values():
             if path in _BODIES:
-                operation["requestBody"] = _body(_BODIES[path], schemas)
+                references = [_reference(kind, schemas) for kind in _BODIES[path]]
+                schema = references[0] if len(references) == 1 else {"anyOf": references}
+                operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
             operation["description"] = _ABOUT[path]
             operation["responses"] = _responses(path)
             if needs_key and path not in _OPEN:
                 operation["security"] = [{"key": []}]
     description["components"] = components
-
-
-def _body(kinds: tuple[type[Body], ...], schemas: dict[str, Any]) -> dict[str, Any]:
-    """A reference to the schema of a body, whose own parts go to ``schemas``."""
-    references = [_reference(kind, schemas) for kind in kinds]
-    chosen = references[0] if len(references) == 1 else {"anyOf": references}
-    return {"required": True, "content": {"application/json": {"schema": chosen}}}
 
 
 def _reference(kind: type[BaseModel], schemas: dict[str, Any]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
@@ -48,6 +48,8 @@ _CHATS: dict[type[Body], type[ChatAnswer]] = {ResponsesBody: ResponseAnswer, Ant
 """What else than a chat completion a conversation is answered as."""
 _FEW_TOKENS = 1 << 14
 """Requests of so many tokens over all choices are handed over on the event loop, in a few milliseconds."""
+_MOST_LOGPROBS = 1 << 20
+"""Of an answer, alternatives included."""
 _TOKENS_A_CHOICE = 256
 """What a choice costs beside its prompt."""
 
@@ -113,22 +115,19 @@ class Service:
         return {"prompt": await self._texts.detokenize(self._engine_for(body), body.tokens)}
 
     async def start(self, body: CompletionBody | ChatBody, account: Account, asked: Body) -> Answer:
-        """Start every choice of every prompt. ``account`` : who pays. ``asked`` : what the body was made of.
-
-        Raises RequestError, QueueFull or TenantLimit; then nothing runs and nothing is taken.
-        """
+        """Start every choice of ``body``, made of ``asked``. Where it raises nothing runs and nothing is taken."""
         engine, texts = self._engine_for(body), body.prompts() if isinstance(body, CompletionBody) else [""]
         account.require_place(body.n * len(texts), engine.target.num_slots)  # before anything is done
         if isinstance(body, CompletionBody):
             prompts = await self._texts.prompts(engine, texts, special=body.add_special_tokens)
             echo = await self._texts.echoes(engine, texts) if body.echo else None
             answer: Answer = CompletionAnswer(self._named(body), echo=echo, **await self._shown(engine, body))
-            plan, default_limit = AnswerPlan(None, body.structured_output()), COMPLETION_MAX_TOKENS
+            plan = AnswerPlan(None, body.structured_output())
         else:
             prompt, plan = await self._chats.prepare(engine, body)
-            prompts, default_limit, options = [prompt], None, await self._shown(engine, body)
+            prompts, options = [prompt], await self._shown(engine, body)
             answer = _CHATS.get(type(asked), ChatAnswer)(self._named(body), asked, messages=plan.messages, **options)
-        answer.generation = await self._submit(engine, body, prompts, answer.id, plan, account, default_limit)
+        answer.generation = await self._submit(engine, body, prompts, answer.id, plan, account)
         return answer
 
     async def _submit(
@@ -139,9 +138,8 @@ class Service:
         answer_id: str,
         plan: AnswerPlan,
         account: Account,
-        default_limit: int | None,
     ) -> Generation:
-        """``default_limit`` : output tokens where the body does not say."""
+        default_limit = COMPLETION_MAX_TOKENS if isinstance(body, CompletionBody) else None
         if body.stream_options is not None and body.stream_options.include_drafts:
             self._require_draft_details()
         prediction = None if body.prediction is None else await self._texts.prediction(engine, body.prediction.text)
@@ -180,35 +178,54 @@ class Service:
             settings = self.settings
             namespace = settings.namespace_of(body.model)
             cache_use = self.tenants.cache_use(account, namespace, body.cache_salt)
-            ruled = {"bad_words": bad_words, "structured_output": output, "shown_special_ids": plan.shown_special_ids}
-            sampling = self._sampling_of(engine, body, ruled, num_choices, default_limit)
+
+            @cache  # prompts may be of very many lengths, and what is asked for have very many token ids
+            def sampling(room: int) -> SamplingParams:
+                found = replace(
+                    body.sampling(settings.sampling_defaults, room=room, default_limit=default_limit),
+                    bad_words=bad_words,
+                    structured_output=output,
+                    shown_special_ids=plan.shown_special_ids,
+                )
+                _ = found.rules  # made here and not where others' tokens are computed
+                return found
+
+            def sampling_after(num_prompt: int) -> SamplingParams:
+                room = max(0, engine.max_model_len - num_prompt)
+                # More room than the default limit changes nothing.
+                found = sampling(room if default_limit is None else min(room, default_limit))
+                _require_logprobs(found, engine.max_model_len, room, num_choices)
+                return found
+
+            def streams() -> Sequence[int | None]:
+                """Of noise, none twice for one prompt, so that choices differ as without coupling."""
+                is_shared = body.n > 1 and engine.config.coupled_streams
+                return engine.draw_streams(body.n) if is_shared else [None] * body.n
+
             prefix = f"{answer_id}-{secrets.token_hex(8)}"  # other requests may have been given the same id
-            request = partial(
-                EngineRequest,
-                namespace=cache_use.namespace,
-                namespace_terms=cache_use.terms,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-                tenant=account.payer,
-                max_running=account.tenant.quotas.max_running,
-                prefix_scope=namespace if settings.share_prefix_cache else None,
-                num_speculative_tokens=body.num_speculative_tokens,
-                prediction_token_ids=prediction or (),
-                adapter=settings.adapter_of(body.model),
-                learn=body.store is not False,
-                keeps_steps=settings.spec_decode_metrics != "none",
-            )
             generation.submit(
                 [
-                    request(
+                    EngineRequest(
                         request_id=f"{prefix}-{number}-{choice}",
                         prompt_token_ids=prompt,
-                        sampling=sampling(len(prompt)),
+                        sampling=sampling_after(len(prompt)),
                         choice_index=choice,
                         noise_stream=stream,
+                        namespace=cache_use.namespace,
+                        namespace_terms=cache_use.terms,
+                        priority=body.priority,
+                        cache_salt=body.cache_salt,
+                        tenant=account.payer,
+                        max_running=account.tenant.quotas.max_running,
+                        prefix_scope=namespace if settings.share_prefix_cache else None,
+                        num_speculative_tokens=body.num_speculative_tokens,
+                        prediction_token_ids=prediction or (),
+                        adapter=settings.adapter_of(body.model),
+                        learn=body.store is not False,
+                        keeps_steps=settings.spec_decode_metrics != "none",
                     )
                     for number, prompt in enumerate(generation.prompts)
-                    for choice, stream in enumerate(_streams(engine, body.n))
+                    for choice, stream in enumerate(streams())
                 ]
             )
 
@@ -219,47 +236,18 @@ class Service:
             else:
                 await self.lanes.answers.run(submit)
         except BaseException:
-            generation.take_back()
+            generation.close(was_begun=False)
             raise
         return generation
 
     def _require_draft_details(self) -> None:
-        if self.settings.no_page and not self.settings.allow_draft_details:
-            raise RequestError(
-                "include_drafts is not allowed here: the operator started the server with --no-page; "
-                "--allow-draft-details allows it without the page",
-                param="stream_options.include_drafts",
-            )
-        if self.settings.obfuscation == "always":
-            raise RequestError(
-                "include_drafts is not allowed here: the operator obfuscates all streams (--obfuscation always)",
-                param="stream_options.include_drafts",
-            )
-
-    def _sampling_of(
-        self, engine: Engine, body: GenerateBody, ruled: dict[str, Any], num_choices: int, default_limit: int | None
-    ) -> Callable[[int], SamplingParams]:
-        """How to sample after a prompt of some length; made once for all prompts that leave the same limit.
-
-        ``ruled`` : fields that the body alone does not give. What is asked for may have very many token ids, and a
-        request prompts of very many lengths.
-        """
-        defaults, most = self.settings.sampling_defaults, self.settings.limits.max_logprob_entries
-
-        @cache
-        def at(room: int) -> SamplingParams:
-            found = replace(body.sampling(defaults, room=room, default_limit=default_limit), **ruled)
-            _ = found.rules  # made here and not where others' tokens are computed
-            return found
-
-        def after(num_prompt: int) -> SamplingParams:
-            room = max(0, engine.max_model_len - num_prompt)
-            # More room than the default limit changes nothing.
-            found = at(room if default_limit is None else min(room, default_limit))
-            _require_logprobs(found, engine.max_model_len, room, num_choices, most)
-            return found
-
-        return after
+        if not self.settings.no_page and self.settings.obfuscation != "always":
+            return
+        why = "started the server with --no-page"
+        if not self.settings.no_page:
+            why = "obfuscates all streams (--obfuscation always)"
+        message = f"include_drafts is not allowed here: the operator {why}"
+        raise RequestError(message, param="stream_options.include_drafts")
 
     async def _shown(self, engine: Engine, body: GenerateBody) -> dict[str, Any]:
         """What the answer is to hold beside the text."""
@@ -278,23 +266,16 @@ class Service:
         return self.settings if adapter is None else replace(self.settings, model_names=(adapter,))
 
 
-def _streams(engine: Engine, num_choices: int) -> Sequence[int | None]:
-    """The stream of noise of each choice of a prompt: none twice, so that choices differ as without coupling."""
-    if num_choices == 1 or not engine.config.coupled_streams:
-        return [None] * num_choices
-    return engine.draw_streams(num_choices)
-
-
-def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int, most: int) -> None:
+def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int) -> None:
     """Refuse more log-probabilities than an answer may hold."""
     entries = 0
     if sampling.logprobs is not None:
         entries += (sampling.max_tokens or room) * (1 + sampling.logprobs)
     if sampling.prompt_logprobs is not None:
         entries += (context - room) * (1 + sampling.prompt_logprobs)
-    if entries * num_choices > most:
+    if entries * num_choices > _MOST_LOGPROBS:
         raise RequestError(
-            f"the answer would hold {entries * num_choices} log-probabilities, at most {most} are made: lower "
-            "max_tokens, n or logprobs",
+            f"the answer would hold {entries * num_choices} log-probabilities, at most {_MOST_LOGPROBS} are made: "
+            "lower max_tokens, n or logprobs",
             param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.admission.gate import path_below_root
-from server.base.record import Record, begin_record, trace_headers
+from server.base.record import Record, begin_record, between, trace_headers
 from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)
@@ -97,19 +97,19 @@ class Access:
             ids = trace_id, parent_id
         level = logging.DEBUG if path in PROBES and status in _PROBED else logging.INFO
         if self.writes_lines and log.isEnabledFor(level):
-            facts = {"method": method, "path": path, "status": status, **self._asked(scope, record, path)}
+            # How a path begins that is none of ours, and the field at fault, where they are known names.
+            beginning = _ELSEWHERE.match(path_below_root(scope)) if path == "other" else None
+            param = None if record.param is None else re.split(r"[.\[]", record.param, maxsplit=1)[0]
+            facts = {
+                "method": method,
+                "path": path,
+                "status": status,
+                "request_id": record.request_id,
+                "tenant": record.tenant,
+                "param": param if param is None or param in self.fields else "other",
+                "asked": None if beginning is None else beginning[0],
+            }
             log.log(level, Fields("request", **facts, **_came_to(record, ended, ids)))
-
-    def _asked(self, scope: Scope, record: Record, path: str) -> dict[str, object]:
-        """Who asked, and what was at fault: the field, and how a path begins that is none of ours."""
-        beginning = _ELSEWHERE.match(path_below_root(scope)) if path == "other" else None
-        param = None if record.param is None else re.split(r"[.\[]", record.param, maxsplit=1)[0]
-        return {
-            "request_id": record.request_id,
-            "tenant": record.tenant,
-            "param": param if param is None or param in self.fields else "other",
-            "asked": None if beginning is None else beginning[0],
-        }
 
     def _path(self, scope: Scope) -> str:
         """The path as the application knows it, without what a client put in a place of its choice."""
@@ -142,8 +142,8 @@ def _came_to(record: Record, ended_s: float, ids: tuple[str, str] | None) -> dic
             "cached_tokens": record.num_cached_tokens,
             "output_tokens": record.num_output_tokens,
             "coupled": record.is_coupled or None,
-            "queue_s": _between(record.submitted_s, record.started_s),
-            "ttft_s": _between(record.received_s, record.first_token_s),
+            "queue_s": between(record.submitted_s, record.started_s),
+            "ttft_s": between(record.received_s, record.first_token_s),
             "finish": sorted(set(record.finish_reasons)) or None,
             "passes": record.num_steps,
             "drafted": record.num_draft_tokens,
@@ -152,7 +152,3 @@ def _came_to(record: Record, ended_s: float, ids: tuple[str, str] | None) -> dic
             "sources": dict(sorted(record.accepted_by_source.items())) or None,
         }
     return given
-
-
-def _between(begin: float, end: float) -> float | None:
-    return end - begin if begin and end else None

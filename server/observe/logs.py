@@ -20,6 +20,7 @@ LogFormat = Literal["text", "json"]
 OURS = ("ssd", "server", "cache_builder")
 """Loggers that get the level asked for; a library's are heard from WARNING on."""
 
+_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _MOST_WAITING = 8192
 _PATIENCE_S = 2.0
 """How long the end of the process waits for a reader of the log that does not read."""
@@ -108,13 +109,6 @@ def _record(message: str) -> logging.LogRecord:
     return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None)
 
 
-class TextFormatter(logging.Formatter):
-    """``time LEVEL logger: message``, one line for anything but a traceback."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
 class JsonFormatter(logging.Formatter):
     """One object a line: ``time`` in UTC, ``level``, ``logger``, ``message``, and what `Fields` hold beside it."""
 
@@ -126,16 +120,14 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
         }
         if isinstance(record.msg, Fields):
-            line |= {"message": record.msg.event, **{name: _rounded(value) for name, value in record.msg.items()}}
+            line["message"] = record.msg.event
+            for name, value in record.msg.items():
+                line[name] = round(value, 6) if isinstance(value, float) else value
         else:
             line["message"] = record.getMessage()
         if record.exc_text:
             line["exception"] = record.exc_text
         return json.dumps(line)
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, 6) if isinstance(value, float) else value
 
 
 def traceback_text(error: BaseException | None) -> str:
@@ -156,7 +148,7 @@ def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) ->
     logging.raiseExceptions = False  # a log that cannot be written is nothing to write about
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody prints them
     target = logging.StreamHandler(stream or sys.stderr)
-    target.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
+    target.setFormatter(JsonFormatter() if kind == "json" else logging.Formatter(_LINE))
     handler = LaterHandler(target)
     least = getattr(logging, level.upper())
     root = logging.getLogger()

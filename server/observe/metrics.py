@@ -10,13 +10,12 @@ import platform
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -79,21 +78,15 @@ _SIZES = frozenset({
 })  # fmt: skip
 """Statistics that may shrink; all others only grow."""
 
-_GREATEST = frozenset({"lag_seconds"})
-"""Of the other namespaces together, the greatest and not the sum."""
-
 
 class NamespaceFamilies:
-    """Makes families of the namespaces' statistics, dataclasses of one kind; ``num_x`` becomes ``x``.
-
-    Fields that are no numbers are left out.
+    """Makes families of the namespaces' statistics, ``texts`` by the names of their fields; ``num_x`` becomes ``x``.
 
     The first 64 namespaces that are seen keep their names for the life of the process. What grows is added up for the
     others, so that one that is deleted takes nothing back. To be asked by one thread at a time.
     """
 
     def __init__(self, prefix: str, texts: Mapping[str, str], families: Families) -> None:
-        """``texts`` : what each number is, by the name of its field."""
         self._prefix, self._texts, self._families = prefix, texts, families
         self._named: set[str] = set()
         self._seen: dict[tuple[str, str], float] = {}
@@ -103,10 +96,7 @@ class NamespaceFamilies:
         """One family for each number, and how many namespaces there are. O(namespaces)."""
         yield self._families.of(GAUGE, f"{self._prefix}_namespaces", "Namespaces that are open.", len(stats))
         self._named |= set([name for name in stats if name not in self._named][: MOST_NAMED - len(self._named)])
-        first = next(iter(stats.values()), None)
-        for name in [each.name for each in fields(first)] if first is not None else ():
-            if not isinstance(getattr(first, name), int | float):
-                continue
+        for name, text in self._texts.items() if stats else ():
             values = {namespace: float(getattr(counts, name)) for namespace, counts in stats.items()}
             shown = {namespace: value for namespace, value in values.items() if namespace in self._named}
             others = {namespace: value for namespace, value in values.items() if namespace not in self._named}
@@ -114,12 +104,12 @@ class NamespaceFamilies:
                 shown[OTHERS] = self._together(name, others)
             kind = GAUGE if name in _SIZES else COUNTER
             full = f"{self._prefix}_{name.removeprefix('num_').removeprefix('is_')}"
-            yield self._families.by(kind, full, self._texts.get(name, name), "namespace", shown)
+            yield self._families.by(kind, full, text, "namespace", shown)
         self._seen = {key: value for key, value in self._seen.items() if key[0] in stats}
 
     def _together(self, name: str, values: Mapping[str, float]) -> float:
         if name in _SIZES:
-            return max(values.values(), default=0.0) if name in _GREATEST else sum(values.values())
+            return max(values.values(), default=0.0) if name == "lag_seconds" else sum(values.values())
         for namespace, value in values.items():
             before = self._seen.get((namespace, name), 0.0)
             self._grown[name] = self._grown.get(name, 0.0) + (value - before if value >= before else value)
@@ -131,31 +121,36 @@ NamespaceStats = Callable[[], Mapping[str, Any]]
 """Counts of each namespace: dataclasses of numbers."""
 
 LAG_INTERVAL_S = 0.25
-_LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _REASONS = ("auth", "invalid", "not_found", "not_ready", "queue_full", "quota", "too_long", "too_slow")
 """What requests are usually refused for: exported from the start, so that the first one shows as an increase."""
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 """Ours to vLLM's."""
 
-_ENGINE_COUNTS = {
-    "vllm:spec_decode_num_drafts": ("num_drafts", "Drafts that were not empty."),
-    "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Drafted tokens."),
-    "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Draft tokens emitted."),
-    "ssd:verify_steps": ("num_verify_steps", "Rows verified, with a draft or without."),
-    "ssd:drafter_failures": ("drafter_failures", "Steps that went on without a failed drafter."),
-    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens."),
-    "vllm:generation_tokens": ("generation_tokens", "Generated tokens."),
-    "vllm:prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up among keys and values kept."),
-    "vllm:prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens that were not computed again."),
-    "vllm:num_preemptions": ("num_preemptions", "Requests that made room for more urgent ones."),
-    "ssd:failed_passes": ("num_failed_passes", "Passes that failed and were computed again."),
-    "ssd:integrity_violations": ("integrity_violations", "Faults found in the idle engine."),
-    "ssd:coupled_requests": ("num_coupled_requests", "Choices that ended, drawn with noise that others share."),
-}
-_ENGINE_SIZES = {
-    "vllm:num_requests_running": ("num_running", "Choices in a slot."),
-    "vllm:num_requests_waiting": ("num_waiting", "Choices that wait for a slot."),
-    "vllm:kv_cache_usage_perc": ("kv_usage", "Share of the KV cache in use, 1 is all."),
+_ENGINE_NUMBERS = {
+    "vllm:spec_decode_num_drafts": (COUNTER, "num_drafts", "Drafts that were not empty."),
+    "vllm:spec_decode_num_draft_tokens": (COUNTER, "num_draft_tokens", "Drafted tokens."),
+    "vllm:spec_decode_num_accepted_tokens": (COUNTER, "num_accepted_tokens", "Draft tokens emitted."),
+    "ssd:verify_steps": (COUNTER, "num_verify_steps", "Rows verified, with a draft or without."),
+    "ssd:drafter_failures": (COUNTER, "drafter_failures", "Steps that went on without a failed drafter."),
+    "vllm:prompt_tokens": (COUNTER, "prompt_tokens", "Prompt tokens."),
+    "vllm:generation_tokens": (COUNTER, "generation_tokens", "Generated tokens."),
+    "vllm:prefix_cache_queries": (
+        COUNTER,
+        "prefix_cache_queries",
+        "Prompt tokens looked up among keys and values kept.",
+    ),
+    "vllm:prefix_cache_hits": (COUNTER, "prefix_cache_hits", "Prompt tokens that were not computed again."),
+    "vllm:num_preemptions": (COUNTER, "num_preemptions", "Requests that made room for more urgent ones."),
+    "ssd:failed_passes": (COUNTER, "num_failed_passes", "Passes that failed and were computed again."),
+    "ssd:integrity_violations": (COUNTER, "integrity_violations", "Faults found in the idle engine."),
+    "ssd:coupled_requests": (
+        COUNTER,
+        "num_coupled_requests",
+        "Choices that ended, drawn with noise that others share.",
+    ),
+    "vllm:num_requests_running": (GAUGE, "num_running", "Choices in a slot."),
+    "vllm:num_requests_waiting": (GAUGE, "num_waiting", "Choices that wait for a slot."),
+    "vllm:kv_cache_usage_perc": (GAUGE, "kv_usage", "Share of the KV cache in use, 1 is all."),
 }
 _ENGINE_HISTOGRAMS = {
     "vllm:request_queue_time_seconds": ("queue", "From submission to the first slot, of ended choices."),
@@ -205,7 +200,7 @@ _SHARING_TEXTS = {
     "num_reconnects": "Times the connection was made again.",
 }
 _STREAM_TEXTS = {
-    "lag_seconds": "How long it is not known that all the log holds was read, beyond half a second; 0 if all is well.",
+    "lag_seconds": "How long it is not known that all the log holds was read, beyond half a second; 0 if all is well."
 }
 
 
@@ -224,10 +219,6 @@ class ServerMetrics(Collector):
         labels = (model_name, "0")
         self.http = HttpCounts()
         self.latencies = Latencies(self._registry, labels)
-        self._loop_lag = Histogram(
-            "ssd:event_loop_lag_seconds", "By how much the event loop was late, four times a second.", LABELS,
-            buckets=_LAG_SECONDS, registry=self._registry,
-        ).labels(*labels)  # fmt: skip
         self._worker, self._tenants, self._sharing_stats = worker, tenants or Tenants(), sharing_stats
         self._families = families = Families(labels)
         self._caches = NamespaceFamilies("ssd:cache", _CACHE_TEXTS, families)
@@ -246,7 +237,7 @@ class ServerMetrics(Collector):
         while True:
             due = loop.time() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)
-            self._loop_lag.observe(max(0.0, loop.time() - due))
+            self.latencies.loop_lag.observe(max(0.0, loop.time() - due))
 
     def collect(self) -> Iterator[Metric]:
         """All families; those of the engine once it is loaded."""
@@ -289,9 +280,8 @@ class ServerMetrics(Collector):
             num_gpu_blocks=str(target.num_slots),
             enable_prefix_caching=str(engine.config.enable_prefix_caching),
         )
-        for kind, table in ((COUNTER, _ENGINE_COUNTS), (GAUGE, _ENGINE_SIZES)):
-            for name, (count, text) in table.items():
-                yield families.of(kind, name, text, getattr(counts, count))
+        for name, (kind, count, text) in _ENGINE_NUMBERS.items():
+            yield families.of(kind, name, text, getattr(counts, count))
         for name, (histogram, text) in _ENGINE_HISTOGRAMS.items():
             yield families.histogram(name, text, getattr(counts.histograms, histogram))
         by_source, finished = dict(counts.by_source), dict(counts.num_requests_finished)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from server.base.record import Record
+from server.base.record import Record, between
 from server.base.settings import VERSION
 from ssd.errors import ConfigError
 
@@ -31,11 +31,7 @@ _OPERATIONS = {"/v1/completions": "text_completion"}
 
 
 class Spans:
-    """Makes spans and gives them to ``exporter`` on a thread of its own; a collector that is away costs spans alone.
-
-    Attributes are those of OpenTelemetry's semantic conventions for generative AI, and vLLM's for times. None holds a
-    text. A trace that the client began is gone on with, and left out where the client does not sample it.
-    """
+    """Gives spans to ``exporter`` on its own thread. Attributes are OpenTelemetry's, and vLLM's for times; no text."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -131,9 +127,6 @@ def _told_once(exporter: SpanExporter, name: str) -> SpanExporter:
 
 
 def _attributes(record: Record, path: str, operation: str, ended_s: float) -> dict[str, Any]:
-    def between(begin: float, end: float) -> float | None:
-        return end - begin if begin and end else None
-
     found: dict[str, Any] = {
         "http.request.method": "POST",
         "http.route": path,

@@ -21,15 +21,9 @@ from server.running.engine_thread import Worker
 
 _PAGE = Path(__file__).parent / "static"
 _DOCS = Path(__file__).parent / "docs"
-_POLICY = "; ".join(
-    [
-        "default-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "object-src 'none'",
-        "require-trusted-types-for 'script'",
-    ]
+_POLICY = (
+    "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
+    "require-trusted-types-for 'script'"
 )
 """Scripts, styles and requests of this origin alone, none of them inline; text never becomes markup."""
 
@@ -61,12 +55,7 @@ def docs_files() -> dict[str, Path]:
 
 
 def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
-    """Counters that only grow, but for what runs and waits and the sizes of caches; without an engine the state alone.
-
-    ``account`` : who asks. A tenant sees the sizes of its own cache alone, the operator all of them, as metrics do.
-    "time_s" is of a clock that never goes back, to divide differences by; "since_s" is the age of the service, "pass_s"
-    the mean time between two passes of a request. O(sources + segments of all namespaces).
-    """
+    """Counters that only grow, but for what runs and waits and sizes of caches; a tenant sees those of its own."""
     found: dict[str, Any] = {
         "state": worker.state.value, "model": settings.model_name, "time_s": time.monotonic(), "namespaces": {},
     }  # fmt: skip
@@ -111,18 +100,24 @@ def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, accou
 
 
 def add_files(app: FastAPI, files: Mapping[str, Path]) -> None:
-    """Files of a page by their paths, open to everybody."""
+    """Files of a page by their paths, open to everybody. A browser asks each time whether they are still the same."""
+
+    def answers(path: Path) -> Callable[[Request], Awaitable[Response]]:
+        files, status = StaticFiles(directory=path.parent), path.stat()
+
+        async def answer(request: Request) -> Response:
+            response = files.file_response(path, status, request.scope)
+            response.headers.update({**SECURITY_HEADERS, "cache-control": "no-cache"})
+            return response
+
+        return answer
+
     for path, file in files.items():
-        app.add_route(path, _answers(file), methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_route(path, answers(file), methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def add_page(
-    app: FastAPI,
-    files: Mapping[str, Path],
-    worker: Worker,
-    settings: ServerSettings,
-    tenants: Tenants,
-    aside: Lane,
+    app: FastAPI, files: Mapping[str, Path], worker: Worker, settings: ServerSettings, tenants: Tenants, aside: Lane
 ) -> None:
     """The page at / and its counters, which need a key where there are keys. ``aside`` : where they are read."""
     add_files(app, files)
@@ -131,15 +126,3 @@ def add_page(
     async def stats(request: Request) -> Response:
         found = await aside.run(page_stats, worker, settings, tenants, account_of(request.scope))
         return JSONResponse(found, headers={**SECURITY_HEADERS, "cache-control": "no-store"})
-
-
-def _answers(path: Path) -> Callable[[Request], Awaitable[Response]]:
-    files, status = StaticFiles(directory=path.parent), path.stat()
-
-    async def answer(request: Request) -> Response:
-        """A browser keeps the file, and asks each time whether it is still the same."""
-        response = files.file_response(path, status, request.scope)
-        response.headers.update({**SECURITY_HEADERS, "cache-control": "no-cache"})
-        return response
-
-    return answer

@@ -12,7 +12,7 @@ from server.base.limits import Limits
 from server.base.settings import ServerSettings
 from server.running.texts import Texts, codec_of
 from server.schema.chat import ChatBody, ChatTemplateFields, TokenizeChatBody, ToolUse
-from server.tools.formats import AUTO, OFF, detect, make_parser, special_tokens
+from server.tools.formats import AUTO, JSON, OFF, detect, make_parser, special_tokens
 from server.tools.grammars import call_grammar, count_reasoning_tokens, reasoning_rule
 from server.tools.messages import Messages, call_id, short_call_id, with_short_call_ids
 from server.tools.values import Functions
@@ -69,8 +69,6 @@ class MessageFormats:
         return MessageFormat(IN_WORDS if in_words else tool_call, reasoning, in_words)
 
 
-_JSON_CALLS = "json"
-"""The format of forced calls where the model's own has no grammar."""
 _TAIL_TOKENS = 32
 """Of the prompt: enough to see whether it ends within what the model thinks."""
 _SCHEMAS = frozenset({"json_object", "json_schema"})
@@ -78,26 +76,21 @@ _SCHEMAS = frozenset({"json_object", "json_schema"})
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """How the answer to a conversation is made and read.
-
-    ``messages`` : takes it apart; None where all of it is content. ``output`` : what it must look like.
-    ``shown_special_ids`` : special tokens that whoever takes it apart must see. ``count_reasoning`` : how many tokens
-    of an output were thought; None where the model does not think.
-    """
+    """How the answer to a conversation is made and read."""
 
     messages: Messages | None
+    """Takes it apart; None where all of it is content."""
     output: StructuredOutput | None
     shown_special_ids: tuple[int, ...] = ()
+    """Special tokens that whoever takes it apart must see."""
     count_reasoning: Callable[[Sequence[int]], int] | None = None
+    """Of an output; None where the model does not think."""
 
 
 def plan_answer(
     body: ChatBody, form: MessageFormat, codec: TextCodec, prompt: Sequence[int], limits: Limits
 ) -> AnswerPlan:
-    """What ``body`` asks for, of a model that writes as ``form`` says, after ``prompt``. O(characters of the tools).
-
-    Raises RequestError for what cannot be held to.
-    """
+    """What ``body`` asks for, of a model that writes as ``form`` says, after ``prompt``. Raises RequestError."""
     use, asked = body.tool_use(), body.structured_output()
     mode = "none" if use is None else use.mode
     if mode == "none" and form.reasoning is None:
@@ -110,7 +103,11 @@ def plan_answer(
         if mode == "required" or asked is not None:
             reader, calls = _calls(use, form, functions, codec, limits)
         elif reader is None:
-            raise _no_parser()
+            raise RequestError(
+                "the calls of this model cannot be read: the server was started without a parser of its format "
+                '(--tool-call-parser). Send tool_choice "required", "none" or a name',
+                param="tool_choice",
+            )
     seen = special_tokens(reader, form.reasoning)
     thought = reasoning_rule(form.reasoning, tail, codec.added_tokens)
     output = _output(calls, None if mode == "required" else asked, thought)
@@ -123,21 +120,17 @@ def plan_answer(
     )
     count = None
     if form.reasoning is not None:
-        count = partial(_count_reasoning, form.reasoning, tail, codec)
+        count = partial(count_reasoning_tokens, form.reasoning, tail, decode=codec.decode)
     ids = {token_id for text, token_id in codec.added_tokens.items() if text in seen}
     shown = tuple(sorted(ids & codec.special_ids))
     return AnswerPlan(messages, output, shown, count)
-
-
-def _count_reasoning(name: str, tail: str, codec: TextCodec, token_ids: Sequence[int]) -> int:
-    return count_reasoning_tokens(name, tail, token_ids, codec.decode)
 
 
 def _calls(
     use: ToolUse, form: MessageFormat, functions: Functions, codec: TextCodec, limits: Limits
 ) -> tuple[str, StructuredOutput]:
     """The format that calls are to be written in, and its grammar: the model's own if possible."""
-    for name in (form.tool_call, _JSON_CALLS):
+    for name in (form.tool_call, JSON):
         markers = special_tokens(name, None)  # of all added tokens, of which there may be thousands
         added = {text: token_id for text, token_id in codec.added_tokens.items() if text in markers}
         grammar = call_grammar(name, functions, parallel=use.parallel, special=added)
@@ -173,14 +166,6 @@ def _output(
     choices = " | ".join(f"@{name}" for name in parts)
     rules = f"start: ({choices})" if reasoning is None else f"start: reasoning ({choices})\n{reasoning}"
     return StructuredOutput.parts(rules, parts, first.param)
-
-
-def _no_parser() -> RequestError:
-    return RequestError(
-        "the calls of this model cannot be read: the server was started without a parser of its format "
-        '(--tool-call-parser). Send tool_choice "required", "none" or a name',
-        param="tool_choice",
-    )
 
 
 B = TypeVar("B", bound=ChatTemplateFields)

@@ -63,10 +63,7 @@ class Inbox:
         _wake(self._waiter)
 
     async def get(self, wait_s: float | None = None) -> tuple[str, RequestOutput | Exception] | None:
-        """The next that arrived, or None where nothing does for so many seconds; for one caller at a time.
-
-        Once for every pass and stream: a queue and a timeout of asyncio's take twice as long.
-        """
+        """The next that arrived, None after ``wait_s``. A queue and a timeout of asyncio's take twice as long."""
         if not self._arrived:
             self._waiter = self.loop.create_future()
             timer = None if wait_s is None else self.loop.call_later(wait_s, _wake, self._waiter)
@@ -91,20 +88,19 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 class Worker:
-    """Loads an engine on a thread of its own and steps it there until told to stop.
-
-    ``load`` gets an ExitStack for what must be closed after the engine, and returns the engine, not yet warmed up.
-    All methods may be called from any thread; inboxes are filled on their own event loop.
-    """
+    """Loads an engine on a thread of its own and steps it there until told to stop. Safe from any thread."""
 
     def __init__(self, load: Callable[[ExitStack], Engine]) -> None:
+        """``load`` : returns the engine, not yet warmed up; gives the stack what must be closed after it."""
         self._load = load
-        self._engine: Engine | None = None
+        self.loaded_engine: Engine | None = None
+        """In whatever state, for reading counters."""
         self._inboxes: dict[str, Inbox] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._num_inside = 0
-        self._is_cut = False
+        self.hurries = False
+        """What is under way has no time left to wait for anything."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.state = WorkerState.LOADING
         self.load_error: BaseException | None = None
@@ -115,16 +111,11 @@ class Worker:
         """The engine for requests that were let in; raises ServerNotReady or EngineFailed else."""
         if self.state is WorkerState.LOADING:
             raise ServerNotReady("the model is being loaded: try again in a moment")
-        if self._is_cut or (self.state is WorkerState.STOPPING and self._engine is None):
+        if self.hurries or (self.state is WorkerState.STOPPING and self.loaded_engine is None):
             raise ServerNotReady(_SHUTTING_DOWN)
-        if self.state is WorkerState.FAILED or self._engine is None:
+        if self.state is WorkerState.FAILED or self.loaded_engine is None:
             raise EngineFailed("the engine has failed; the server must be restarted, its log says why")
-        return self._engine
-
-    @property
-    def loaded_engine(self) -> Engine | None:
-        """The engine in whatever state, for reading counters."""
-        return self._engine
+        return self.loaded_engine
 
     @property
     def num_requests(self) -> int:
@@ -134,10 +125,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, request: Request, inbox: Inbox) -> None:
-        """Hand a request to the engine; its outputs come to ``inbox``, the last with a finish reason or an exception.
-
-        Raises RequestError, QueueFull, EngineStopped, ServerNotReady or EngineFailed; then nothing will come.
-        """
+        """Hand a request over; its outputs come to ``inbox``. Where it raises nothing will come."""
         engine = self.engine
         with self._lock:
             self._inboxes[request.request_id] = inbox
@@ -151,19 +139,11 @@ class Worker:
 
     def cancel(self, request_id: str) -> None:
         """End a request; nothing more comes for it. Unknown and finished requests are ignored."""
-        if self._forget(request_id) and self._engine is not None:
-            self._engine.cancel(request_id)
-
-    @property
-    def hurries(self) -> bool:
-        """Whether what is under way has no time left to wait for anything."""
-        return self._is_cut
+        if self._forget(request_id) and self.loaded_engine is not None:
+            self.loaded_engine.cancel(request_id)
 
     def let_in(self) -> None:
-        """Count a request from its head to the end of its answer; raises ServerNotReady once nobody new is taken.
-
-        To be called on the event loop, as `let_out`.
-        """
+        """Count a request until `let_out`, on the event loop; raises ServerNotReady once nobody new is taken."""
         if self.state is WorkerState.STOPPING:
             raise ServerNotReady(_SHUTTING_DOWN)
         self._num_inside += 1
@@ -178,27 +158,24 @@ class Worker:
             self.state = WorkerState.STOPPING
 
     async def drain(self, grace_s: float, hurries: Callable[[], bool] = lambda: False) -> Drained:
-        """Take no more requests, let those inside finish for a while, then end the rest with EngineStopped.
-
-        ``hurries`` : whether there is no while.
-        """
+        """Take no more requests, let those inside finish for a while, unless it ``hurries``, then end the rest."""
         self.take_no_more()
         began = time.monotonic()
         num_inside = self._num_inside
         while (self._num_inside or self._inboxes) and time.monotonic() - began < grace_s and not hurries():
             await asyncio.sleep(_DRAIN_LOOK_S)
         num_cut = self._num_inside
-        self._is_cut = True
+        self.hurries = True
         for request_id in list(self._inboxes):
             self._deliver([(request_id, EngineStopped(_SHUTTING_DOWN))])
-            if self._engine is not None:
-                self._engine.cancel(request_id)
+            if self.loaded_engine is not None:
+                self.loaded_engine.cancel(request_id)
         return Drained(num_inside - num_cut, num_cut, time.monotonic() - began)
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread, which closes the engine; False when it is still busy after the timeout."""
         self.take_no_more()
-        self._is_cut = True
+        self.hurries = True
         self._stop.set()
         if self._thread.ident is None:
             return True
@@ -217,23 +194,20 @@ class Worker:
                 self.load_error = error
                 self.state = WorkerState.FAILED
                 return
-            self._engine = engine
+            self.loaded_engine = engine
             if self.state is WorkerState.LOADING:
                 self.state = WorkerState.READY
             try:
-                self._step_until_stopped(engine)
+                while not self._stop.is_set():
+                    if engine.wait_for_work(_IDLE_WAIT_S):
+                        self._deliver([(output.request_id, output) for output in engine.step()])
+                    else:
+                        engine.calibrate()
             except BaseException as error:  # whatever it is, this thread ends here
                 self.state = WorkerState.FAILED
                 log.critical("the engine failed with %d requests in flight", self.num_requests, exc_info=error)
                 failure = EngineFailed("the engine failed while it worked on this request; the server's log says why")
                 self._deliver([(request_id, failure) for request_id in list(self._inboxes)])
-
-    def _step_until_stopped(self, engine: Engine) -> None:
-        while not self._stop.is_set():
-            if engine.wait_for_work(_IDLE_WAIT_S):
-                self._deliver([(output.request_id, output) for output in engine.step()])
-            else:
-                engine.calibrate()
 
     def _deliver(self, deliveries: list[tuple[str, RequestOutput | Exception]]) -> None:
         """Wake each event loop once, however many requests got something."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,30 +29,28 @@ LABELS = ["model_name", "engine"]
 """Of every family."""
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 
 
 class Latencies:
-    """Histograms of what a client waits for, in seconds, one observation per choice; and of how many it asked for."""
+    """Histograms of what a client waits for, one observation per choice; and of how many it asked for."""
 
     def __init__(self, registry: CollectorRegistry, labels: tuple[str, str]) -> None:
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            family = Histogram(f"vllm:{name}_seconds", text, LABELS, buckets=tuple(buckets), registry=registry)
-            return family.labels(*labels)
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, text, LABELS, buckets=buckets, registry=registry).labels(*labels)
 
-        self.num_choices = Histogram(
-            "vllm:request_params_n", "The field n of a request that was submitted.", LABELS,
-            buckets=(1, 2, 5, 10, 20), registry=registry,
-        ).labels(*labels)  # fmt: skip
-        self.time_to_first_token = histogram(
-            "time_to_first_token", "From the arrival of a request to the first token of a choice.", _SECONDS
+        self.num_choices = histogram(
+            "vllm:request_params_n", "The field n of a request that was submitted.", (1, 2, 5, 10, 20)
         )
-        self.end_to_end = histogram(
-            "e2e_request_latency", "From the arrival of a request to the last token of a choice.", _SECONDS
-        )
-        self.time_per_output_token = histogram(
-            "request_time_per_output_token", "Mean time per token of a choice after the first.", _TOKEN_SECONDS
-        )
+        text = "From the arrival of a request to the first token of a choice."
+        self.time_to_first_token = histogram("vllm:time_to_first_token_seconds", text, _SECONDS)
+        text = "From the arrival of a request to the last token of a choice."
+        self.end_to_end = histogram("vllm:e2e_request_latency_seconds", text, _SECONDS)
+        text = "Mean time per token of a choice after the first."
+        self.time_per_output_token = histogram("vllm:request_time_per_output_token_seconds", text, _TOKEN_SECONDS)
+        text = "By how much the event loop was late, four times a second."
+        self.loop_lag = histogram("ssd:event_loop_lag_seconds", text, _LAG_SECONDS)
 
 
 _MOST_AT_ONCE = 32
@@ -78,10 +76,8 @@ class Choice:
 class Usage:
     """Token counts of a whole HTTP request; a prompt counts once, however many choices it has.
 
-    ``cached_tokens`` : prompt tokens that no choice of this request had to compute.
-    ``accepted_prediction_tokens`` : of the prediction, how many are in the output, see ``common_tokens``, over all
-    choices; ``rejected_prediction_tokens`` : the others, which are not part of ``completion_tokens``. None without one.
-    ``reasoning_tokens`` : of the completion, what was thought; None where nothing can be told apart.
+    ``cached_tokens`` : that no choice had to compute. ``accepted_prediction_tokens`` : that are in the output, see
+    ``common_tokens``, over all choices. None where there was no prediction, or nothing that thinks.
     """
 
     prompt_tokens: int
@@ -123,10 +119,7 @@ class Generation:
         ticket: Ticket,
         only_scores: bool = False,
     ) -> None:
-        """``aside`` : runs what takes long. ``ticket`` : what the request takes of what others want too, ended with it.
-
-        ``only_scores`` : the prompts' log-probabilities are wanted, the one token computed with them is left out.
-        """
+        """``aside`` : runs what takes long. ``only_scores`` : the one token computed with the prompts is left out."""
         self.prompts, self.prediction, self.aside = prompts, prediction, aside
         self.choices: list[Choice] = []
         self.sampling: SamplingParams | None = None
@@ -155,18 +148,14 @@ class Generation:
             self._running.add(request.request_id)
             self.choices.append(Choice())
 
-    def take_back(self) -> None:
-        """Close what could not be submitted as a whole: it counts for nobody."""
-        self._ticket.end(0, was_begun=False)
-        self.close()
-
-    def close(self) -> None:
-        """Cancel what still runs, so that its slot is free at the engine's next step."""
+    def close(self, *, was_begun: bool = True) -> None:
+        """Cancel what still runs, so that its slot is free at the next step; what was not begun counts for nobody."""
         self._note_counts()
         for request_id in self._running:
             self._worker.cancel(request_id)
         self._running.clear()
-        self._ticket.end(self._num_completion_tokens + self._num_not_taken())
+        not_taken = sum(len(each.token_ids) for each in self._inbox.take_all() if not isinstance(each, Exception))
+        self._ticket.end(self._num_completion_tokens + not_taken if was_begun else 0, was_begun=was_begun)
 
     def _note_counts(self) -> None:
         """What it came to so far, added up over its choices. O(choices)."""
@@ -187,11 +176,6 @@ class Generation:
         record.started_s = min((stats.started_s for stats in known if stats.started_s), default=0.0)
         record.first_token_s = min((stats.first_token_s for stats in known if stats.first_token_s), default=0.0)
         record.last_token_s = max((stats.last_token_s for stats in known), default=0.0)
-
-    def _num_not_taken(self) -> int:
-        """Tokens that were made and not looked at: the client went away."""
-        arrived = self._inbox.take_all()
-        return sum(len(delivery.token_ids) for delivery in arrived if not isinstance(delivery, Exception))
 
     @property
     def usage(self) -> Usage:
@@ -218,10 +202,7 @@ class Generation:
         return bool(self._running) and len(self._inbox) > 0
 
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
-        """(choice index, output) until all choices have ended; None whenever nothing came for ``wait_s`` seconds.
-
-        Raises RequestFailed, EngineFailed or EngineStopped when a choice cannot be finished.
-        """
+        """(choice index, output) until all have ended; None after ``wait_s`` without one. Raises if a choice fails."""
         num_at_once = 0
         while self._running:
             is_here = len(self._inbox) > 0
@@ -237,7 +218,8 @@ class Generation:
                 self._running.discard(request_id)
                 raise delivery
             if self._only_scores:
-                delivery = _without_tokens(delivery)
+                logprobs = None if delivery.logprobs is None else ()
+                delivery = replace(delivery, token_ids=(), text="", logprobs=logprobs)
             self._take(request_id, delivery)
             yield self._index[request_id], delivery
         if (count := self._count_reasoning) is not None:
@@ -280,7 +262,3 @@ class Generation:
         if len(choice.token_ids) > 1:
             decoding_s = now - self._first_token[request_id]
             self._latencies.time_per_output_token.observe(decoding_s / (len(choice.token_ids) - 1))
-
-
-def _without_tokens(output: RequestOutput) -> RequestOutput:
-    return replace(output, token_ids=(), text="", logprobs=None if output.logprobs is None else ())

@@ -88,17 +88,18 @@ class Texts:
 
     async def echoes(self, engine: Engine, prompts: Sequence[str | list[int]]) -> list[str]:
         """The texts of prompts that are to be repeated."""
+        if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:
+            return texts
         codec = codec_of(engine)
+        ids = [[token for token in prompt if isinstance(token, int)] for prompt in prompts]
 
-        def text_of(prompt: str | list[int]) -> str:
-            if isinstance(prompt, str):
-                return prompt
-            known = [token for token in prompt if 0 <= token < codec.vocab_size]  # others are refused by the engine
-            return codec.decode(known, skip_special_tokens=True)
+        def call() -> list[str]:
+            known = (
+                [token for token in each if 0 <= token < codec.vocab_size] for each in ids
+            )  # the engine refuses others
+            return [codec.decode(each, skip_special_tokens=True) for each in known]
 
-        if all(isinstance(prompt, str) for prompt in prompts):
-            return [text_of(prompt) for prompt in prompts]
-        return await self._lanes.run_on_text(sum(map(len, prompts)), lambda: [text_of(prompt) for prompt in prompts])
+        return await self._lanes.run_on_text(sum(map(len, ids)), call)
 
     async def tokenize(
         self, engine: Engine, body: TokenizeTextBody | ChatTemplateFields, *, tools_in_words: bool = False
@@ -182,11 +183,7 @@ class Texts:
 
 
 def require_fits(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
-    """Raise ContextTooLong for a text of clearly more tokens, as soon as its beginning has more.
-
-    Beginnings of four times the length each are tokenised, so that a text that is far too long costs no more than one
-    that is a little too long. Nothing is done for a text of usual length.
-    """
+    """Raise ContextTooLong for clearly more tokens, once a beginning, each of four times the length, has more."""
     size = max(1 << 14, _USUAL_CHARACTERS_PER_TOKEN * most_tokens)
     while size < len(text):
         if len(codec.encode_completion(text[:size])) > most_tokens + _TOKENS_CUT:

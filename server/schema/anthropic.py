@@ -116,11 +116,7 @@ _SYSTEM: TypeAdapter[list[_Text]] = TypeAdapter(_Texts)
 
 
 def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[str, Any]]:
-    """Messages as /v1/chat/completions takes them, ``system`` first. O(blocks and their text).
-
-    The results of tools become messages of their own. Raises RequestError (``param`` "messages" or "system") for what
-    cannot become a message, and names it.
-    """
+    """Messages as /v1/chat/completions takes them, results of tools too; raises RequestError for what cannot be one."""
     conversation = Conversation()
     if system is not None:
         conversation.add("system", _joined(checked(_SYSTEM, system, "system")))
@@ -212,10 +208,7 @@ _THINKS = {"enabled": True, "disabled": False}
 
 
 class Thinking(Part):
-    """``thinking``: "enabled" and "disabled" are the chat template's ``enable_thinking``, other types leave it alone.
-
-    ``display`` "omitted" leaves what is thought out of the answer. ``budget_tokens`` is read, and bounds nothing.
-    """
+    """``thinking``: the chat template's ``enable_thinking``, or nothing. ``budget_tokens`` bounds nothing."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(default=None, ge=0)

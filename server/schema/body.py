@@ -26,10 +26,7 @@ def meant(name: str, known: Iterable[str]) -> str | None:
 
 
 class Part(BaseModel):
-    """An object in a request. Strict: "5" is no number and 1 no boolean, as at OpenAI; unknown names are refused.
-
-    An explicit null means absent.
-    """
+    """An object in a request. Strict: "5" is no number; unknown names are refused, an explicit null means absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -94,17 +91,18 @@ def require_counts(body: dict[str, Any], limits: Limits) -> None:
     """Raise RequestError for the first field with too much in it. What is of a wrong type is left to the schema."""
     _require_choices(body, limits)
     for name, count, most, unit in (
-        ("logit_bias", _length, limits.max_logit_bias, "entries"),
-        ("allowed_token_ids", _length, limits.max_allowed_token_ids, "token ids"),
+        ("logit_bias", _length, 1024, "entries"),
+        ("allowed_token_ids", _length, 1 << 17, "token ids"),
         ("messages", _length, limits.max_messages, "messages"),
         ("input", _length, limits.max_messages, "items"),
-        ("bad_words", _length, limits.max_bad_words, "words"),
-        ("bad_words", _characters, limits.max_bad_words_characters, "characters"),
-        ("stop", _characters, limits.max_stop_characters, "characters"),
+        ("bad_words", _length, 1000, "words"),
+        ("bad_words", _characters, 1 << 14, "characters"),
+        ("stop", _characters, 1 << 12, "characters"),
         ("tools", _length, limits.max_tools, "functions"),
-        ("tools", _written, limits.max_tools_characters, "characters"),
+        ("tools", _written, 1 << 18, "characters"),
     ):
-        _require(name, count(body.get(name)), most, unit)
+        if (found := count(body.get(name))) > most:
+            raise RequestError(f"{name} has {found} {unit}, at most {most} are taken: leave some out", param=name)
 
 
 def _require_choices(body: dict[str, Any], limits: Limits) -> None:
@@ -119,11 +117,6 @@ def _require_choices(body: dict[str, Any], limits: Limits) -> None:
             f"prompt and n ask for {choices} choices, at most {limits.max_choices} are made: send several requests",
             param=param,
         )
-
-
-def _require(name: str, count: int, most: int, unit: str) -> None:
-    if count > most:
-        raise RequestError(f"{name} has {count} {unit}, at most {most} are taken: leave some out", param=name)
 
 
 def _length(value: Any) -> int:
@@ -163,11 +156,7 @@ _DEFAULT_LIMITS = Limits()
 
 
 class Body(BaseModel):
-    """A JSON object sent by a client.
-
-    ``ignored``, ``refused`` : fields outside the schema. ``chat_names`` : fields of the chat completion that it is, and
-    what they are called here.
-    """
+    """A JSON object sent by a client. ``chat_names`` : its fields, by those of the chat completion it is."""
 
     # Strict: "5" is no number and 1 no boolean, as at OpenAI.
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -179,11 +168,7 @@ class Body(BaseModel):
 
     @classmethod
     def parse(cls, content: Any, limits: Limits = _DEFAULT_LIMITS, *, ignores_unknown: bool = False) -> Self:
-        """Validate decoded JSON; raises RequestError with the field at fault as ``param``.
-
-        ``ignores_unknown`` : fields of the body that no schema knows are left unread. Those of its parts are refused.
-        Takes milliseconds for the largest body within ``limits``, whatever is wrong in it: one mistake is looked for.
-        """
+        """Validate decoded JSON; raises RequestError with the first field at fault as ``param``."""
         if not isinstance(content, dict):
             raise RequestError(f"the body must be a JSON object, got {type(content).__name__}")
         fields = cls.honoured(content)
@@ -202,10 +187,7 @@ class Body(BaseModel):
 
     @classmethod
     def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """The fields that the schema must understand: no nulls, nothing ignored, nothing neutral.
-
-        Raises RequestError for a field that would change the output and cannot be honoured.
-        """
+        """The fields that the schema must understand, no neutral ones; raises RequestError for what it refuses."""
         honoured = {}
         for name, value in content.items():
             if value is None or (name in cls.ignored and name not in cls.model_fields):

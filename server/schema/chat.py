@@ -86,11 +86,7 @@ ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | Allowed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """What the fields of a request come to.
-
-    ``functions`` : all the model is told of, and may call. ``mode`` : "required" where it has to call one of them.
-    ``parallel`` : it may call more than one.
-    """
+    """What the fields of a request come to: all functions the model is told of, and whether it has to call one."""
 
     functions: tuple[Function, ...]
     mode: ToolMode

@@ -14,6 +14,9 @@ from server.schema.body import Body, Part
 from ssd.config import GrammarKind, SamplingParams, StructuredOutput
 from ssd.errors import RequestError, shown
 
+_MOST_REGEX = 1 << 13
+"""Characters of a regular expression."""
+
 
 class CommonFields(BaseModel):
     """What a request for text may contain, whatever it goes to."""
@@ -171,7 +174,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         output = self.structured_output()
         if output is None:
             return
-        most = limits.max_regex_characters if output.kind == "regex" else limits.max_grammar_characters
+        most = _MOST_REGEX if output.kind == "regex" else limits.max_grammar_characters
         if len(output.source) > most:
             raise RequestError(
                 f"{output.param} has {len(output.source)} characters, at most {most} are taken: shorten it",
@@ -197,11 +200,9 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         return None
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
-        """How to sample each choice.
+        """How to sample each choice; raises RequestError. ``room`` : tokens left in the context after the prompt.
 
-        defaults : values for what the request leaves out. room : tokens left in the context after the prompt.
-        default_limit : output tokens where neither request nor defaults say, never more than ``room``.
-        Raises RequestError.
+        ``default_limit`` : output tokens where neither request nor ``defaults`` say, never more than ``room``.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
@@ -304,8 +305,7 @@ class CompletionBody(GenerateBody):
         if prompt and all(isinstance(entry, list) and entry and _is_token_ids(entry) for entry in prompt):
             return list(prompt)
         raise RequestError(
-            "prompt must be a string, strings, token ids or lists of token ids, and not empty",
-            param="prompt",
+            "prompt must be a string, strings, token ids or lists of token ids, and not empty", param="prompt"
         )
 
 

@@ -102,11 +102,7 @@ _ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(Annotated[list[_Item], Field(fail
 
 
 def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[str, Any]]:
-    """Messages as /v1/chat/completions takes them, ``instructions`` first. O(items and their text).
-
-    Reasoning, text and calls that an assistant gave one after the other are one message. Raises RequestError
-    (``param="input"``) for an item that cannot become a message, and names it.
-    """
+    """Messages as /v1/chat/completions takes them, what an assistant gave in a row as one; raises RequestError."""
     conversation = Conversation()
     if instructions is not None:
         conversation.add("system", instructions)

@@ -12,23 +12,10 @@ from dataclasses import replace
 from functools import cache
 
 from server.tools.messages import MessageParser, Reader
-from server.tools.readers import CALL_ID, CallFormat, Written, calls
-from server.tools.reasoning import (
-    CALL,
-    CHANNEL,
-    CONSTRAIN,
-    END,
-    MESSAGE,
-    RETURN,
-    START,
-    ReasoningFormat,
-    channels,
-)
-from server.tools.reasoning import (
-    reasoning as reasoning_reader,
-)
+from server.tools.readers import CALL_ID, CallFormat, Calls, Written
+from server.tools.reasoning import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, ReasoningFormat, channels
+from server.tools.reasoning import reasoning as reasoning_reader
 from server.tools.values import Functions
-from ssd.errors import ConfigError
 
 AUTO, OFF = "auto", "none"
 """What options take beside the names of formats."""
@@ -270,12 +257,9 @@ def make_parser(
 ) -> MessageParser:
     """What takes one message apart; None where the message has no such parts. ``reasoning`` comes first, then calls.
 
-    ``functions`` : of the request; formats without types read values by their schemas, those without markers take for
-    calls only what calls one of them. ``prompt`` : the end of what the model continues, 64 characters are enough:
-    templates that open or close the reasoning themselves are known by it. Raises ConfigError for a name not in
-    `TOOL_FORMATS` or `REASONING_FORMATS`. O(1).
+    ``functions`` : of the request, whose schemas tell types; formats without markers take nothing else for calls.
+    ``prompt`` : the end of what the model continues, 64 characters are enough: it may have opened the reasoning.
     """
-    check_names(tool_call, reasoning)
     functions = functions or {}
     form = None if tool_call is None else TOOL_FORMATS[tool_call]
     thinking = None if reasoning is None else REASONING_FORMATS[reasoning]
@@ -290,18 +274,8 @@ def make_parser(
     elif thinking is not None:
         readers.append(reasoning_reader(thinking, prompt, () if form is None else form.in_reasoning))
     if form is not None:
-        readers.append(calls(form, functions))
+        readers.append(lambda scanner, pieces: Calls(form, functions, scanner, pieces).read())
     return MessageParser(*readers)
-
-
-def check_names(tool_call: str | None, reasoning: str | None) -> None:
-    """Raise ConfigError where one is no format's name; None is none."""
-    if tool_call is not None and tool_call not in TOOL_FORMATS:
-        raise ConfigError(f"no tool-call parser {tool_call!r}: give auto, none or one of {', '.join(TOOL_FORMATS)}")
-    if reasoning is not None and reasoning not in REASONING_FORMATS:
-        raise ConfigError(
-            f"no reasoning parser {reasoning!r}: give auto, none or one of {', '.join(REASONING_FORMATS)}"
-        )
 
 
 @cache

@@ -28,10 +28,8 @@ def call_grammar(
 ) -> str | None:
     """A grammar of one call, or of several where ``parallel``, as the format writes them; None where it has none.
 
-    `JSON` is a format of its own that any model can be made to write. ``special`` : added tokens of the vocabulary and
-    their ids; where one of them is a marker it is written, and not its letters. All added tokens belong to them, those
-    that are not "special" to the tokenizer as well. Values follow the schemas of ``functions``, of which there is at
-    least one. O(characters) of the schemas; nothing is compiled here.
+    ``special`` : all added tokens of the vocabulary and their ids; where one of them is a marker it is written, and not
+    its letters. Values follow the schemas of ``functions``, at least one. O(characters); nothing is compiled here.
     """
     form = TOOL_FORMATS[tool_call].written if tool_call is not None else None
     special = special or {}
@@ -131,12 +129,7 @@ def _tagged(
 
 
 def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> str | None:
-    """Lark rules for llguidance, of which ``reasoning`` is all that may come before; None where nothing does.
-
-    ``name`` : of the reasoning's format. ``prompt`` : the end of what the model continues, which may have opened or
-    closed it. ``added`` : the tokens added beside the vocabulary and their ids, which a grammar's texts never
-    spell, be they special or not.
-    """
+    """Lark rules for llguidance, of which ``reasoning`` is all that may come before; None where nothing does."""
     form = REASONING_FORMATS[name] if name is not None else None
     inside = None if form is None else begins_inside(form, prompt)
     if form is None or inside is None:
@@ -156,11 +149,7 @@ def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> s
 def count_reasoning_tokens(
     name: str, prompt: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> int:
-    """Tokens up to the one that completes the marker that ends it, which counts; all, where it does not end.
-
-    ``name`` : of the reasoning's format. ``prompt`` : the end of what was continued. ``decode`` : with special tokens.
-    What counts is a matter of the output alone, not of the steps it came in. O(n log n).
-    """
+    """Tokens up to the one that completes the marker that ends it, or all; a matter of the output alone. O(n log n)."""
     form = REASONING_FORMATS[name]
     beginning, inside = decode(token_ids[:_BEGINNING]).lstrip(), begins_inside(form, prompt)
     if not inside and (inside is None or not beginning.startswith(tuple(begin.lstrip() for begin in form.begin))):

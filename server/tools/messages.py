@@ -16,11 +16,7 @@ from server.tools.values import is_json
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of one tool call of a message.
-
-    ``index`` : which call of the message, from 0. ``name`` : of the function, with the call's first piece and with no
-    other. ``arguments`` : the next characters of its JSON text; all pieces together are one JSON object.
-    """
+    """A piece of call ``index`` of a message. ``name`` : with its first piece. ``arguments`` : more of its JSON."""
 
     index: int
     name: str | None = None
@@ -31,23 +27,8 @@ Said = tuple[Literal["content", "reasoning"], str] | ToolCallDelta
 """What some text said next: more of the content, of the reasoning, or of a call."""
 
 
-class MessageDelta(tuple[Said, ...]):
-    """What some text added to a message, in the order it says so; empty while it may yet become something else."""
-
-    @property
-    def content(self) -> str:
-        return self._text("content")
-
-    @property
-    def reasoning(self) -> str:
-        return self._text("reasoning")
-
-    @property
-    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
-        return tuple(said for said in self if isinstance(said, ToolCallDelta))
-
-    def _text(self, part: str) -> str:
-        return "".join(said[1] for said in self if not isinstance(said, ToolCallDelta) and said[0] == part)
+Delta = tuple[Said, ...]
+"""What some text added to a message, in the order it says so; empty while it may yet become something else."""
 
 
 class Pieces:
@@ -116,7 +97,7 @@ class Pieces:
             self._say("content", self._space)
         self._space.clear()
 
-    def take(self) -> MessageDelta:
+    def take(self) -> Delta:
         """All of it, since it was last taken."""
         said: list[Said] = []
         for part, name, pieces in self._said:
@@ -126,7 +107,7 @@ class Pieces:
             elif text:
                 said.append(("content" if part == "content" else "reasoning", text))
         self._said.clear()
-        return MessageDelta(said)
+        return tuple(said)
 
 
 Reader = Callable[[Scanner, Pieces], Steps[None]]
@@ -137,8 +118,7 @@ class MessageParser:
     """Takes one message apart, by readers each of which goes on where the one before has ended; the rest is content.
 
     However the text is cut, all deltas together are the same. Text that is no well-formed call is content, but for the
-    beginning of a call, not within a line of prose, that the end of the text cut: nothing else a model says is lost,
-    and nothing raises. One object a choice, not thread-safe. O(characters) over the whole message.
+    beginning of a call that the end of the text cut. Nothing raises. One object a choice. O(characters).
     """
 
     def __init__(self, *readers: Reader) -> None:
@@ -152,12 +132,12 @@ class MessageParser:
             self._pieces.content(self._scanner.trail())
         yield from self._scanner.rest(self._pieces.content)
 
-    def push(self, text: str) -> MessageDelta:
+    def push(self, text: str) -> Delta:
         self._scanner.feed(text)
         next(self._steps, None)
         return self._pieces.take()
 
-    def finish(self) -> MessageDelta:
+    def finish(self) -> Delta:
         """What was held back, at the end of the text; call it once."""
         self._scanner.end()
         next(self._steps, None)
@@ -186,18 +166,15 @@ def _drawn(length: int) -> str:
 
 def with_short_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation with every call's name made short, the same name always alike; what is malformed stays."""
-    return [_shortened(message) for message in messages]
 
+    def shortened(part: Any, name: str) -> Any:
+        is_named = isinstance(part, dict) and isinstance(part.get(name), str)
+        return {**part, name: _short(part[name])} if is_named else part
 
-def _shortened(message: dict[str, Any]) -> dict[str, Any]:
-    changed = dict(message)
-    if isinstance(message.get("tool_call_id"), str):
-        changed["tool_call_id"] = _short(message["tool_call_id"])
-    if isinstance(calls := message.get("tool_calls"), list):
-        changed["tool_calls"] = [
-            {**call, "id": _short(call["id"])} if isinstance(call, dict) and isinstance(call.get("id"), str) else call
-            for call in calls
-        ]
+    changed = [dict(shortened(message, "tool_call_id")) for message in messages]
+    for message in changed:
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = [shortened(call, "id") for call in calls]
     return changed
 
 
@@ -241,10 +218,7 @@ class Message:
 
 
 class Messages:
-    """The messages of all choices of one request; either streamed, by `push`, or `whole`.
-
-    ``show_reasoning`` : what was thought is part of the message; else it is dropped. Not thread-safe.
-    """
+    """The messages of all choices of one request; either streamed, by `push`, or `whole`. Not thread-safe."""
 
     def __init__(
         self,
@@ -255,11 +229,7 @@ class Messages:
         show_reasoning: bool = True,
         make_id: Callable[[], str] = call_id,
     ) -> None:
-        """``parallel`` : a message may call more than one function; else calls after its first are dropped.
-
-        ``only_calls`` : a grammar holds it to calls, so that there is no content but the beginning of a call that was
-        cut, which is dropped.
-        """
+        """``parallel`` : else calls after the first are dropped. ``only_calls`` : a grammar holds it to calls."""
         self._make_parser = make_parser
         self._most_calls = None if parallel else 1
         self._only_calls = only_calls
@@ -268,14 +238,14 @@ class Messages:
         self._parsers: dict[int, MessageParser] = {}
         self._messages: dict[int, Message] = {}
 
-    def push(self, index: int, text: str, *, ended: bool) -> MessageDelta:
+    def push(self, index: int, text: str, *, ended: bool) -> Delta:
         """What the next text of choice ``index`` adds to its message; ``ended`` : it is the last."""
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._make_parser()
         delta = parser.push(text)
         if ended:
-            delta = MessageDelta(delta + parser.finish())
+            delta = delta + parser.finish()
         return self._taken(self.of(index), delta)
 
     def of(self, index: int) -> Message:
@@ -290,7 +260,7 @@ class Messages:
             message.tool_calls.pop()
         return message
 
-    def _taken(self, message: Message, delta: MessageDelta) -> MessageDelta:
+    def _taken(self, message: Message, delta: Delta) -> Delta:
         taken: list[Said] = []
         for said in delta:
             if isinstance(said, ToolCallDelta):
@@ -308,4 +278,4 @@ class Messages:
             else:
                 continue
             taken.append(said)
-        return MessageDelta(taken)
+        return tuple(taken)

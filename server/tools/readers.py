@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from server.tools.messages import Pieces, Reader
+from server.tools.messages import Pieces
 from server.tools.scanner import Markers, Scanner, Steps
 from server.tools.values import (
     GEMMA,
@@ -147,16 +147,11 @@ class CallFormat:
         return tuple(f"\n{begin}{after}" for begin in self.section or self.call if begin.startswith("<"))
 
 
-def calls(form: CallFormat, functions: Functions) -> Reader:
-    """Reads a message with calls; values without types are read by the schemas of ``functions``.
-
-    Where no marker is needed only one of ``functions`` is called, else any name.
-    """
-    return lambda scanner, pieces: Calls(form, functions, scanner, pieces).read()
-
-
 class Calls:
-    """The calls of one message. One begins when its first argument does; until then all is in the trail."""
+    """The calls of one message. One begins when its first argument does; until then all is in the trail.
+
+    Where no marker is needed only one of ``functions`` is called, whose schemas tell the types of values.
+    """
 
     def __init__(self, form: CallFormat, functions: Functions, scanner: Scanner, pieces: Pieces) -> None:
         self._form = form
@@ -241,8 +236,6 @@ class Calls:
                 yield from scanner.word(_NAME)
         return True
 
-    # -- a JSON object of name and arguments -------------------------------------------------------------------------
-
     def _read_object(self) -> Steps[None]:
         scanner = self._scanner
         in_list = bool((yield from scanner.literal("[")))
@@ -320,8 +313,6 @@ class Calls:
         scanner.keep("".join(pieces))
         return "".join(pieces) if complete else None
 
-    # -- a name, and arguments in several ways of writing ------------------------------------------------------------
-
     def _read_json(self) -> Steps[None]:
         scanner = self._scanner
         if not self._form.section and (yield from scanner.peek()) in ("{", "["):  # older models of Mistral
@@ -382,8 +373,6 @@ class Calls:
             return False
         yield from scanner.space()
         return bool((yield from scanner.literal("("))) and (yield from self._named(name, ")", read_python_key, PYTHON))
-
-    # -- tags --------------------------------------------------------------------------------------------------------
 
     def _read_tags(self) -> Steps[None]:
         scanner, form = self._scanner, self._form

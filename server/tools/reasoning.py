@@ -40,10 +40,7 @@ class ReasoningFormat:
 
 
 def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
-    """Whether the model goes on inside the reasoning; None where the prompt has closed it.
-
-    ``prompt`` : its end; templates of several models open or close the reasoning themselves.
-    """
+    """Whether the model goes on inside the reasoning after ``prompt``; None where that has closed it."""
     written = prompt.rstrip()
     if written.endswith(form.end):
         return None
@@ -51,10 +48,7 @@ def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
 
 
 def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -> Reader:
-    """Reads it where there is any; ``prompt`` : the end of what the model continues, which may open or close it.
-
-    ``calls`` : what begins a call, which a model may write without an end of its reasoning.
-    """
+    """Reads it where there is any, up to its end or to what begins one of ``calls``; ``prompt`` may have opened it."""
     inside = begins_inside(form, prompt)
     markers = Markers(*form.end, *form.also_ends, *calls)
 
@@ -81,10 +75,7 @@ def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -
 
 
 def channels(form: CallFormat | None, functions: Functions, ends: Collection[str]) -> Reader:
-    """Reads messages with headers, up to one without.
-
-    ``form`` : of what is for a function, which is content where it is None. ``ends`` : of a message.
-    """
+    """Reads messages with headers, up to one without; what is for a function is content where ``form`` is None."""
     return lambda scanner, pieces: _Channels(form, functions, ends, scanner, pieces).read()
 
 

@@ -32,11 +32,7 @@ class Markers:
 
 
 class Scanner:
-    """The text that has arrived and was not read, and the trail: what was read and belongs to nobody yet.
-
-    Everything read is O(characters) over the whole text: what was looked at is read at once, or is the beginning of one
-    marker.
-    """
+    """The text that has arrived and was not read, and the trail: what was read and is nobody's yet. O(characters)."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -110,10 +106,7 @@ class Scanner:
         return self._text[self._at : self._at + count]
 
     def literal(self, *options: str, sink: Sink | None = None) -> Steps[str]:
-        """The longest of ``options`` that comes next; empty, and nothing is read, where none does.
-
-        Where the text ends within one, its beginning is read, into the trail.
-        """
+        """The longest of ``options`` that comes next, or nothing; one that is cut is read into the trail."""
         while True:
             rest = self._text[self._at : self._at + max(map(len, options))]
             longer = [option for option in options if len(option) > len(rest) and option.startswith(rest)]
@@ -128,10 +121,7 @@ class Scanner:
         return found
 
     def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True, last: str = "") -> Steps[str]:
-        """All text before the first marker, and into the trail the marker itself; empty where the text ends first.
-
-        ``last`` : the beginning of a marker, which is one where only white space follows it and the text ends.
-        """
+        """All text before the first marker, which goes into the trail. ``last`` : is one at the end of the text."""
         while True:
             match = markers.pattern.search(self._text, self._at)
             if last and self._ended and not match:

@@ -69,10 +69,7 @@ def is_object(text: str) -> bool:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """A value that was written without quotation marks as JSON of one of ``types``; as a string where it is none.
-
-    Where the type is unknown, lists and objects are taken for what they are and all else is a string.
-    """
+    """A value written without quotation marks as JSON of ``types``, unknown ones a list or object, or a string."""
     written = text.strip()
     written = _CONSTANTS.get(written, written)
     if not is_json(written):

@@ -64,20 +64,17 @@ def test_common_tokens_of_several_words_equal_the_slow_twin(prediction: list[int
     ("fields", "param"),
     [
         ({"prompt": [[1]] * 20, "n": 9}, "n"), ({"prompt": ["x"] * 101}, "prompt"), ({"n": 101}, "n"),
-        ({"logit_bias": {str(token): 1 for token in range(11)}}, "logit_bias"),
-        ({"allowed_token_ids": [1] * 11}, "allowed_token_ids"), ({"bad_words": ["x"] * 11}, "bad_words"),
-        ({"bad_words": ["x" * 21]}, "bad_words"), ({"stop": ["x" * 11, "y" * 10]}, "stop"),
-        ({"stop": "x" * 21}, "stop"),
-        ({"structured_outputs": {"regex": "x" * 21}}, "structured_outputs"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        ({"allowed_token_ids": [1] * ((1 << 17) + 1)}, "allowed_token_ids"), ({"bad_words": ["x"] * 1001}, "bad_words"),
+        ({"bad_words": ["x" * 16_385]}, "bad_words"), ({"stop": ["x" * 4000, "y" * 97]}, "stop"),
+        ({"stop": "x" * 4097}, "stop"),
+        ({"structured_outputs": {"regex": "x" * 8193}}, "structured_outputs"),
         ({"structured_outputs": {"json": {"const": "x" * 20}}}, "structured_outputs"),
         ({"structured_outputs": {"choice": ["x" * 30]}}, "structured_outputs"),
     ],
 )  # fmt: skip
 def test_too_much_of_anything_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    limits = Limits(
-        max_choices=100, max_logit_bias=10, max_allowed_token_ids=10, max_bad_words=10, max_bad_words_characters=20,
-        max_stop_characters=20, max_regex_characters=20, max_grammar_characters=20,
-    )  # fmt: skip
+    limits = Limits(max_choices=100, max_grammar_characters=20)
     with pytest.raises(RequestError) as caught:
         CompletionBody.parse({"prompt": "x", **fields}, limits)
     assert caught.value.param == param
@@ -85,13 +82,14 @@ def test_too_much_of_anything_is_refused_by_name(fields: dict[str, Any], param: 
 
 
 def test_too_many_tools_are_refused_and_tools_of_too_many_characters() -> None:
-    function = {"name": "f", "parameters": {"type": "object", "description": "x" * 100}}
+    function = {"name": "f", "parameters": {"type": "object", "description": "x" * 60_000}}
     messages = [{"role": "user", "content": "x"}]
     tools = [{"type": "function", "function": {**function, "name": f"f{number}"}} for number in range(4)]
-    ChatBody.parse({"messages": messages, "tools": tools}, Limits(max_tools=4, max_tools_characters=1000))
-    for limits in (Limits(max_tools=3), Limits(max_tools_characters=300)):
+    ChatBody.parse({"messages": messages, "tools": tools}, Limits(max_tools=4))
+    tools.append({"type": "function", "function": {**function, "name": "f4"}})
+    for limits, some in ((Limits(max_tools=3), tools[:4]), (Limits(), tools)):
         with pytest.raises(RequestError, match="at most") as caught:
-            ChatBody.parse({"messages": messages, "tools": tools}, limits)
+            ChatBody.parse({"messages": messages, "tools": some}, limits)
         assert caught.value.param == "tools"
     deep: Any = {}
     for _ in range(100_000):

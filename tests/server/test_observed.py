@@ -109,7 +109,8 @@ def stats_of(tokens: int) -> CacheStats:
 
 
 def test_many_namespaces_are_few_series_and_their_counts_never_shrink() -> None:
-    families = NamespaceFamilies("ssd:cache", {}, Families(("m", "0")))
+    texts = {"num_tokens": "Tokens.", "num_appended_tokens": "Tokens given."}
+    families = NamespaceFamilies("ssd:cache", texts, Families(("m", "0")))
 
     def values(stats: dict[str, CacheStats], name: str) -> dict[str, float]:
         found: list[Any] = [family for family in families.collect(stats) if family.name == name]

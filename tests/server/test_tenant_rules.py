@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from server.admission.account import Account, Allowance
 from server.admission.generations import Generations
-from server.admission.opening import TenantSources, Watch, given_secret, open_tenants, own_secret
+from server.admission.opening import Watch, given_secret, open_tenants, own_secret
 from server.admission.registry import SALTED_TOKENS, NamespaceNames, Tenants
 from server.admission.rules import Quotas, Tenant, digest_of, parse_rules, read_rules
 from server.base.errors import ApiError, TenantLimit
@@ -51,7 +51,7 @@ def account_of(tenants: Tenants, key: str) -> Account:
 
 
 def opened(path: Path, *, keys: tuple[str, ...] = (), directory: Path | None = None) -> Tenants:
-    return open_tenants(TenantSources(keys=keys, path=path), SETTINGS, SECRET, cache_directory=directory)
+    return open_tenants(SETTINGS, SECRET, keys=keys, path=path, cache_directory=directory)
 
 
 @pytest.fixture
@@ -247,8 +247,8 @@ def test_each_tenant_has_a_cache_of_its_own_and_a_salt_one_inside_it(rules: Path
         assert salted.terms.reads_shared == main.terms.reads_shared
     assert (uses[1].terms.capacity_tokens, uses[4].terms.capacity_tokens) == (8192, SALTED_TOKENS)
     assert tenants.cache_use(alice, None, "s").namespace is None
-    shared = open_tenants(TenantSources(path=rules), ServerSettings(
-        model_names=("m",), model="m", share_cache_across_keys=True), SECRET)  # fmt: skip
+    shared = open_tenants(ServerSettings(
+        model_names=("m",), model="m", share_cache_across_keys=True), SECRET, path=rules)  # fmt: skip
     for key in ("alices-key", "bobs-key"):
         assert shared.cache_use(account_of(shared, key), "default", None).namespace == "default"
     assert tenants.labels() == {uses[0].namespace: "alice", uses[3].namespace: "bob"}
@@ -374,7 +374,7 @@ def test_a_secret_is_given_or_made_once_and_kept(tmp_path: Path) -> None:
 
 def test_what_a_tenant_said_to_each_adapter_is_apart_and_deleted_together(rules: Path) -> None:
     settings = ServerSettings(model_names=("m",), model="m", adapters={"sql": "adapters/sql"})
-    tenants, caches = open_tenants(TenantSources(path=rules), settings, SECRET), noting_what_goes()
+    tenants, caches = open_tenants(settings, SECRET, path=rules), noting_what_goes()
     tenants.caches = lambda: caches
     alice = account_of(tenants, "alices-key")
     names = [tenants.cache_use(alice, base, None).namespace for base in settings.namespaces]

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from server.admission.account import Account
-from server.admission.opening import TenantSources, open_tenants
+from server.admission.opening import open_tenants
 from server.admission.registry import Tenants
 from server.base.settings import ServerSettings
 from ssd.config import IndexConfig
@@ -72,7 +72,7 @@ def write_rules(directory: Path, text: str = RULES) -> Path:
 
 def tenants_in(directory: Path) -> Tenants:
     settings = ServerSettings(model_names=("m",), model="m")
-    return open_tenants(TenantSources(path=write_rules(directory)), settings, SECRET)
+    return open_tenants(settings, SECRET, path=write_rules(directory))
 
 
 # -- quotas ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.tools.formats import detect, make_parser, special_tokens
+from server.tools.messages import ToolCallDelta
 from tests.reference.messages import Hermes
 
 Message = tuple[str, str, list[tuple[str, str]]]
@@ -35,14 +36,16 @@ def message(tool_call: str | None, reasoning: str | None, pieces: Sequence[str],
     content = thought = ""
     calls: list[list[str]] = []
     for delta in [*map(parser.push, pieces), parser.finish()]:
-        content += delta.content
-        thought += delta.reasoning
-        for call in delta.tool_calls:
-            if call.name is not None:
-                assert call.index == len(calls)
-                calls.append([call.name, ""])
-            assert call.index == len(calls) - 1
-            calls[-1][1] += call.arguments
+        for said in delta:
+            if not isinstance(said, ToolCallDelta):
+                content += said[1] if said[0] == "content" else ""
+                thought += said[1] if said[0] == "reasoning" else ""
+                continue
+            if said.name is not None:
+                assert said.index == len(calls)
+                calls.append([said.name, ""])
+            assert said.index == len(calls) - 1
+            calls[-1][1] += said.arguments
     return content, thought, [(name, arguments) for name, arguments in calls]
 
 
@@ -214,8 +217,8 @@ def test_arguments_are_passed_on_while_they_arrive() -> None:
         "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": "some text',
     }
     for name, text in begun.items():
-        (call,) = make_parser(name, None, functions=FUNCTIONS).push(text).tool_calls
-        assert call.arguments.endswith('"some text'), name
+        (call,) = make_parser(name, None, functions=FUNCTIONS).push(text)
+        assert isinstance(call, ToolCallDelta) and call.arguments.endswith('"some text'), name
 
 
 @pytest.mark.parametrize(("prompt", "inside"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
