@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Raises ConfigError for what argparse cannot know."""
     if options.cache == "frozen" and not options.warm:
-        raise ConfigError("--cache frozen searches what --warm names: give --warm DIR, or --cache none")
+        raise ConfigError("--cache frozen searches what --warm names: give --warm DIR")
     for name, value, least in (
         ("--draft-limit", options.draft_limit, 1),
         ("--measure-requests", options.measure_requests, 0), ("--measure-tokens", options.measure_tokens, 2),
