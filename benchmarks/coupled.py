@@ -50,18 +50,15 @@ COLUMNS = (
     (">temperature", "{temperature}"),
     (">streams", "{streams}"),
     (">coupled: over off", SPREAD.replace("%s", "coupled[over_off]")),
-    (">by CPU time", "{coupled[over_off_by_cpu_time][0]:.2f}"),
     (">tokens a pass", "{coupled[tokens_per_pass]:.2f}"),
     (">seeds: over off", "{uncoupled[over_off][0]:.2f}"),
     (">tokens a pass", "{uncoupled[tokens_per_pass]:.2f}"),
 )
 NOTE = (
     "`python -m benchmarks.coupled`, float32, {environment[cpu]}, {environment[cores]} cores; {measured}. One request "
-    "at a time to each engine in turn, top-p {parameters[top_p]}, noise of the last {parameters[window]} tokens, rows "
-    "with 4 streams. Asked again: every prompt was answered once of each stream before, and comes again with a stream "
-    "that is drawn. Near-variants: little is changed. "
-    "Medians over groups of requests (least ... most), prompts included. Seeds: the same "
-    "requests, each with a seed of its own, as without coupling. All outputs are those of speculation off."
+    "at a time, top-p {parameters[top_p]}, 4 streams. Asked again: every prompt was answered once of each stream "
+    "before. Medians over groups of requests (least ... most), prompts included. Seeds: the same requests, each with a "
+    "seed of its own. All outputs are those of speculation off."
 )
 
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.run import Option, Run
-from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, requests_of
+from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios, requests_of
 from benchmarks.workloads import Stream, cut, open_stream, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
@@ -63,18 +62,8 @@ NOTE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """One group of requests, run on and off. ``cached_tokens`` : before it."""
-
-    cached_tokens: int
-    on: Tally
-    off: Tally
-
-    @property
-    def ratio(self) -> float:
-        """Tokens/s on over off."""
-        return self.on.tokens_per_s / self.off.tokens_per_s
+Window = tuple[int, Mapping[str, Tally]]
+"""Tokens cached before a group of requests, and what it took with speculation, "on", and without, "off"."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,10 +104,10 @@ def repeat(
         first = ask(on, requests)
         steps_first = on.metrics.num_verify_steps
         caches.flush()
-        comparison, ratios, num_tokens = Comparison(), [], 0
+        comparison, over_off, num_tokens = Comparison(), list[float](), 0
         for number, request in enumerate(requests):
             tallies = contest({"on": on, "off": off}, [request], number, comparison)
-            ratios.append(tallies["off"].seconds / tallies["on"].seconds)
+            over_off.append(tallies["off"].seconds / tallies["on"].seconds)
             num_tokens += tallies["off"].tokens
         steps_second = on.metrics.num_verify_steps - steps_first
         for request, once in zip(requests, first, strict=True):
@@ -130,7 +119,7 @@ def repeat(
         "steps_second": steps_second,
         "tokens_per_step_first": round(num_tokens / steps_first, 2),
         "tokens_per_step_second": round(num_tokens / steps_second, 2),
-        "speedup_second": round(median(ratios), 2),
+        "speedup_second": round(median(over_off), 2),
         "mismatches": comparison.num_mismatches,
     }
 
@@ -139,7 +128,7 @@ def run_stream(
     model: PreTrainedModel, codec: TextCodec, stream: Stream, sampling: str, args: Namespace
 ) -> tuple[list[Window], Comparison]:
     """One stream, window by window, with speculation and without."""
-    windows, comparison = [], Comparison()
+    windows, comparison = list[Window](), Comparison()
     temperature, top_p = (0.0, 1.0) if sampling == "greedy" else (0.7, 0.9)
     # A seed of its own for each request: who asks the same again gets another sample, as on any service.
     seeds = range(len(stream.prompts))
@@ -152,7 +141,7 @@ def run_stream(
         for number, first in enumerate(range(0, len(requests), args.window)):
             cached = caches.get("default").snapshot().num_tokens
             tallies = contest({"on": on, "off": off}, requests[first : first + args.window], number, comparison)
-            windows.append(Window(cached, tallies["on"], tallies["off"]))
+            windows.append((cached, tallies))
     return windows, comparison
 
 
@@ -170,8 +159,8 @@ def _pair(
 def summary(stream: Stream, sampling: str, windows: Sequence[Window], comparison: Comparison) -> dict[str, Any]:
     """First and last fifth of the stream; ratios are on / off within a window, medians over windows."""
     fifth = max(1, len(windows) // 5)
-    ratios = [window.ratio for window in windows]
-    widths = [window.on.tokens_per_pass for window in windows]
+    over_off = ratios([tallies for _, tallies in windows], "on", "off")
+    widths = [tallies["on"].tokens_per_pass for _, tallies in windows]
     return {
         "stream": stream.name,
         "shares": stream.shares,
@@ -179,17 +168,17 @@ def summary(stream: Stream, sampling: str, windows: Sequence[Window], comparison
         "checksum": stream.checksum,
         "output_tokens": comparison.num_tokens,
         "mismatches": comparison.num_mismatches,
-        "cached_tokens": windows[-1].cached_tokens,
-        "off_tokens_per_s": round(median(window.off.tokens_per_s for window in windows), 1),
-        "speedup_first": round(median(ratios[:fifth]), 3),
-        "speedup_last": round(median(ratios[-fifth:]), 3),
-        "speedup_min": round(min(ratios), 3),
-        "speedup_max": round(max(ratios), 3),
+        "cached_tokens": windows[-1][0],
+        "off_tokens_per_s": round(median(tallies["off"].tokens_per_s for _, tallies in windows), 1),
+        "speedup_first": round(median(over_off[:fifth]), 3),
+        "speedup_last": round(median(over_off[-fifth:]), 3),
+        "speedup_min": round(min(over_off), 3),
+        "speedup_max": round(max(over_off), 3),
         "acceptance_length_first": round(median(widths[:fifth]), 3),
         "acceptance_length_last": round(median(widths[-fifth:]), 3),
         "windows": [
-            [w.cached_tokens, round(w.on.tokens_per_s, 1), round(w.off.tokens_per_s, 1), round(width, 3)]
-            for w, width in zip(windows, widths, strict=True)
+            [cached, *(round(tallies[way].tokens_per_s, 1) for way in ("on", "off")), round(width, 3)]
+            for (cached, tallies), width in zip(windows, widths, strict=True)
         ],
     }
 
@@ -205,14 +194,12 @@ def plot(runs: Sequence[tuple[dict[str, Any], Sequence[Window]]], columns: int, 
     size = (5.5 * columns, 3.5 * rows)
     figure, axes = pyplot.subplots(rows, columns, figsize=size, sharex=False, sharey=True, squeeze=False)
     for axis, (row, windows) in zip(axes.flat, runs, strict=True):
-        x = [window.cached_tokens / 1000 for window in windows]
-        for label, colour, values in (
-            ("speculation on", "tab:green", [window.on.tokens_per_s for window in windows]),
-            ("speculation off", "tab:gray", [window.off.tokens_per_s for window in windows]),
-        ):
+        x = [cached / 1000 for cached, _ in windows]
+        for way, colour in (("on", "tab:green"), ("off", "tab:gray")):
+            values = [tallies[way].tokens_per_s for _, tallies in windows]
             smooth = [median(values[max(0, place - 3) : place + 4]) for place in range(len(values))]
             axis.plot(x, values, ".", color=colour, alpha=0.35)
-            axis.plot(x, smooth, color=colour, label=label, linewidth=2)
+            axis.plot(x, smooth, color=colour, label=f"speculation {way}", linewidth=2)
         axis.set_title(f"{row['sampling']}: {row['shares']}")
         axis.set_xlabel("tokens cached (thousands)")
         axis.grid(alpha=0.3)

@@ -99,10 +99,10 @@ def read_sessions(records: Iterable[dict[str, Any]], tokenizer: TraceTokenizer) 
         yield session + _views(history, bounds)
 
 
-def limited(sessions: Iterable[list[Row]], max_output_tokens: int | None) -> list[Row]:
-    """The rows before the first that would make more than ``max_output_tokens``; None: all. Reads no further."""
+def read_rows(trace: Path, tokenizer: Path, max_output_tokens: int | None) -> list[Row]:
+    """The rows of a trace before the first that would make more than ``max_output_tokens``; None: all."""
     num_tokens, kept = 0, list[Row]()
-    for row in chain.from_iterable(sessions):
+    for row in chain.from_iterable(read_sessions(read_records(trace), TraceTokenizer(tokenizer))):
         num_tokens += len(row.output)
         if max_output_tokens is not None and num_tokens > max_output_tokens:
             break

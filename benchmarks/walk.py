@@ -6,8 +6,8 @@ walked by this code, in their own process: nothing here imports ``ssd``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +27,8 @@ class Proposal(NamedTuple):
     parents: Sequence[int] | None = None
 
 
-class Asker(Protocol):
-    """One drafter under one setting, while it drafts for one output."""
-
-    def ask(self, position: int) -> Proposal:
-        """A draft of what stands at ``position`` and after it."""
-        ...
-
-    def tell(self, num_accepted: int) -> None:
-        """How much of the last draft was accepted."""
-        ...
+Asker = Callable[[int], Proposal]
+"""One drafter under one setting, for one output: a draft of what stands at a position and after it."""
 
 
 class Steps(NamedTuple):
@@ -67,8 +59,8 @@ def walk(text: Sequence[int], prompt_length: int, askers: Sequence[Asker]) -> li
     """Decode ``text`` from ``prompt_length`` on, once for each asker; returns their steps, in their order.
 
     A step emits the accepted part of the draft and one token more, which is the target's own and which no draft gave:
-    so the text's last token is never counted as accepted, though a drafter that gave it is told so. The askers go
-    through the text side by side: nobody is asked about a position before all were asked about those before it.
+    so the text's last token is never counted as accepted. The askers go through the text side by side: nobody is asked
+    about a position before all were asked about those before it.
     """
     logs: list[list[tuple[int, int, int]]] = [[] for _ in askers]
     positions = [prompt_length] * len(askers)
@@ -76,9 +68,8 @@ def walk(text: Sequence[int], prompt_length: int, askers: Sequence[Asker]) -> li
     while (position := min(positions, default=end)) < end:
         for number, asker in enumerate(askers):
             if positions[number] == position:
-                proposal = asker.ask(position)
+                proposal = asker(position)
                 num_agreeing = agreeing(proposal.token_ids, proposal.parents, text, position)
-                asker.tell(num_agreeing)
                 accepted = min(num_agreeing, end - 1 - position)
                 logs[number].append((len(proposal.token_ids), accepted, min(proposal.ns, 2**31 - 1)))
                 positions[number] = position + accepted + 1

@@ -10,30 +10,25 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ssd.errors import SSDError
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Is told how many bytes more were read, and how many tokens more were made or decoded."""
 
-Item = TypeVar("Item", contravariant=True)
-Options = TypeVar("Options", contravariant=True)
-Result = TypeVar("Result", covariant=True)
+Item = TypeVar("Item")
+Options = TypeVar("Options")
+Result = TypeVar("Result")
 
 _PARENT_DIES = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
-class Work(Protocol[Item, Options, Result]):
-    """A function of a module, so that it can be named to another process."""
-
-    def __call__(self, item: Item, options: Options, progress: Progress, /) -> Result: ...
-
-
 def run(
-    work: Work[Item, Options, Result], items: Sequence[Item], options: Options, progress: Progress, *, jobs: int
-) -> Iterator[Result]:
-    """What ``work`` makes of each item, in their order.
+    work: Callable[[Item, Options, Progress], Result], items: Sequence[Item], options: Options, progress: Progress, *,
+    jobs: int,
+) -> Iterator[Result]:  # fmt: skip
+    """What ``work``, a function of a module, makes of each item, in their order.
 
     Raises what it raises of the item that fails first in the order of ``items``, and SSDError for a worker's end.
 

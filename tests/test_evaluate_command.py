@@ -68,7 +68,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 
 def test_the_report_has_all_its_parts_and_they_agree() -> None:
     log = made_log()
-    found = evaluate(log, plan(), COSTS, labels=["one", "two"] * 20)
+    found = evaluate(replace(log, labels=["one", "two"] * 20), plan(), COSTS)
     assert found["report"] == "evaluate"
     assert found["requests"] == len(log) == sum(each["requests"] for each in found["classes"])
     assert found["output_tokens"] == log.output_lengths.sum() == sum(each["output_tokens"] for each in found["classes"])

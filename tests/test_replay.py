@@ -104,7 +104,7 @@ def test_two_runs_give_the_same_counts(trace: Path, capsys: pytest.CaptureFixtur
 
 
 def test_digests_are_the_same_until_a_draft_is_another(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = trace / "tiny.jsonl.gz", trace / "tokenizer.json", 10_000
+    asked = 10_000, trace / "tiny.jsonl.gz", trace / "tokenizer.json"
     lines = digest.digests(*asked)
     assert digest.digests(*asked) == lines
     assert [line.split()[2] for line in lines] == ["chain", "tree", "together", "rows"]

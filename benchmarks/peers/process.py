@@ -8,6 +8,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -28,28 +29,6 @@ _MAKERS: Final[dict[str, Callable[..., LocalPeer]]] = {
     "sglang-ngram": SglangNgram,
     "llama-cpp": LlamaCpp,
 }
-
-
-class _Asker:
-    """One setting on a running request. ``known`` : how much of the text each peer was told, by its id."""
-
-    def __init__(
-        self, peer: LocalPeer, request_id: str, text: TokenIds, known: dict[int, int], asked: tuple[int, Setting]
-    ) -> None:
-        self._peer, self._request_id, self._text, self._known, self._asked = peer, request_id, text, known, asked
-
-    def advance(self, position: int) -> None:
-        """Tell the peer the text up to ``position``."""
-        if position > (known := self._known[id(self._peer)]):
-            self._peer.add(self._request_id, self._text[known:position])
-            self._known[id(self._peer)] = position
-
-    def ask(self, position: int) -> Proposal:
-        self.advance(position)
-        return self._peer.speculate(self._request_id, self._text[:position], *self._asked)
-
-    def tell(self, num_accepted: int) -> None:
-        """The text says it all."""
 
 
 class Server:
@@ -77,13 +56,22 @@ class Server:
             peers = [self._of_setting(*setting) for setting in settings]
             known = {id(peer): prompt_length for peer in peers}
             distinct = {id(peer): peer for peer in peers}.values()
+
+            def advance(peer: LocalPeer, position: int) -> None:
+                if position > known[id(peer)]:
+                    peer.add(request_id, text[known[id(peer)] : position])
+                    known[id(peer)] = position
+
+            def ask(peer: LocalPeer, asked: tuple[int, Setting], position: int) -> Proposal:
+                advance(peer, position)
+                return peer.speculate(request_id, text[:position], *asked)
+
             for peer in distinct:
                 peer.start(request_id, text[:prompt_length])
-            askers = [_Asker(peer, request_id, text, known, asked) for peer, asked in zip(peers, settings, strict=True)]
+            askers = [partial(ask, peer, asked) for peer, asked in zip(peers, settings, strict=True)]
             steps = walk(text.tolist(), prompt_length, askers)
-            for asker in askers:
-                asker.advance(len(text))
             for peer in distinct:
+                advance(peer, len(text))
                 peer.stop(request_id)
         finally:
             gc.enable()

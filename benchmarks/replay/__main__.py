@@ -13,10 +13,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from benchmarks.child import ChildError
-from benchmarks.replay.job import CONTENDER_NAMES, MEASURED_PATH, OURS, Plan, run_all
+from benchmarks.replay.digest import digests
+from benchmarks.replay.job import CONTENDER_NAMES, MEASURED_PATH, OURS, Plan, run, run_all
 from benchmarks.run import Option, Run
 from benchmarks.traces import all_traces, find_tokenizer, find_trace, trace_name
 from cache_builder.evaluation.costs import flat, read_step_costs
@@ -24,6 +26,8 @@ from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
 _FLAT_WIDTH = 32
+_DIGESTED_TOKENS = 20_000
+"""Of each trace, where --max-output-tokens says nothing."""
 
 OPTIONS: dict[str, Any] = {
     "traces": Option(default=[], positional=True, help="a .jsonl.gz file, or a name in $SSD_TRACES (default: all)"),
@@ -34,6 +38,7 @@ OPTIONS: dict[str, Any] = {
     "max_output_tokens": Option(default=None, kind=int, metavar="N", help="of each trace; stop before the row that "
         "would exceed it"),
     "jobs": Option(default=1, metavar="N", help="processes, each with one trace and tokenizer at a time"),
+    "digest": Option(default=False, help="print a digest of every draft, to see whether a change made others"),
 }  # fmt: skip
 COLUMNS = (
     *((name, f"{{{name}}}") for name in ("trace", "tokenizer", "drafter", "setting")),
@@ -62,8 +67,8 @@ def _plan(args: Any) -> Plan:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     under = ("ssd/compiled", "ssd/drafting", "ssd/pricing", "ssd/retrieval", "cache_builder/evaluation")
-    run = Run("replay", __doc__, argv, OPTIONS, COLUMNS, unsaid=tuple(OPTIONS), under=under)
-    args = run.args
+    this = Run("replay", __doc__, argv, OPTIONS, COLUMNS, unsaid=tuple(OPTIONS), under=under)
+    args = this.args
     try:
         plan = _plan(args)
         if "sglang" in plan.drafters and not plan.tree:
@@ -72,7 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizers = [find_tokenizer(name) for name in args.tokenizer]
         if not tokenizers:
             raise ConfigError("name a tokenizer, --tokenizer: a directory, or a name in $SSD_TOKENIZERS")
-        run.parameters |= {
+        if args.digest:
+            work = partial(digests, args.max_output_tokens or _DIGESTED_TOKENS)
+            for lines in run_all(work, traces, tokenizers, args.jobs):
+                print(*lines, sep="\n", flush=True)
+            return 0
+        this.parameters |= {
             "traces": [trace_name(path) for path in traces],
             "tokenizers": [path.parent.name for path in tokenizers],
             "drafters": list(plan.drafters),
@@ -80,13 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "index": asdict(plan.index),
             **{name: getattr(plan, name) for name in ("tree", "max_output_tokens")},
         }
-        for some in run_all(plan, traces, tokenizers, args.jobs):
+        for some in run_all(partial(run, plan), traces, tokenizers, args.jobs):
             for result in some:
-                run.row(result)
+                this.row(result)
     except (ConfigError, ChildError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return run.end()
+    return this.end()
 
 
 if __name__ == "__main__":

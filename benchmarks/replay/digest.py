@@ -1,36 +1,20 @@
 """Are all drafts still the same, byte by byte? One digest for each way to draft on each recorded trace.
 
-``python -m benchmarks.replay.digest [TRACE...] --tokenizer DIR [--max-output-tokens N] [--jobs N]``
-
-Run it before and after a change that must not change a draft, and compare what it prints. A digest is of tokens,
-parents, estimates, source and match length of every draft, and of what the acceptance model has learned in the end.
-Ways: one request at a time, chains and trees; several requests in one call, with prices and predictions; rows of a
-matrix, whose steps take made-up times.
+Run ``python -m benchmarks.replay --digest`` before and after a change that must not change a draft, and compare what it
+prints. A digest is of tokens, parents, estimates, source and match length of every draft, and of what the acceptance
+model has learned in the end. Ways: one request at a time, chains and trees; several requests in one call, with prices
+and predictions; rows of a matrix, whose steps take made-up times.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from benchmarks.traces import (
-    TraceTokenizer,
-    all_traces,
-    find_tokenizer,
-    find_trace,
-    limited,
-    read_records,
-    read_sessions,
-    trace_name,
-)
+from benchmarks.traces import read_rows, trace_name
 from benchmarks.walk import agreeing
 from cache_builder.evaluation.log import Row, TokenIds
 from ssd.config import CacheConfig, IndexConfig
@@ -136,10 +120,9 @@ def _rows(rows: Sequence[Row]) -> _Digest:
     return digest
 
 
-def digests(trace: Path, tokenizer: Path, max_output_tokens: int) -> list[str]:
+def digests(max_output_tokens: int, trace: Path, tokenizer: Path) -> list[str]:
     """One line for each way to draft."""
-    sessions = read_sessions(read_records(trace), TraceTokenizer(tokenizer))
-    rows = limited(sessions, max_output_tokens)
+    rows = read_rows(trace, tokenizer, max_output_tokens)
     ways: dict[str, Callable[[], _Digest]] = {
         "chain": lambda: _asked(rows, at_once=1),
         "tree": lambda: _asked(rows, at_once=1, tree=True),
@@ -147,27 +130,3 @@ def digests(trace: Path, tokenizer: Path, max_output_tokens: int) -> list[str]:
         "rows": lambda: _rows(rows),
     }
     return [f"{tokenizer.parent.name} {trace_name(trace)} {name} {way().line()}" for name, way in ways.items()]
-
-
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.replay.digest", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("traces", nargs="*", metavar="TRACE", help="as for benchmarks.replay (default: all)")
-    parser.add_argument("--tokenizer", action="append", required=True, help="as for benchmarks.replay")
-    parser.add_argument("--max-output-tokens", type=int, default=20_000, metavar="N", help="of each trace")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
-    options = parser.parse_args(None if arguments is None else list(arguments))
-    traces = [find_trace(name) for name in options.traces or all_traces()]
-    tokenizers = [find_tokenizer(name) for name in options.tokenizer]
-    every = [trace for _ in tokenizers for trace in traces], [each for each in tokenizers for _ in traces]
-    # Kernels do not survive a fork.
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        for lines in pool.map(digests, *every, repeat(options.max_output_tokens)):
-            print(*lines, sep="\n", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

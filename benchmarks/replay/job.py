@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from benchmarks.peers import Peer
-from benchmarks.traces import TraceTokenizer, limited, read_records, read_sessions, trace_name
+from benchmarks.traces import read_rows, trace_name
 from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.costs import CostCurve, StepCosts
 from cache_builder.evaluation.decoding import OutputDecoder, warm_up
@@ -22,6 +21,8 @@ from cache_builder.evaluation.log import Row
 from cache_builder.evaluation.oracle import oracle_steps
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
+
+T = TypeVar("T")
 
 OURS = "ssd"
 MEASURED_PATH = Path(__file__).parents[1] / "results" / "verify-cost.json"
@@ -190,7 +191,7 @@ def replay_stream(rows: Sequence[Row], contender: OurDrafter | PeerDrafter) -> l
 
 def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
     """All drafters under all settings on one trace, which is tokenized once."""
-    rows = limited(read_sessions(read_records(trace), TraceTokenizer(tokenizer)), plan.max_output_tokens)
+    rows = read_rows(trace, tokenizer, plan.max_output_tokens)
     results: dict[str, list[Result]] = {}
     oracle = oracle_of(rows, plan.draft.num_speculative_tokens)
     for contender in _contenders(plan, rows):
@@ -213,15 +214,17 @@ def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
     return [result for drafter in plan.drafters for result in results[drafter]]
 
 
-def run_all(plan: Plan, traces: Sequence[Path], tokenizers: Sequence[Path], num_jobs: int) -> Iterator[list[Result]]:
-    """`run` for every tokenizer and trace, in order, in ``num_jobs`` processes; the results do not depend on it."""
+def run_all(
+    work: Callable[[Path, Path], T], traces: Sequence[Path], tokenizers: Sequence[Path], num_jobs: int
+) -> Iterator[T]:
+    """``work`` for every trace and tokenizer, in order, in ``num_jobs`` processes; the results do not depend on it."""
     every = [trace for _ in tokenizers for trace in traces], [each for each in tokenizers for _ in traces]
     if num_jobs == 1:
-        yield from map(partial(run, plan), *every)
+        yield from map(work, *every)
         return
     # Kernels and a pool of threads do not survive a fork.
     with ProcessPoolExecutor(num_jobs, get_context("spawn")) as pool:
-        yield from pool.map(partial(run, plan), *every)
+        yield from pool.map(work, *every)
 
 
 def oracle_of(rows: Sequence[Row], limit: int) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields as fields_of
 from typing import Any, TypeVar
 
@@ -70,37 +70,40 @@ _HEADERS = (
 
 
 def api_section() -> str:
-    """Every field once, beside the endpoints that have it alike; why others are ignored or refused; headers."""
-    honoured: dict[tuple[str, str, str], list[str]] = {}
+    """Every field once, beside the endpoints that have it alike; why others are ignored; what is refused; headers."""
+    honoured: dict[tuple[str, str], list[str]] = {}
     ignored: dict[tuple[str, str], list[str]] = {}
-    refused: dict[tuple[str, str, str], list[str]] = {}
+    refused: dict[tuple[str, str], list[str]] = {}
     for title, body in _ENDPOINTS.items():
         schema = body.model_json_schema()
         known = schema["properties"]
         for name, field in known.items():
-            required = name in schema.get("required", ())
-            type_ = _type(field) + (", required" if required else _default(field))
-            honoured.setdefault((name, type_, field.get("description", "")), []).append(title)
+            parts = ("required" if name in schema.get("required", ()) else _default(field), field.get("description"))
+            honoured.setdefault((name, "; ".join(filter(None, parts))), []).append(title)
         if "tokenize" in title:  # what generation takes is left unread there, and nobody sends it
             continue
         for name, reason in body.ignored.items():
             if name not in known:
                 ignored.setdefault((name, reason), []).append(title)
-        for name, (values, reason) in body.refused.items():
+        for name, (values, _) in body.refused.items():
             if name not in known:
                 unless = ", ".join(f"`{json.dumps(value)}`" for value in values)
-                refused.setdefault((name, unless, reason), []).append(title)
+                refused.setdefault((name, unless), []).append(title)
     lines = ["### Honoured", ""]
     for titles, rows in _by_endpoints(honoured):
-        each = (f"`{name}` ({type_}{f': {about}' if about else ''})" for name, type_, about in rows)
+        each = (f"`{name}`{f' ({about})' if about else ''}" for name, about in rows)
         lines.append(f"- **{titles}**: {_line('; '.join(each))}")
     lines += ["", "### Ignored", ""]
     for titles, found in _by_endpoints(ignored):
-        lines += [f"- **{titles}**: {_by_reason((f'`{name}`', reason) for name, reason in found)}"]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in found:
+            reasons.setdefault(reason, []).append(f"`{name}`")
+        said = (f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+        lines += [f"- **{titles}**: {'; '.join(said)}"]
     lines += ["", "### Refused", ""]
     for titles, those in _by_endpoints(refused):
-        named = ((f"`{name}`{f' (but for {unless})' if unless else ''}", reason) for name, unless, reason in those)
-        lines += [f"- **{titles}**: {_by_reason(named)}"]
+        named = (f"`{name}`{f' (but for {unless})' if unless else ''}" for name, unless in those)
+        lines += [f"- **{titles}**: {'; '.join(named)}"]
     lines += ["", "### Headers", "", *(f"- `{name}`: {meaning}" for name, meaning in _HEADERS)]
     return "\n".join(lines)
 
@@ -114,32 +117,11 @@ def _by_endpoints(found: Mapping[_Row, Sequence[str]]) -> Iterator[tuple[str, li
         yield ", ".join(titles), sorted(groups[titles])
 
 
-def _by_reason(found: Iterable[tuple[str, str]]) -> str:
-    """Each reason once, behind the names that have it."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in found:
-        reasons.setdefault(reason, []).append(name)
-    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
-
-
 def _default(schema: Mapping[str, Any]) -> str:
-    default = schema.get("default")
-    return "" if default is None else f", `{json.dumps(default)}`"
-
-
-def _type(schema: Mapping[str, Any]) -> str:
-    alternatives = schema.get("anyOf") or schema.get("oneOf")
-    if isinstance(alternatives, list):
-        return " or ".join(dict.fromkeys(name for each in alternatives if (name := _type(each)) != "null"))
-    if "$ref" in schema:
-        return f"`{str(schema['$ref']).rsplit('/', 1)[-1]}`"
-    if "enum" in schema:
-        return " or ".join(json.dumps(value) for value in schema["enum"])
     if "const" in schema:
-        return json.dumps(schema["const"])
-    if schema.get("type") == "array" and schema.get("items"):
-        return f"list of {_type(schema['items'])}"
-    return str(schema.get("type", "any"))
+        return f"only `{json.dumps(schema['const'])}`"
+    default = schema.get("default")
+    return f"`{json.dumps(default)}`" if default else ""  # of none, false and zero nothing is to be said
 
 
 def constants_section(choices: Sequence[Choice] = CHOICES) -> str:

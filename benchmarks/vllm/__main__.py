@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
@@ -93,7 +93,6 @@ COLUMNS = (
     (">tokens/s over none", "{against_none:.2f}x"),
     (">last fifth", "{against_none_last:.2f}x"),
     (">tokens per step", "{tokens_per_step:.2f}"),
-    (">drafted", "{drafted_per_step:.1f}"),
     (">propose, us p50", "{propose_us_p50:.0f}"),
     (">differ", "{mismatches}"),
 )
@@ -104,6 +103,11 @@ NOTE = (
     "interpreter, where times say nothing: there 5 tokens are verified in every step, on V1 at most 16 (suffix: 24, "
     "ngram: 5)."
 )
+
+
+def is_shown(row: Mapping[str, Any]) -> bool:
+    """On the page."""
+    return bool(row["method"] != "none")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

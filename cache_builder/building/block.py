@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -14,7 +14,7 @@ import xxhash
 
 from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, Format, InputError, Record
 from cache_builder.inputs.records import Found, examples_of, read_part
-from cache_builder.inputs.sources import Part, Source, parts_of, weight_of
+from cache_builder.inputs.sources import Source, parts_of, weight_of
 from cache_builder.workers import Progress
 from ssd.config import IndexConfig
 from ssd.errors import CacheError
@@ -42,7 +42,7 @@ class Block:
     """
 
     number: int
-    parts: tuple[Part, ...]
+    parts: tuple[Source, ...]
     key: str
     place: str
     weight: int
@@ -57,24 +57,25 @@ def plan_of(sources: Sequence[Source], how: str, block_bytes: int | None = None)
         total = sum(map(weight_of, sources))
         block_bytes = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, total // BLOCKS))
     blocks: list[Block] = []
-    held: list[tuple[Part, str]] = []
+    held: list[Source] = []
     weight = 0
     for source in sources:
         for part, part_weight in parts_of(source, block_bytes):
             if held and weight + part_weight > block_bytes * 5 // 4:
                 blocks.append(_block(len(blocks), held, how, weight))
                 held, weight = [], 0
-            held.append((part, f"{source.size} {source.stamp}"))
+            held.append(part)
             weight += part_weight
     if held:
         blocks.append(_block(len(blocks), held, how, weight))
     return blocks
 
 
-def _block(number: int, parts: list[tuple[Part, str]], how: str, weight: int) -> Block:
-    places = json.dumps([astuple(part) for part, _ in parts])
-    key = xxhash.xxh3_128_hexdigest(json.dumps([how, places, [stamp for _, stamp in parts]]).encode())
-    return Block(number, tuple(part for part, _ in parts), key, xxhash.xxh3_64_hexdigest(places.encode()), weight)
+def _block(number: int, parts: list[Source], how: str, weight: int) -> Block:
+    places = json.dumps([(part.name, part.format, part.start, part.stop, part.requests) for part in parts])
+    stamps = [f"{part.size} {part.stamp}" for part in parts]
+    key = xxhash.xxh3_128_hexdigest(json.dumps([how, places, stamps]).encode())
+    return Block(number, tuple(parts), key, xxhash.xxh3_64_hexdigest(places.encode()), weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -98,11 +98,7 @@ def build(
     sources = find_sources(inputs, options.format)
     codec = codec_of(options.tokenizer, options.chat_template)
     with working_directory(out, fresh=False) as working:
-        block_options = BlockOptions(
-            directory=working.absolute(),
-            fingerprint=codec.fingerprint,
-            build=options,
-        )
+        block_options = BlockOptions(directory=working.absolute(), fingerprint=codec.fingerprint, build=options)
         blocks = plan_of(sources, _how(options, codec), options.block_bytes)
         jobs = _jobs(options.jobs, sources, blocks)
         begin(sum(source.size or 0 for source in sources))
@@ -112,13 +108,18 @@ def build(
             results = run(build_block, blocks, block_options, progress, jobs=jobs)
         else:
             results = executor(blocks, block_options, progress)
-        result, segments = _collected(results)
+        result = BuildResult()
+        segments: dict[int, Neighbours] = {}
+        for block in results:
+            result.add(block.counts)
+            segments[block.number] = block.segments
         if result.num_tokens == 0:
             skipped = f", and {result.num_invalid} lines were left out as invalid" if result.num_invalid else ""
             if result.num_without_answer:
                 skipped += f", and {result.num_without_answer} of {result.num_records} records say no answer"
             raise InputError(f"the inputs hold no text{skipped}: nothing was built")
-        final = list(neighbours_of(segments, options.segment_tokens))
+        in_order = [segment for number in sorted(segments) for segment in segments[number]]
+        final = list(neighbours_of(in_order, options.segment_tokens))
         together = [neighbours for neighbours in final if len(neighbours) > 1]
         for _ in run(merge, together, block_options, lambda num_bytes, num_tokens: None, jobs=jobs):
             pass
@@ -148,16 +149,6 @@ def _jobs(wanted: int | None, sources: Sequence[Source], blocks: Sequence[Block]
     if wanted is None and sum(block.weight for block in blocks) < _ALONE_WEIGHT:
         return 1
     return min(len(blocks), wanted or len(os.sched_getaffinity(0)))
-
-
-def _collected(results: Iterable[BlockResult]) -> tuple[BuildResult, list[tuple[str, int]]]:
-    """Counts of all, and the segments in the order of the blocks."""
-    total = BuildResult()
-    segments: dict[int, tuple[tuple[str, int], ...]] = {}
-    for result in results:
-        total.add(result.counts)
-        segments[result.number] = result.segments
-    return total, [segment for number in sorted(segments) for segment in segments[number]]
 
 
 def _publish(out: Path, working: Path, final: Sequence[Neighbours], options: BlockOptions) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from cache_builder.building.block import BuildOptions
 from cache_builder.building.build import build
 from cache_builder.building.unfinished import unfinished_directory
-from cache_builder.commands.options import add_log_arguments, bar_of, chat_template_of
+from cache_builder.commands.options import add_log_arguments, chat_template_of, progress_bar
 from cache_builder.inputs.record import FieldNames
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
@@ -40,7 +40,6 @@ A build that is ended, by kill -9 too, goes on where it was when the same comman
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    """Its arguments."""
     command.description = _DESCRIPTION
     command.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, pattern, directory or URL; see above")
     add_log_arguments(command)
@@ -80,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
         executor = ray_executor(options.ray_address)
     try:
-        with bar_of(0, "B", quiet=options.quiet) as bar:
+        with progress_bar(0, "B", quiet=options.quiet) as bar:
             result = build(
                 options.inputs, options.out, build_options, begin=lambda num_bytes: bar.reset(num_bytes or None),
                 progress=lambda num_bytes, _: bar.update(num_bytes), executor=executor,

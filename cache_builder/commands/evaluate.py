@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from cache_builder.commands.options import add_log_arguments, progress_bar, read_logs
 from cache_builder.evaluation.costs import add_cost_arguments, costs_of
@@ -14,9 +14,7 @@ from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cache_builder.evaluation.costs import StepCosts
-    from cache_builder.evaluation.evaluate import Plan
-    from cache_builder.evaluation.log import Log, ReadLog
+    from cache_builder.evaluation.log import Log
 
 _DESCRIPTION = """\
 Decode recorded requests again with drafts, as a server with this cache would have, and say what it would have gained.
@@ -30,7 +28,6 @@ _MEASURED_PROMPTS: Final = 16
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    """Its arguments."""
     command.description = _DESCRIPTION
     draft, index = DraftConfig(), IndexConfig()
     command.add_argument("inputs", nargs="+", metavar="LOG", help="as the inputs of build")
@@ -74,13 +71,13 @@ def add(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from cache_builder.evaluation.evaluate import Plan, evaluate, num_to_decode
+    from cache_builder.evaluation.measured import measured
     from cache_builder.evaluation.report import headline, summary
 
     _check(options)
     if options.measure is not None and options.tokenizer == str(MODEL_PATH):
         options.tokenizer = options.measure
-    codec, read = read_logs(options, options.inputs, options.class_by)
-    log = read.log
+    codec, log = read_logs(options, options.inputs, options.class_by)
     plan = Plan(
         fingerprint=codec.fingerprint,
         cache=options.cache,
@@ -89,44 +86,20 @@ def run(options: argparse.Namespace) -> int:
         index=IndexConfig(capacity_tokens=options.cache_tokens),
     )
     costs = costs_of(options, lambda: _some_prompts(log))
-    with progress_bar(num_to_decode(log, plan), " tokens") as progress:
-        result = evaluate(
-            log, plan, costs, labels=read.labels, inputs=[Path(name).name for name in options.inputs],
-            tokenizer=Path(options.tokenizer).name, progress=progress,
-        )  # fmt: skip
-    result["parameters"] |= {
-        "class_by": options.class_by, "records": read.num_records, "invalid_records": read.num_invalid,
-    }  # fmt: skip
-    result |= {"without_prompt_records": read.num_without_prompt, "without_answer_records": read.num_without_answer}
-    result["measured"] = None if options.measure is None else _measured(options, read, plan, costs)
+    with progress_bar(num_to_decode(log, plan), " tokens") as bar:
+        result = evaluate(log, plan, costs, progress=bar.update)
+    result["parameters"]["class_by"] = options.class_by
+    result |= {"inputs": [Path(name).name for name in options.inputs], "tokenizer": Path(options.tokenizer).name}
+    result["measured"] = measured(options, log, plan, costs)
     result["headline"] = headline(result)
     print(json.dumps(result) if options.json else summary(result))
     return 0
 
 
-def _measured(options: argparse.Namespace, read: ReadLog, plan: Plan, costs: StepCosts) -> dict[str, Any] | None:
-    """Requests of the log decoded with the model; what the replay predicts of the very same outputs is said beside."""
-    from cache_builder.evaluation.evaluate import evaluate
-    from cache_builder.evaluation.measured import decode_with, log_of, summarised
-
-    if not options.measure_requests:
-        return None
-    found = decode_with(
-        options.measure, read.log, plan.fingerprint, requests=options.measure_requests,
-        max_tokens=options.measure_tokens, minutes=options.measure_minutes, temperatures=options.temperature,
-        draft_limit=options.draft_limit, warm=list(map(str, plan.warm)), learns=plan.cache == "growing",
-    )  # fmt: skip
-    summary = summarised(found)
-    same = log_of(found, read.log)
-    replayed = None if same is None else evaluate(same, plan, costs)
-    summary["replayed"] = None if replayed is None else {key: replayed[key] for key in ("speedup", "tokens_per_step")}
-    return summary
-
-
 def _check(options: argparse.Namespace) -> None:
     """Raises ConfigError for what argparse cannot know."""
     if options.cache == "frozen" and not options.warm:
-        raise ConfigError("--cache frozen searches what --warm names: give --warm DIR, or --cache none")
+        raise ConfigError("--cache frozen searches what --warm names: give --warm DIR")
     for name, value, least in (
         ("--draft-limit", options.draft_limit, 1),
         ("--measure-requests", options.measure_requests, 0), ("--measure-tokens", options.measure_tokens, 2),

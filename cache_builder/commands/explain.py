@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -45,7 +45,6 @@ _LARGEST_ID: Final = 2**31 - 2
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    """Its arguments."""
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     command.add_argument("--prompt", metavar="FILE", required=True, help="the prompt; - is standard input")
@@ -102,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
             "match_length": draft.match_length,
         },
         "num_places": len(places),
-        "places": [place._asdict() for place in places[:_MOST_PLACES]],
+        "places": places[:_MOST_PLACES],
     }
     decode = None if codec is None else codec.decode
     print(json.dumps(facts, indent=1) if options.json else "\n".join(_lines(facts, draft, context, decode)))
@@ -118,17 +117,9 @@ def _learned(path: Path) -> tuple[LearnedState, int | None]:
         return LearnedState(None), None
 
 
-class _Place(NamedTuple):
-    """Where the end of the text stands: ``position`` of the token that follows, in a segment, and what is around it."""
-
-    segment: str
-    position: int
-    before: list[int]
-    goes_on: list[int]
-
-
-def _places(cache: Held, context: Tokens, length: int) -> Iterator[_Place]:
-    """Everywhere in the cache that the last ``length`` tokens stand. O(tokens of the cache)."""
+def _places(cache: Held, context: Tokens, length: int) -> Iterator[dict[str, Any]]:
+    """Everywhere in the cache that the last ``length`` tokens stand: the segment, the ``position`` of the token that
+    follows, and what is around it. O(tokens of the cache)."""
     tail = context[-length:]
     for segment in cache.segments:
         tokens = unpack(segment.text, len(segment), segment.width)
@@ -141,7 +132,8 @@ def _places(cache: Held, context: Tokens, length: int) -> Iterator[_Place]:
             after = tokens[position : position + _SHOWN_TOKENS]
             begin = int(np.flatnonzero(before == SEPARATOR).max(initial=-1)) + 1
             end = int(np.flatnonzero(after == SEPARATOR).min(initial=len(after)))
-            yield _Place(segment.segment_id, position, before[begin:].tolist(), after[:end].tolist())
+            around = {"before": before[begin:].tolist(), "goes_on": after[:end].tolist()}
+            yield {"segment": segment.segment_id, "position": position, **around}
 
 
 def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode) -> Iterator[str]:

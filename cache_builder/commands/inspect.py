@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +36,6 @@ _REBUILD: Final = "build the directory again, or restore it from a copy"
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    """Its arguments."""
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     command.add_argument("--deep", action="store_true", help="look for what a checksum cannot see, too")
@@ -60,34 +59,24 @@ def run(options: argparse.Namespace) -> int:
         except BrokenPipeError:  # who read it has read enough; what is left must not be written at the exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    with progress_bar(0, " tokens") as progress:
-        report = inspect(options.directory, deep=options.deep, codec=codec, progress=progress)
+    with progress_bar(0, " tokens") as bar:
+        report = inspect(options.directory, deep=options.deep, codec=codec, progress=bar.update)
     print(json.dumps(report.as_json(), indent=1) if options.json else report.as_text())
     return 1 if report.faults else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentReport:
-    """One segment; ``error`` is None when its file is there and every checksum matches."""
-
-    id: str
-    num_tokens: int = 0
-    num_bytes: int = 0
-    is_static: bool
-    error: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Report:
     """A directory; token counts are of text, without what ends sequences.
 
+    ``segments`` : the facts of each; its ``error`` is None where its file is there and every checksum matches.
     ``faults`` : what is wrong, and what to do. Of ``--deep`` alone: ``notes``, what may stay as it is;
     ``num_sequences``; ``learned_from``, candidates that learned.bin rests on.
     """
 
     path: Path
     manifest: Manifest
-    segments: list[SegmentReport] = field(default_factory=list)
+    segments: list[dict[str, Any]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_sequences: int | None = None
@@ -100,12 +89,12 @@ class Report:
             "namespace": self.manifest.namespace,
             "fingerprint": self.manifest.fingerprint,
             "generation": self.manifest.generation,
-            "num_tokens": sum(segment.num_tokens for segment in self.segments),
-            "num_bytes": sum(segment.num_bytes for segment in self.segments),
+            "num_tokens": sum(segment["num_tokens"] for segment in self.segments),
+            "num_bytes": sum(segment["num_bytes"] for segment in self.segments),
             "num_sequences": self.num_sequences,
             "learned_from": self.learned_from,
             "is_intact": not self.faults,
-            "segments": [asdict(segment) for segment in self.segments],
+            "segments": self.segments,
             "faults": self.faults,
             "notes": self.notes,
         }
@@ -124,8 +113,8 @@ class Report:
             f"  segments     {len(self.segments)}",
         ]
         for segment in self.segments:
-            state = "checksums ok" if segment.error is None else "DAMAGED"
-            lines.append(f"    {segment.id:40}{segment.num_tokens:>14,} tokens   {state}")
+            state = "checksums ok" if segment["error"] is None else "DAMAGED"
+            lines.append(f"    {segment['id']:40}{segment['num_tokens']:>14,} tokens   {state}")
         if self.learned_from is not None:
             lines.append(f"  {LEARNED_NAME}: learned from {self.learned_from:,} candidates")
         lines += [f"  note: {plain(note)}" for note in self.notes]
@@ -157,11 +146,11 @@ def inspect(
             codec = None
     for entry in manifest.segments:
         _inspect_segment(entry, report, deep, codec)
-        progress(report.segments[-1].num_tokens)
+        progress(report.segments[-1]["num_tokens"])
     if deep:
         _check_learned(report)
         parts = {MANIFEST_NAME, LEARNED_NAME, LOCK_NAME}
-        parts |= {f"{segment.id}.seg" for segment in report.segments}
+        parts |= {f"{segment['id']}.seg" for segment in report.segments}
         report.notes += [f"{file.name} is no part of it" for file in sorted(path.iterdir()) if file.name not in parts]
     return report
 
@@ -183,10 +172,8 @@ def _inspect_segment(entry: dict[str, Any], report: Report, deep: bool, codec: T
         error = str(failure)
     if error is not None:
         report.faults.append(error)
-    is_static = entry.get("start") is None
-    report.segments.append(
-        SegmentReport(id=entry["id"], num_tokens=num_tokens, num_bytes=num_bytes, is_static=is_static, error=error)
-    )
+    found = {"id": entry["id"], "num_tokens": num_tokens, "num_bytes": num_bytes}
+    report.segments.append({**found, "is_static": entry.get("start") is None, "error": error})
 
 
 def _check_segment(

@@ -90,7 +90,6 @@ they are. Equal texts are kept as often as they are stored, since that is what d
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    """Its arguments."""
     command.description = _DESCRIPTION
     command.add_argument(
         "directories", nargs="+", type=Path, metavar="DIR", help="in order, what counts as newest last"
@@ -103,10 +102,10 @@ def add(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     namespace = None if options.namespace is None else check_namespace(options.namespace)
-    with progress_bar(0, " tokens") as progress:
+    with progress_bar(0, " tokens") as bar:
         result = merge(
             options.directories, options.out, namespace=namespace, force=options.force, unique=options.unique,
-            progress=progress,
+            progress=bar.update,
         )  # fmt: skip
     print(
         f"{options.out}: {result.num_tokens:,} tokens in {result.num_sequences:,} sequences from "

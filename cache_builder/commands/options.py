@@ -19,7 +19,7 @@ from ssd.sharing.connection import URL_VARIABLE
 if TYPE_CHECKING:
     import redis
 
-    from cache_builder.evaluation.log import ReadLog
+    from cache_builder.evaluation.log import Log
     from ssd.text.codec import TextCodec
 
 
@@ -104,19 +104,12 @@ def fingerprints_in(client: redis.Redis, options: argparse.Namespace) -> list[st
     return sorted({name.decode() for name in names if re.fullmatch(rb"[0-9a-f]{32}", name)})
 
 
-def bar_of(total: int, unit: str, *, quiet: bool = False) -> Any:
+def progress_bar(total: int, unit: str, *, quiet: bool = False) -> Any:
     """tqdm's bar on a terminal, nothing anywhere else or where it is ``quiet``. ``total`` : 0 where it is not known."""
     from tqdm import tqdm
 
     is_seen = sys.stderr.isatty() and not quiet
     return tqdm(total=total or None, unit=unit, unit_scale=True, leave=False, disable=not is_seen)
-
-
-@contextmanager
-def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """What moves the bar of ``bar_of`` on."""
-    with bar_of(total, unit) as bar:
-        yield bar.update
 
 
 def add_log_arguments(command: argparse.ArgumentParser) -> None:
@@ -142,7 +135,7 @@ def chat_template_of(options: argparse.Namespace) -> str | None:
     return None if options.chat_template is None else str(options.chat_template.read_text())
 
 
-def read_logs(options: argparse.Namespace, names: list[str], class_by: str | None = None) -> tuple[TextCodec, ReadLog]:
+def read_logs(options: argparse.Namespace, names: list[str], class_by: str | None = None) -> tuple[TextCodec, Log]:
     """The tokenizer and the requests of the logs ``names``, with a bar. Raises InputError, ConfigError, SSDError."""
     from cache_builder.evaluation.log import read_log
     from cache_builder.inputs.sources import find_sources
@@ -151,9 +144,8 @@ def read_logs(options: argparse.Namespace, names: list[str], class_by: str | Non
     fields = FieldNames.parse(options.field)
     sources = find_sources(names, options.format)
     codec = TextCodec.load(options.tokenizer, chat_template=chat_template_of(options))
-    with progress_bar(sum(source.size or 0 for source in sources), "B") as progress:
-        read = read_log(
-            sources, codec, fields=fields, class_by=class_by,
-            skip_invalid=options.skip_invalid, progress=progress,
-        )  # fmt: skip
-    return codec, read
+    with progress_bar(sum(source.size or 0 for source in sources), "B") as bar:
+        log = read_log(
+            sources, codec, fields=fields, class_by=class_by, skip_invalid=options.skip_invalid, progress=bar.update
+        )
+    return codec, log

@@ -34,7 +34,6 @@ Judge the result by logs that were not given here: `ssd-cache evaluate OTHERS --
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    """Its arguments."""
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     command.add_argument("--budget", required=True, metavar="TOKENS", help="how many are kept, as 4000000 or 4M")
@@ -50,10 +49,10 @@ def run(options: argparse.Namespace) -> int:
     budget = budget_of(options.budget)
     out = options.directory if options.out is None else options.out
     check_new(out, force=options.force)
-    codec, read = read_logs(options, options.logs)
+    codec, log = read_logs(options, options.logs)
     open_one(options.directory, codec)
-    with progress_bar(int(read.log.output_lengths[read.log.with_prompt].sum()), " tokens") as progress:
-        found = accepted_runs(options.directory, read.log, codec.fingerprint, progress)
+    with progress_bar(int(log.output_lengths[log.with_prompt].sum()), " tokens") as bar:
+        found = accepted_runs(options.directory, log, codec.fingerprint, bar.update)
     pruned = prune(options.directory, out, budget, found, force=options.force)
     print(f"{out}: {pruned.num_tokens:,} of {pruned.num_tokens_before:,} tokens in {pruned.num_sequences:,} sequences")
     print(f"  {pruned.num_kept_used:,} of the {pruned.num_used_blocks:,} blocks that drafts came from are kept")

@@ -30,7 +30,6 @@ The directory can be given to `ssd-serve --warm` and `ssd-cache merge`, pushed e
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    """Its arguments."""
     command.description = _DESCRIPTION
     add_log_of_namespace(command, "whose text")
     command.add_argument(
@@ -39,7 +38,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with redis_client(redis_url_of(options)) as client, progress_bar(0, " tokens") as progress:
+    with redis_client(redis_url_of(options)) as client, progress_bar(0, " tokens") as bar:
         found = fingerprints_in(client, options)
         if not found or not entries_after(client, stream_key(found[0], options.namespace), BEGINNING, 1).entries:
             raise SSDError(f"there is nothing of namespace {options.namespace}: is it the servers' --namespace?")
@@ -47,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
             raise SSDError(
                 f"several tokenizers have a namespace {options.namespace}: give --fingerprint, one of {found}"
             )
-        result = pull(client, found[0], options.namespace, options.out, progress)
+        result = pull(client, found[0], options.namespace, options.out, bar.update)
     print(f"{options.out}: {result.num_tokens:,} tokens in {result.num_sequences:,} sequences of {options.namespace}")
     if result.num_invalid:
         print(f"  {result.num_invalid:,} entries of the log were none of ours and left out")

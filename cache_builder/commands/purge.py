@@ -17,7 +17,6 @@ each machine and purge again. Backups and logs are not touched.
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    """Its arguments."""
     command.description = _DESCRIPTION
     add_log_of_namespace(command, "what is to be gone")
 

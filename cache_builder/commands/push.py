@@ -38,7 +38,6 @@ ages with what servers learn; text that is to stay is given to each server with 
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    """Its arguments."""
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     add_redis_argument(command)
@@ -50,10 +49,10 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with progress_bar(0, " tokens") as progress:
+    with progress_bar(0, " tokens") as bar:
         result = push(
             options.directory, redis_url_of(options), options.namespace, max_tokens=options.max_tokens,
-            progress=progress,
+            progress=bar.update,
         )  # fmt: skip
     print(f"pushed {result.num_tokens:,} tokens in {result.num_sequences:,} sequences to namespace {options.namespace}")
     if result.num_left_out_tokens:

@@ -33,7 +33,6 @@ Facts = dict[str, Any]
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    """Its arguments."""
     command.description = _DESCRIPTION
     add_redis_argument(command)
     command.add_argument("--json", action="store_true", help="print one JSON line")

@@ -71,7 +71,7 @@ class Outcome:
 
 
 def replay(
-    log: Log, plan: Plan, curve: CostCurve, use: CacheUse, tell: Callable[[int], None] = lambda num_tokens: None
+    log: Log, plan: Plan, curve: CostCurve, use: CacheUse, tell: Callable[[int], object] = lambda num_tokens: None
 ) -> Outcome:
     """Decode the log, the cache used as ``use`` says. ``tell`` : called with the output tokens of each request.
 
@@ -133,19 +133,12 @@ def num_to_decode(log: Log, plan: Plan) -> int:
 
 
 def evaluate(
-    log: Log,
-    plan: Plan,
-    costs: StepCosts,
-    *,
-    labels: Sequence[str] | None = None,
-    inputs: Sequence[str] = (),
-    tokenizer: str = "",
-    progress: Callable[[int], None] = lambda num_tokens: None,
+    log: Log, plan: Plan, costs: StepCosts, *, progress: Callable[[int], object] = lambda num_tokens: None
 ) -> dict[str, Any]:
-    """The report as it stands in the JSON line and on the page.
+    """The report as it stands in the JSON line.
 
-    ``labels`` : the class of every request; None: there are none. ``progress`` : told how many output tokens were
-    decoded, see ``num_to_decode``. Raises CacheError for a warm directory.
+    ``progress`` : told how many output tokens were decoded, see ``num_to_decode``. Raises CacheError for a warm
+    directory.
     """
     main, judge = replay(log, plan, costs.curve, plan.cache, progress), _Judge(log, costs, plan)
     uses = [*((use, replay(log, plan, costs.curve, use, progress)) for use in plan.lesser_uses), (plan.cache, main)]
@@ -159,15 +152,17 @@ def evaluate(
             "warm": [directory.name or str(directory) for directory in plan.warm],
             "draft_limit": plan.draft.num_speculative_tokens,
             "capacity_tokens": plan.index.capacity_tokens,
+            "records": log.num_records,
+            "invalid_records": log.num_invalid,
         },
-        "inputs": list(inputs),
-        "tokenizer": tokenizer,
+        "without_prompt_records": log.num_without_prompt,
+        "without_answer_records": log.num_without_answer,
         "requests": len(main.requests),
         "prompt_tokens": int(log.prompt_lengths[main.requests].sum()),
         "cost": costs.as_json(),
         **judge.figures(main),
         "documents": {"number": len(without), "tokens": int(np.diff(log.starts)[without].sum())},
-        "classes": [] if labels is None else _classes(main, judge, labels),
+        "classes": [] if log.labels is None else _classes(main, judge, log.labels),
         "by_source": [
             {"source": source, "drafts": drafts, "drafted": drafted, "accepted": accepted}
             for source, (drafts, drafted, accepted) in main.by_source.items()

@@ -44,12 +44,21 @@ class Log:
     """Requests in the order in which they came.
 
     ``tokens`` : int32, prompt and output of each, one after another. ``starts`` : int64[n + 1], where each begins.
-    ``prompt_lengths`` : int64[n]; 0 of a document, which nobody asked for.
+    ``prompt_lengths`` : int64[n]; 0 of a document, which nobody asked for. ``labels`` : of each what its record says in
+    the field that was asked for; None where none was.
+
+    Of the records that it was read from ``num_invalid`` were left out by ``skip_invalid``; of ``num_without_prompt``
+    only the answer is known, decoded from its first token on; ``num_without_answer`` say none.
     """
 
     tokens: TokenIds
     starts: Int64s
     prompt_lengths: Int64s
+    labels: Sequence[str] | None = None
+    num_records: int = 0
+    num_invalid: int = 0
+    num_without_prompt: int = 0
+    num_without_answer: int = 0
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -74,22 +83,6 @@ class Log:
 _MOST_LABEL_CHARACTERS: Final = 60
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadLog:
-    """``labels`` : of each request what its record says in the field that was asked for; None where none was.
-
-    ``num_invalid`` : records left out by ``skip_invalid``. ``num_without_prompt`` : records of which only the answer
-    is known, decoded from their first token on; ``num_without_answer`` : of calls that say none.
-    """
-
-    log: Log
-    labels: tuple[str, ...] | None
-    num_records: int
-    num_invalid: int
-    num_without_prompt: int = 0
-    num_without_answer: int = 0
-
-
 def read_log(
     sources: Sequence[Source],
     codec: TextCodec,
@@ -98,7 +91,7 @@ def read_log(
     class_by: str | None = None,
     skip_invalid: bool = False,
     progress: Progress = lambda num_bytes: None,
-) -> ReadLog:
+) -> Log:
     """All requests of ``sources``, read as ``ssd-cache build`` reads them.
 
     ``class_by`` : the name of a field of the records, with dots into nested ones. Raises InputError (unless
@@ -108,7 +101,7 @@ def read_log(
     labels = list[str]()
     num_records = num_invalid = num_without_prompt = num_without_answer = 0
     beside = () if class_by is None else (class_by.partition(".")[0],)
-    for record in read_sources(list(sources), progress, replace(fields, others=beside)):
+    for record in read_sources(sources, progress, replace(fields, others=beside)):
         try:
             found = examples_of(record, codec, fields)
             label = None if class_by is None else _label(record, class_by)
@@ -134,9 +127,10 @@ def read_log(
             "build` and --warm take documents"
         )
     starts = np.concatenate([[0], np.cumsum(np.frombuffer(lengths, np.int64))])
-    log = Log(np.frombuffer(tokens, np.int32), starts, np.frombuffer(prompts, np.int64).copy())
-    named = tuple(labels) if class_by is not None else None
-    return ReadLog(log, named, num_records, num_invalid, num_without_prompt, num_without_answer)
+    return Log(
+        np.frombuffer(tokens, np.int32), starts, np.frombuffer(prompts, np.int64).copy(),
+        labels if class_by is not None else None, num_records, num_invalid, num_without_prompt, num_without_answer,
+    )  # fmt: skip
 
 
 def _label(record: Record, path: str) -> str:

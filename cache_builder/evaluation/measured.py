@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 
-from cache_builder.evaluation.costs import run_program
+from cache_builder.evaluation.costs import StepCosts, run_program
+from cache_builder.evaluation.evaluate import Plan, evaluate
 from cache_builder.evaluation.log import Log
 
 LEAST_REQUESTS: Final = 30
@@ -18,23 +20,28 @@ _WINDOWS: Final = 10
 Row = Mapping[str, Any]
 
 
-def decode_with(
-    model: str, log: Log, fingerprint: str, *, requests: int, max_tokens: int, minutes: float,
-    temperatures: Sequence[float], draft_limit: int, warm: Sequence[str], learns: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """What ``ssd.engine.measured`` says of the first ``requests`` of the log. Raises ModelError."""
-    numbers = log.with_prompt[:requests].tolist()
+def measured(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCosts) -> dict[str, Any] | None:
+    """Requests of the log decoded with ``--measure MODEL``; what a replay predicts of the very same outputs is said
+    beside. Raises ModelError.
+    """
+    if options.measure is None or not options.measure_requests:
+        return None
+    numbers = log.with_prompt[: options.measure_requests].tolist()
     given = {
         "prompts": [log.row(number).context.tolist() for number in numbers],
-        "lengths": [int(min(max_tokens, log.output_lengths[number])) for number in numbers],
-        "temperatures": list(temperatures),
-        "minutes": minutes,
-        "fingerprint": fingerprint,
-        "draft_limit": draft_limit,
-        "warm": list(warm),
-        "learns": learns,
+        "lengths": [int(min(options.measure_tokens, log.output_lengths[number])) for number in numbers],
+        "temperatures": options.temperature,
+        "minutes": options.measure_minutes,
+        "fingerprint": plan.fingerprint,
+        "draft_limit": plan.draft.num_speculative_tokens,
+        "warm": list(map(str, plan.warm)),
+        "learns": plan.cache == "growing",
     }
-    return run_program("log", model, given)
+    found = run_program("log", options.measure, given)
+    same = log_of(found, log)
+    replayed = None if same is None else evaluate(same, plan, costs)
+    told = None if replayed is None else {key: replayed[key] for key in ("speedup", "tokens_per_step")}
+    return {**summarised(found), "replayed": told}
 
 
 def log_of(found: Mapping[str, Any], log: Log) -> Log | None:

@@ -107,32 +107,27 @@ def side_of(line: Any) -> tuple[Side, str] | None:
     return ("responses", line["custom_id"]) if "response" in line or "result" in line else None
 
 
-class Requests:
-    """The requests of some files by their ``custom_id``, of the first file that has it, as the text they came in."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        """Reads them. Raises InputError."""
-        self._by_id: dict[str, str] = {}
-        num_bytes = 0
-        for name in names:
-            with readable(name), open_stream(name) as file:
-                for record in json_lines(shown_name(name), file):
-                    num_bytes += len(record.text)
-                    if num_bytes > _MOST_BYTES:
-                        raise InputError(f"{name}: more than {_MOST_BYTES >> 30} GiB of requests: split the batch")
-                    line = _loaded(record.text)
-                    if (side := side_of(line)) and side[0] == "requests":
-                        self._by_id.setdefault(side[1], record.text)
-
-    def join(self, responses: Iterator[Record]) -> Iterator[Record]:
-        """Every response with its request; one without a request as it came."""
-        for record in responses:
-            line = _loaded(record.text)
-            if (side := side_of(line)) and (request := self._by_id.get(side[1])) is not None:
-                joined = {"request": _loaded(request), "response": line.get("response", line.get("result"))}
-                yield Record(record.where, "", is_json=True, line=joined)
-            else:
-                yield record
+def with_requests(responses: Iterator[Record], names: Sequence[str]) -> Iterator[Record]:
+    """Every response with its request, of the first of the files ``names`` that has its ``custom_id``; one without a
+    request as it came. Raises InputError.
+    """
+    by_id: dict[str, str] = {}
+    num_bytes = 0
+    for name in names:
+        with readable(name), open_stream(name) as file:
+            for record in json_lines(shown_name(name), file):
+                num_bytes += len(record.text)
+                if num_bytes > _MOST_BYTES:
+                    raise InputError(f"{name}: more than {_MOST_BYTES >> 30} GiB of requests: split the batch")
+                if (side := side_of(_loaded(record.text))) and side[0] == "requests":
+                    by_id.setdefault(side[1], record.text)
+    for record in responses:
+        line = _loaded(record.text)
+        if (side := side_of(line)) and (request := by_id.get(side[1])) is not None:
+            joined = {"request": _loaded(request), "response": line.get("response", line.get("result"))}
+            yield Record(record.where, "", is_json=True, line=joined)
+        else:
+            yield record
 
 
 def _loaded(text: str) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from cache_builder.inputs.exchanges import UNDERSTOOD, Exchange, exchanges_of
-from cache_builder.inputs.lines import Requests, documents, json_lines
+from cache_builder.inputs.lines import documents, json_lines, with_requests
 from cache_builder.inputs.parquet import parquet_rows
 from cache_builder.inputs.record import (
     AS_WE_CALL_THEM,
@@ -21,7 +21,7 @@ from cache_builder.inputs.record import (
     Record,
     shown_name,
 )
-from cache_builder.inputs.sources import Part, Source
+from cache_builder.inputs.sources import Source
 from cache_builder.inputs.streams import open_stream, readable
 from ssd.errors import RequestError, shown
 from ssd.text.codec import Example, TextCodec
@@ -30,14 +30,15 @@ from ssd.text.messages import normalize_messages
 _PEEKED = 1 << 16
 
 
-def read_sources(sources: list[Source], progress: Progress, fields: FieldNames = AS_WE_CALL_THEM) -> Iterator[Record]:
+def read_sources(
+    sources: Iterable[Source], progress: Progress, fields: FieldNames = AS_WE_CALL_THEM
+) -> Iterator[Record]:
     """The records of all ``sources``, one after the other; raises InputError."""
-    parts = (Part(source.name, source.format, requests=source.requests) for source in sources)
-    return chain.from_iterable(read_part(part, progress, fields) for part in parts)
+    return chain.from_iterable(read_part(source, progress, fields) for source in sources)
 
 
-def read_part(part: Part, progress: Progress, fields: FieldNames = AS_WE_CALL_THEM) -> Iterator[Record]:
-    """The records of a part, in order; raises InputError.
+def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_THEM) -> Iterator[Record]:
+    """The records of a file or a part of one, in order; raises InputError.
 
     A text file is one document; beyond some 4 MB it becomes several, cut at ends of lines. Empty ones and blank lines
     are left out.
@@ -53,7 +54,7 @@ def read_part(part: Part, progress: Progress, fields: FieldNames = AS_WE_CALL_TH
                 yield from documents(shown, file, part.start, part.stop)
                 return
             lines = json_lines(shown, file, part.start, part.stop)
-            yield from Requests(part.requests).join(lines) if part.requests else lines
+            yield from with_requests(lines, part.requests) if part.requests else lines
 
 
 def _begins_json(file: IO[bytes]) -> bool:

@@ -28,26 +28,19 @@ _SWELLS = 4
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file. ``size`` : bytes, None where it is not known. ``stamp`` : changes when the file does, and every time
-    where nobody can tell."""
+    """One file, or a range of it: bytes of text and lines, or row groups; ``stop`` None: its end.
+
+    ``size`` : bytes of the file, None where it is not known. ``stamp`` : changes when the file does, and every time
+    where nobody can tell. ``requests`` : of a batch's responses the files of requests, the likeliest first.
+    """
 
     name: str
     format: Format
     size: int | None
     stamp: str
     requests: tuple[str, ...] = ()
-    """Of a batch's responses the files of requests, the likeliest first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A file or a range of it: bytes of text and lines, or row groups; ``stop`` None: its end."""
-
-    name: str
-    format: Format
     start: int = 0
     stop: int | None = None
-    requests: tuple[str, ...] = ()
 
 
 def find_sources(names: Sequence[str], format: Format = "auto") -> list[Source]:
@@ -187,12 +180,11 @@ def weight_of(source: Source) -> int:
     return max(1, size * _SWELLS if source.name.endswith(COMPRESSED) or source.format == "parquet" else size)
 
 
-def parts_of(source: Source, part_weight: int) -> list[tuple[Part, int]]:
+def parts_of(source: Source, part_weight: int) -> list[tuple[Source, int]]:
     """The file as parts of some ``part_weight`` bytes of text, with their weights; as one where it cannot be cut.
 
     Compressed files, JSON arrays, batches, standard input and what is on a web server cannot. Raises InputError.
     """
-    whole = Part(source.name, source.format, requests=source.requests)
     weight = weight_of(source)
     can_be_cut = (
         source.size is not None
@@ -202,13 +194,11 @@ def parts_of(source: Source, part_weight: int) -> list[tuple[Part, int]]:
         and not source.name.endswith(COMPRESSED)
         and not source.name.startswith(("http://", "https://"))
     )
-    if not can_be_cut or source.size is None:
-        return [(whole, weight)]
-    if source.format == "parquet":
+    if can_be_cut and source.format == "parquet":
         return list(_grouped(source, row_group_bytes(source.name), part_weight))
-    if source.format in ("jsonl", "text") and _is_plain(source):
+    if can_be_cut and source.size is not None and source.format in ("jsonl", "text") and _is_plain(source):
         return list(_ranges(source, source.size, part_weight))
-    return [(whole, weight)]
+    return [(source, weight)]
 
 
 def _is_plain(source: Source) -> bool:
@@ -219,18 +209,18 @@ def _is_plain(source: Source) -> bool:
     return is_as_it_is and bool(mark) and (source.format == "text" or mark != b"[")
 
 
-def _ranges(source: Source, size: int, step: int) -> Iterator[tuple[Part, int]]:
+def _ranges(source: Source, size: int, step: int) -> Iterator[tuple[Source, int]]:
     count = max(1, round(size / step))
     bounds = [size * number // count for number in range(count)]
     for start, stop in zip(bounds, [*bounds[1:], None], strict=True):
-        yield Part(source.name, source.format, start, stop), max(1, (size if stop is None else stop) - start)
+        yield replace(source, start=start, stop=stop), max(1, (size if stop is None else stop) - start)
 
 
-def _grouped(source: Source, sizes: Iterable[int], most: int) -> Iterator[tuple[Part, int]]:
+def _grouped(source: Source, sizes: Iterable[int], most: int) -> Iterator[tuple[Source, int]]:
     start, held = 0, 0
     for number, size in enumerate(sizes):
         if held and held + size > most:
-            yield Part(source.name, source.format, start, number), held
+            yield replace(source, start=start, stop=number), held
             start, held = number, 0
         held += size
-    yield Part(source.name, source.format, start, None), max(1, held)
+    yield replace(source, start=start), max(1, held)
