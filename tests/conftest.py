@@ -6,11 +6,15 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tests.imports import loaded_by
+
+if TYPE_CHECKING:
+    from ssd.text.codec import TextCodec
 
 # Seeded: a failure seen once is seen again.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -25,7 +29,7 @@ _PROMISES = {
         "test_lossless", "test_exact", "server/test_exact_answers",
     ],
     "every fast part does what its slow twin does": [
-        "test_drafting", "test_drafts", "test_search", "test_suffix_array", "test_successors", "test_static",
+        "test_drafting", "test_drafts", "test_search", "test_successors", "test_static",
         "test_tree", "test_rows", "test_sampling", "test_pass_noise", "test_keyed_choices", "test_acceptance",
         "test_top_tokens",
         "test_pricing", "test_segment_file", "test_scheduler", "test_text",
@@ -72,6 +76,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow: `make test ALL=1` and .ci/run run it"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory of a tokenizer alone, which nobody changes."""
+    from tests.tokenizers_for_tests import write_model_directory
+
+    return write_model_directory(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def codec(model: Path) -> TextCodec:
+    """Of that tokenizer."""
+    from ssd.text.codec import TextCodec
+
+    return TextCodec.load(str(model))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,16 +35,6 @@ USER = {"role": "user", "content": "hello"}
 CHAT = [USER, {"role": "assistant", "content": "hi there"}]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_directory(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def codec(model: Path) -> TextCodec:
-    return TextCodec.load(str(model))
-
-
 def write_lines(path: Path, *lines: Any) -> str:
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     return str(path)
@@ -154,20 +144,6 @@ def test_inspect_reports_and_finds_damage(
     assert "damaged" in error_of(capsys)
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["push", "--redis", "redis://127.0.0.1:1/0"]])
-def test_a_directory_without_a_manifest_is_told_and_left_as_it_is(
-    model: Path, tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "support"
-    assert build(model, out, write_lines(tmp_path / "in.jsonl", {"text": "x"}), "--namespace", "support") == 0
-    (out / "manifest.json").unlink()
-    there = sorted(out.iterdir())
-    capsys.readouterr()
-    assert main([command[0], str(out), *command[1:]]) == 2
-    assert "segment files, but no manifest.json" in error_of(capsys)
-    assert sorted(out.iterdir()) == there
-
-
 def test_push_reaches_a_running_replica(
     model: Path, codec: TextCodec, tmp_path: Path, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,10 +238,6 @@ def test_other_errors_are_explained(model: Path, tmp_path: Path, capsys: pytest.
     assert "no tokenizer" in error_of(capsys)
     assert build(model, tmp_path / "out", path, "--namespace", "no/way") == 2
     assert "namespace" in error_of(capsys)
-    assert main(["inspect", str(tmp_path)]) == 2
-    assert "holds no cache" in error_of(capsys)
-    assert main(["push", str(tmp_path), "--redis", "redis://localhost:1/0"]) == 2
-    assert "holds no cache" in error_of(capsys)
 
 
 def test_the_program_runs_without_torch(model: Path, tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import functools
 import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy as np
 import pytest
 
 import ssd
+from cache_builder.__main__ import main
 from cache_builder.building.block import (
     Block,
     BlockOptions,
@@ -33,20 +36,15 @@ from cache_builder.building.unfinished import unfinished_directory, working_dire
 from cache_builder.inputs.record import InputError
 from cache_builder.inputs.sources import find_sources
 from cache_builder.workers import run
-from ssd.errors import CacheLocked, SSDError
+from ssd.errors import SSDError
 from ssd.retrieval.files import read_manifest
 from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.static import load_static_directory
-from tests.tokenizers_for_tests import write_model_directory
-from tests.waiting import PATIENCE_S
+from tests.ray_build import BLOCK_BYTES
+from tests.waiting import PATIENCE_S, START_S
 
 ROOT = Path(ssd.__file__).parent.parent
 SEGMENT_TOKENS = 4000
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model_directory(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
@@ -68,9 +66,9 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def options_for(model: str, **changes: Any) -> BuildOptions:
+def options_for(model: Path, **changes: Any) -> BuildOptions:
     small = BuildOptions(
-        namespace="default", tokenizer=model, segment_tokens=SEGMENT_TOKENS, block_bytes=20_000, jobs=1
+        namespace="default", tokenizer=str(model), segment_tokens=SEGMENT_TOKENS, block_bytes=20_000, jobs=1
     )
     return replace(small, **changes)
 
@@ -81,8 +79,8 @@ def ids_of(directory: Path) -> tuple[str, ...]:
     return manifest.segment_ids
 
 
-def sequences(directory: Path, model: str) -> list[list[int]]:
-    segments = load_static_directory(directory, fingerprint=codec_of(model, None).fingerprint)
+def sequences(directory: Path, model: Path) -> list[list[int]]:
+    segments = load_static_directory(directory, fingerprint=codec_of(str(model), None).fingerprint)
     return [sequence.tolist() for sequence in sequences_of(segments)]
 
 
@@ -105,7 +103,7 @@ def test_blocks_are_the_same_and_hold_everything_once(corpus: Path) -> None:
     assert plan_of(sources, "other", 20_000)[0].key != plan_of(sources, "how", 20_000)[0].key
 
 
-def test_one_process_and_several_make_the_same_cache(corpus: Path, model: str, tmp_path: Path) -> None:
+def test_one_process_and_several_make_the_same_cache(corpus: Path, model: Path, tmp_path: Path) -> None:
     result = build([str(corpus)], tmp_path / "one", options_for(model))
     again = build([str(corpus)], tmp_path / "two", options_for(model, jobs=2))
     assert result == again
@@ -119,7 +117,7 @@ def test_one_process_and_several_make_the_same_cache(corpus: Path, model: str, t
     assert ids[:100] == sequences(tmp_path / "whole", model)[:100], "in the order of the inputs"
 
 
-def test_segments_hold_no_more_than_they_may_and_few_are_small(corpus: Path, model: str, tmp_path: Path) -> None:
+def test_segments_hold_no_more_than_they_may_and_few_are_small(corpus: Path, model: Path, tmp_path: Path) -> None:
     build([str(corpus)], tmp_path / "out", options_for(model, block_bytes=2_000))
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
@@ -145,7 +143,7 @@ def _fail_at(number: int, block: Block, options: BlockOptions, progress: Callabl
     return build_block(block, options, progress)
 
 
-def test_a_build_that_ended_goes_on_without_doing_a_block_again(corpus: Path, model: str, tmp_path: Path) -> None:
+def test_a_build_that_ended_goes_on_without_doing_a_block_again(corpus: Path, model: Path, tmp_path: Path) -> None:
     options = options_for(model)
     build([str(corpus)], tmp_path / "undisturbed", options)
     executor: Any = lambda blocks, block_options, progress: run(  # noqa: E731
@@ -171,7 +169,7 @@ def test_a_build_that_ended_goes_on_without_doing_a_block_again(corpus: Path, mo
     assert build([str(corpus)], out, replace(options, force=True)).num_reused_tokens == 0
 
 
-def test_a_sequence_longer_than_a_segment_is_begun_again(model: str, tmp_path: Path) -> None:
+def test_a_sequence_longer_than_a_segment_is_begun_again(model: Path, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"token_ids": [7] * size}) + "\n" for size in (9, 9000, 50)))
     result = build([str(tmp_path / "in.jsonl")], tmp_path / "out", options_for(model))
     assert result.num_records == 3
@@ -180,17 +178,7 @@ def test_a_sequence_longer_than_a_segment_is_begun_again(model: str, tmp_path: P
     assert max(map(len, found)) < SEGMENT_TOKENS
 
 
-def test_another_build_of_the_same_directory_is_refused(tmp_path: Path) -> None:
-    with (
-        working_directory(tmp_path / "out", fresh=False),
-        pytest.raises(CacheLocked, match="another process builds"),
-        working_directory(tmp_path / "out", fresh=False),
-    ):
-        pass
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_a_cache_that_was_being_replaced_is_put_back(corpus: Path, model: str, tmp_path: Path) -> None:
+def test_a_cache_that_was_being_replaced_is_put_back(corpus: Path, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     build([str(corpus / "d.txt")], out, options_for(model))
     before = ids_of(out)
@@ -202,7 +190,7 @@ def test_a_cache_that_was_being_replaced_is_put_back(corpus: Path, model: str, t
         assert ids_of(out) == before
 
 
-def test_what_is_finished_is_kept_where_a_later_line_is_wrong(corpus: Path, model: str, tmp_path: Path) -> None:
+def test_what_is_finished_is_kept_where_a_later_line_is_wrong(corpus: Path, model: Path, tmp_path: Path) -> None:
     (corpus / "z.jsonl").write_text("{broken")
     out = tmp_path / "out"
     with pytest.raises(InputError, match=r"z\.jsonl:1: not JSON"):
@@ -211,7 +199,7 @@ def test_what_is_finished_is_kept_where_a_later_line_is_wrong(corpus: Path, mode
     assert build([str(corpus)], out, options_for(model)).num_reused_tokens > 10_000
 
 
-def test_errors_of_workers_are_told_as_they_are(corpus: Path, model: str, tmp_path: Path) -> None:
+def test_errors_of_workers_are_told_as_they_are(corpus: Path, model: Path, tmp_path: Path) -> None:
     (corpus / "a.jsonl").write_text('{"text": 7}\n' * 9_000)
     with pytest.raises(InputError, match=r'a\.jsonl:1: "text" must be a string, got int'):
         build([str(corpus)], tmp_path / "out", options_for(model, jobs=2))
@@ -223,7 +211,7 @@ def _fail(block: Block, options: BlockOptions, progress: Callable[[int, int], No
     raise InputError(f"block {block.number}")
 
 
-def test_of_several_errors_the_first_in_order_is_told(corpus: Path, model: str, tmp_path: Path) -> None:
+def test_of_several_errors_the_first_in_order_is_told(corpus: Path, model: Path, tmp_path: Path) -> None:
     """Whichever worker is faster: the same inputs give the same error."""
     blocks = plan_of(find_sources([str(corpus)]), "how", 20_000)
     options = BlockOptions(directory=tmp_path, fingerprint="ab" * 16, build=options_for(model))
@@ -238,7 +226,7 @@ def _end_hard(block: Block, options: BlockOptions, progress: Callable[[int, int]
     return build_block(block, options, progress)
 
 
-def test_a_worker_that_is_killed_ends_the_build_with_one_line(corpus: Path, model: str, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_ends_the_build_with_one_line(corpus: Path, model: Path, tmp_path: Path) -> None:
     executor: Any = lambda blocks, options, progress: run(_end_hard, blocks, options, progress, jobs=2)  # noqa: E731
     with pytest.raises(SSDError, match="a worker was ended"):
         build([str(corpus)], tmp_path / "out", options_for(model, jobs=2), executor=executor)
@@ -254,21 +242,21 @@ if __name__ == "__main__":
     hide_torch()
     corpus, out, model, jobs = sys.argv[1:]
     build([corpus], Path(out), BuildOptions(
-        namespace="default", tokenizer=model, segment_tokens={SEGMENT_TOKENS}, block_bytes=5_000, jobs=int(jobs)))
+        namespace="default", tokenizer=str(model), segment_tokens={SEGMENT_TOKENS}, block_bytes=5_000, jobs=int(jobs)))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_build_killed_at_any_moment_ends_as_if_it_was_not(
-    jobs: int, corpus: Path, model: str, tmp_path: Path
+    jobs: int, corpus: Path, model: Path, tmp_path: Path
 ) -> None:
     build([str(corpus)], tmp_path / "undisturbed", options_for(model, block_bytes=5_000))
     random = np.random.default_rng(jobs)
     out = tmp_path / "out"
     program = tmp_path / "program.py"
     program.write_text(SCRIPT)
-    command = [sys.executable, str(program), str(corpus), str(out), model, str(jobs)]
+    command = [sys.executable, str(program), str(corpus), str(out), str(model), str(jobs)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     inodes: dict[str, int] = {}
     for _ in range(4):
@@ -295,3 +283,46 @@ def test_a_build_killed_at_any_moment_ends_as_if_it_was_not(
     assert subprocess.run(command, env=environment).returncode == 0 or out.exists()
     assert ids_of(out) == ids_of(tmp_path / "undisturbed")
     assert len(inodes) > 2
+
+
+# Builds on a Ray cluster: the same directory as one made here, whatever is lost on the way
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    drawn = random.Random(0)
+    path = tmp_path_factory.mktemp("logs") / "logs.jsonl"
+    words = ["hello", "there", "how", "are", "you", "def", "return", "import", "path"]
+    path.write_text("".join(json.dumps({"text": " ".join(drawn.choices(words, k=40))}) + "\n" for _ in range(1_500)))
+    return path
+
+
+def segments_on_ray(logs: Path, model: Path, out: Path, lost: str) -> tuple[str, ...]:
+    command = [sys.executable, "-m", "tests.ray_build", str(logs), str(model), str(out), lost]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
+    assert done.returncode == 0, done.stderr[-2_000:]
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'ssd-serving[ray]'")
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["none", "worker", "node"])
+def test_a_cluster_builds_what_is_built_here_whoever_is_lost(
+    lost: str, logs: Path, model: Path, tmp_path: Path
+) -> None:
+    options = BuildOptions(namespace="default", tokenizer=str(model), block_bytes=BLOCK_BYTES)
+    build([str(logs)], tmp_path / "here", options)
+    assert segments_on_ray(logs, model, tmp_path / "there", lost) == ids_of(tmp_path / "here")
+
+
+@needs_ray
+def test_what_a_cluster_cannot_read_is_said(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["build", "-", "--tokenizer", str(model), "--out", str(tmp_path / "out"), "--executor", "ray"]
+    assert main(command) == 2
+    assert "standard input" in capsys.readouterr().err
+    assert main([*command[:-2], "--ray-address", "somewhere:1"]) == 2
+    assert "--ray-address is for --executor ray" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

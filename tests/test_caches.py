@@ -31,7 +31,6 @@ from ssd.retrieval.static import StaticWriter, load_static_directory
 from ssd.retrieval.suffix_array import build_fence, build_segment
 from ssd.text.codec import TextCodec
 from tests.reference.retrieval import naive_count, naive_order
-from tests.tokenizers_for_tests import write_model_directory
 
 FINGERPRINT = "0123456789abcdef" * 2
 OTHER = "f" * 32
@@ -58,16 +57,6 @@ def text_of(path: Path) -> list[int]:
     for segment in load_static_directory(path, fingerprint=FINGERPRINT):
         found += segment.tokens.tolist()
     return found
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_directory(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def codec(model: Path) -> TextCodec:
-    return TextCodec.load(str(model))
 
 
 # merge

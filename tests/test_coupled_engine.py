@@ -200,9 +200,6 @@ def test_loops_are_counted_alike_with_and_without_drafts(allowed: Text, window: 
         assert all(20 < answer.token_ids.count(7) < 98 for answer in plain)  # no loop that noise used twice would make
 
 
-# -- what clients see beside tokens ------------------------------------------------------------------------------------
-
-
 # -- the law, with speculation on --------------------------------------------------------------------------------------
 
 FEW = 6

@@ -193,9 +193,3 @@ def test_answers_in_different_namespaces_are_independent() -> None:
         for name in ("default", "default2")
     ]
     assert_follows(Counter(zip(*found, strict=True)), product_of([law_of((0,), 2)] * 2))
-
-
-# -- two requests that draw with the same noise ------------------------------------------------------------------------
-
-
-# -- as many tokens as a service draws ---------------------------------------------------------------------------------

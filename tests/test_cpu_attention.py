@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from ssd.model.kv.attention import cpu_attention
 from ssd.model.kv.kv_cache import AttentionRules, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
-from tests.reference.attention import attended
 
 ERRORS = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CPU = torch.device("cpu")
@@ -181,3 +181,35 @@ def test_threads_change_no_bit(threads: int) -> None:
         assert torch.equal(case.attend(case.cache(), [0, 1], case.query, 40), wanted)
     finally:
         torch.set_num_threads(before)
+
+
+Floats = npt.NDArray[np.float64]
+
+
+def attended(
+    query: Floats,
+    keys: Floats,
+    values: Floats,
+    positions: npt.NDArray[np.int64],
+    position: int,
+    *,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sink: float | None,
+) -> Floats:
+    """What a query at ``position`` makes of the keys [n, dim] and values [n, value_dim] of its path."""
+    scores, seen = [], []
+    for index, at in enumerate(positions.tolist()):
+        if at > position or (window is not None and at <= position - window):
+            continue
+        if chunk is not None and at < position - position % chunk:
+            continue
+        score = float(query @ keys[index]) * scale
+        scores.append(softcap * np.tanh(score / softcap) if softcap is not None else score)
+        seen.append(index)
+    highest = max([*scores, *([] if sink is None else [sink])])
+    weights = np.exp(np.array(scores) - highest)
+    total = weights.sum() + (0.0 if sink is None else np.exp(sink - highest))
+    return np.asarray((weights[:, None] * values[seen]).sum(0) / total)

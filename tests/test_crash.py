@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.crash import PROBLEMS, Setting
+from benchmarks.crash import PROBLEMS
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
@@ -35,13 +35,6 @@ def test_nothing_sealed_is_lost_at_random_moments() -> None:
     assert {name: result[name] for name in PROBLEMS} == dict.fromkeys(PROBLEMS, 0)
     assert result["kills"] == 8
     assert result["checked_sequences"] > 0
-
-
-def test_a_text_follows_from_its_number_and_is_never_cut() -> None:
-    setting = Setting(3, IndexConfig(capacity_tokens=2048, seal_tokens=128))
-    texts = [setting.text(number).tolist() for number in range(200)]
-    assert texts == [setting.text(number).tolist() for number in range(200)]
-    assert len({text[0] for text in texts}) == 200 and max(map(len, texts)) < 2048 // 8
 
 
 class Disk:

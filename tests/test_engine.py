@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from benchmarks.exactness import OracleDrafter, RandomDrafter
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.drafter import SuffixDrafter
-from ssd.drafting.protocol import Draft, Drafter, DraftRequest
+from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine, FinishReason, Request
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 from ssd.model.loading.load_target import open_target
@@ -150,29 +149,6 @@ def test_every_request_ends_once_and_counts_add_up(requests: list[tuple[int, int
         if cancel_after:
             assert stats.num_output_tokens <= stats.num_accepted_tokens + stats.num_verify_steps
     assert engine.metrics.num_running == engine.metrics.num_waiting == 0
-
-
-class BrokenDrafter(RandomDrafter):
-    """Raises, then proposes tokens that do not exist, then too many."""
-
-    calls = 0
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        self.calls += 1
-        if self.calls % 3 == 0:
-            raise RuntimeError("broken on purpose")
-        ids = np.full(3, VOCAB + 5, np.int32) if self.calls % 3 == 1 else np.full(50, 7, np.int32)
-        return [Draft(ids)] * len(requests)
-
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        raise RuntimeError("broken on purpose")
-
-
-def test_a_broken_drafter_is_a_counter_and_changes_nothing() -> None:
-    engine = make_engine(BrokenDrafter(VOCAB))
-    engine.submit(Request(request_id="a", prompt_token_ids=prompt(6), sampling=GREEDY))
-    assert tokens_of(finish_all(engine)["a"]) == greedy_decode(PLAIN_MODEL, prompt(6), 12)[0]
-    assert engine.metrics.drafter_failures > 0
 
 
 def one_token(**sampling: Any) -> Request:

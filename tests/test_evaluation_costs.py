@@ -23,9 +23,13 @@ from cache_builder.evaluation.costs import (
     read_step_costs,
     step_costs,
 )
+from cache_builder.evaluation.log import Log
+from cache_builder.evaluation.measured import LEAST_REQUESTS, figures_of, log_of, summarised
+from cache_builder.evaluation.report import headline, summary
 from ssd.bundled import MODEL_PATH
 from ssd.engine import measured
 from ssd.errors import ConfigError, ModelError
+from ssd.text.codec import TextCodec
 
 MEASURED = {
     "model": "some-model",
@@ -166,3 +170,161 @@ def test_prompts_that_cannot_be_run_are_one_line(
 ) -> None:
     status, said = measured_here(monkeypatch, capsys, MODEL_PATH, prompts=prompts)
     assert status == 2 and "prompts" in said["error"]
+
+
+# Requests of a log decoded by a model, with drafts and without
+
+
+STEPS = {"tokens_per_step": 2.0, "of_oracle": 0.8, "speedup": 1.5}
+EVALUATION: dict[str, Any] = {
+    "report": "evaluate",
+    "date": "2026-11-22",
+    "version": "1.2.3",
+    "parameters": {"cache": "growing", "warm": ["a", "b"], "draft_limit": 16},
+    "inputs": ["monday.jsonl"],
+    "tokenizer": "some-tokenizer",
+    "requests": 1200,
+    "prompt_tokens": 3_000_000,
+    "output_tokens": 240_000,
+    "speedup": 1.84,
+    "tokens_per_step": 2.11,
+    "of_oracle": 0.8,
+    "drafted_per_step": 4.5,
+    "acceptance_rate": 0.25,
+    "cost": {"source": "measured: some-model", "widths": [1, 2, 65], "costs": [1, 1.1, 2.2]},
+    "classes": [
+        {"name": "asked again", "requests": 200, "output_tokens": 40_000, **STEPS, "speedup": 6.0},
+        {"name": "new text", "requests": 1000, "output_tokens": 200_000, **STEPS, "of_oracle": None, "speedup": 0.97},
+    ],
+    "by_cache": [{"cache": "none", **STEPS}, {"cache": "growing", **STEPS}],
+    "by_source": [{"source": "own", "drafted": 90, "accepted": 30}, {"source": "tail", "drafted": 9, "accepted": 9}],
+    "growth": [{"requests": 300 * (1 + at), **STEPS} for at in range(4)],
+    "needs": {
+        "memory_bytes": 300_000_000, "disk_bytes": 100_000_000, "cached_tokens": 9000, "propose_us": 30,
+    },
+    "documents": {"number": 0},
+    "unknown": ["Whether tomorrow repeats as much.", "What sampling does."],
+}  # fmt: skip
+
+
+def row(number: int, without_s: float, with_s: float, *, same: bool = True) -> dict[str, Any]:
+    ways: dict[str, dict[str, Any]] = {
+        way: {"seconds": seconds, "first_s": 0.5, "tokens": 10, "passes": passes, "drafted": 0, "accepted": 0}
+        for way, seconds, passes in (("none", without_s, 10), ("ssd", with_s, 4))
+    }
+    ways["ssd"]["said"] = [7] * 10
+    return {"request": number, "same": same, **ways}
+
+
+def found(count: int, **changes: Any) -> dict[str, Any]:
+    rows = [row(number, 2.0, 2.5 if number == 1 else 1.0) for number in range(count)]
+    way = {"temperature": 0.0, "requests": rows, "bits_compared": 3, "bits_differ": 0, **changes}
+    return {"model": "m", "device": "cpu", "dtype": "float32", "threads": 2, "too_long": 1, "temperatures": [way]}
+
+
+def log(count: int) -> Log:
+    return Log(np.arange(4 * count, dtype=np.int32), np.arange(0, 4 * count + 1, 4), np.full(count, 2))
+
+
+def evaluated(count: int, **changes: Any) -> dict[str, Any]:
+    measured = summarised(found(count, **changes))
+    return {**EVALUATION, "measured": {**measured, "replayed": {"speedup": 1.9}}}
+
+
+def test_figures_are_sums_over_requests() -> None:
+    both = figures_of([row(0, 2.0, 1.0), row(1, 2.0, 1.5)])
+    assert (both["requests"], both["output_tokens"], both["passes_without"], both["passes_with"]) == (2, 20, 20, 8)
+    assert (both["without_per_s"], both["with_per_s"]) == (5.0, 8.0)
+    assert (both["speedup"], both["output_speedup"]) == (1.6, 2.0)
+    assert figures_of([])["speedup"] == 1.0
+
+
+def test_losses_and_parts_are_shown() -> None:
+    (way,) = evaluated(40)["measured"]["temperatures"]
+    assert (way["requests"], way["slower"]) == (40, [2])
+    assert [part["up_to"] for part in way["growth"]] == list(range(4, 41, 4))
+    assert sum(part["output_tokens"] for part in way["growth"]) == way["output_tokens"]
+    text = summary(evaluated(40))
+    for said in (
+        "a replay predicts 1.90x",
+        "did not fit",
+        "1.84",
+        "2.11",
+        "1,200",
+        "asked again",
+        "300.0 MB",
+        "tomorrow",
+    ):
+        assert said in text, said
+
+
+def test_what_logs_call_things_is_shown_and_never_obeyed() -> None:
+    row = {
+        "name": "\x1b[2J",
+        "requests": 3,
+        "output_tokens": 9,
+        "tokens_per_step": 1.0,
+        "of_oracle": None,
+        "speedup": 1.0,
+    }
+    text = summary({**EVALUATION, "classes": [row], "inputs": ["\u202e\0"], "tokenizer": "\x1b"})
+    assert text.replace("\n", "").isprintable()
+
+
+def test_a_headline_needs_enough_requests_and_equal_outputs() -> None:
+    assert headline(evaluated(LEAST_REQUESTS)).startswith("1.9")
+    assert "greedy on 30 requests: " in headline(evaluated(LEAST_REQUESTS))
+    assert headline(evaluated(LEAST_REQUESTS - 1)) == "29 requests are too few for a figure: 30 are needed"
+    assert headline(evaluated(40, bits_differ=1)).startswith("Outputs differ with drafts")
+
+
+def test_without_a_model_the_headline_is_its_assumption_too() -> None:
+    cost = {**EVALUATION["cost"], "condition": "if passes are free (assumed)"}
+    alone = {**EVALUATION, "cost": cost}
+    assert headline(alone) == "1.84x expected on 1,200 requests, if passes are free (assumed)"
+    assert headline({**alone, "requests": 8}) == "8 requests are too few for a figure: 30 are needed"
+
+
+def test_what_the_model_said_becomes_a_log() -> None:
+    made = log_of(found(3), log(3))
+    assert made is not None and made.prompt_lengths.tolist() == [2, 2, 2] and made.output_lengths.tolist() == [10] * 3
+    assert made.row(1).context.tolist() == [4, 5] and made.row(1).output.tolist() == [7] * 10
+    assert log_of(found(3, temperature=0.8), log(3)) is None
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], **changes: Any
+) -> tuple[int, dict[str, Any]]:
+    codec = TextCodec.load(str(MODEL_PATH))
+    prompts = [codec.encode_prompt(text) for text in ("def read(path):\n", "import os\n", "def read(path):\n")]
+    asked = {
+        "prompts": [*prompts, [5] * 10_000], "lengths": [24, 8, 24, 5], "temperatures": [0.0, 0.8], "minutes": 5,
+        "fingerprint": codec.fingerprint, "draft_limit": 16, "warm": [], "learns": True, **changes,
+    }  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asked)))
+    status = measured.main(["log", str(MODEL_PATH)])
+    return status, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_model_decodes_both_ways_and_says_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, result = run(monkeypatch, capsys)
+    assert (status, result["too_long"]) == (0, 1)
+    for way in result["temperatures"]:
+        assert [each["request"] for each in way["requests"]] == [0, 1, 2] and all(
+            each["same"] for each in way["requests"]
+        )
+        assert (way["bits_compared"], way["bits_differ"]) == (3, 0)
+        assert all(each["none"]["drafted"] == 0 < each["none"]["passes"] for each in way["requests"])
+    first, _, again = result["temperatures"][0]["requests"]
+    assert again["ssd"]["passes"] < first["ssd"]["passes"] and again["ssd"]["said"] == first["ssd"]["said"]
+
+
+def test_ids_of_another_tokenizer_and_prompts_that_are_too_long_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, result = run(monkeypatch, capsys, fingerprint="0" * 32)
+    assert status == 2 and "another tokenizer" in result["error"]
+    status, result = run(monkeypatch, capsys, prompts=[[5] * 10_000], lengths=[5])
+    assert status == 2 and "no prompt of the log fits" in result["error"]

@@ -22,16 +22,6 @@ SAID = "the cat sat on the mat and looked at the dog"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_directory(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def codec(model: Path) -> TextCodec:
-    return TextCodec.load(str(model))
-
-
-@pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory, codec: TextCodec) -> Path:
     path = tmp_path_factory.mktemp("cache") / "warm"
     with StaticWriter(path, fingerprint=codec.fingerprint) as writer:

@@ -161,7 +161,9 @@ def test_a_read_only_or_foreign_context_compiles_nothing_and_drafts_the_same() -
     plain = np.arange(20, dtype=np.int32)
     read_only = plain.copy()
     read_only.flags.writeable = False
-    forms = [plain, read_only, np.repeat(plain, 2)[::2], plain.astype(np.int64), plain.astype(np.uint16)]
+    unaligned = np.frombuffer(b"x" + plain.tobytes(), np.int32, len(plain), 1)
+    forms = [plain, read_only, unaligned, np.repeat(plain, 2)[::2], plain[::-1].copy()[::-1]]
+    forms += [plain.astype(kind) for kind in (">i4", np.int64, np.uint64, np.uint32, np.int16, np.uint8)]
     for number, form in enumerate(forms):
         draft = warm.propose([ask(form, snapshot, request_id=str(number))])[0]
         assert draft.token_ids.tolist() == [20, 21, 22, 23]
@@ -172,4 +174,9 @@ def test_a_read_only_or_foreign_context_compiles_nothing_and_drafts_the_same() -
 
 def test_ids_that_no_int32_holds_draft_nothing() -> None:
     snapshot = reference.make_snapshot([[*range(50), SEPARATOR]])
-    assert len(drafter().propose([ask(np.arange(20) + 2**32, snapshot)])[0].token_ids) == 0
+    for beyond in (
+        np.arange(20) + 2**32,
+        np.arange(20).astype(np.uint32) + 2**31,
+        np.append(np.arange(20), 2**32 + 20),
+    ):
+        assert len(drafter().propose([ask(beyond, snapshot)])[0].token_ids) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gzip
 import http.server
@@ -25,16 +24,10 @@ from cache_builder.inputs.records import examples_of, read_part, read_sources
 from cache_builder.inputs.sources import Source, find_sources, parts_of
 from ssd.text.codec import TextCodec
 from tests.reference.text import chat_examples
-from tests.tokenizers_for_tests import write_model_directory
 
 USER = {"role": "user", "content": "hello"}
 ANSWER = {"role": "assistant", "content": "hi there"}
 TEXTS = [f"document {number} of a few words" for number in range(50)]
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return TextCodec.load(str(write_model_directory(tmp_path_factory.mktemp("model"))))
 
 
 def records(name: str | Path, format: Format = "auto", fields: FieldNames = AS_WE_CALL_THEM) -> list[Record]:
@@ -288,16 +281,6 @@ def test_damage_is_one_line_or_nothing(name: str, tmp_path: Path, codec: TextCod
                 examples_of(record, codec)
         except InputError as error:
             assert str(path) in str(error)
-
-
-@given(st.binary(max_size=300), st.sampled_from(KINDS))
-def test_any_bytes_are_read_or_refused(data: bytes, name: str) -> None:
-    import fsspec
-
-    memory = fsspec.filesystem("memory")
-    memory.pipe(f"/any/{name}", data)
-    with contextlib.suppress(InputError):
-        records(f"memory://any/{name}")
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

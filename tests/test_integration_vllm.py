@@ -165,26 +165,6 @@ def test_a_proposer_that_vllm_drops_keeps_what_it_learned(tmp_path: Path) -> Non
 # Which request is a row
 
 
-def test_steps_without_a_call_are_caught_up(proposer: SuffixProposer) -> None:
-    """vLLM asks for no drafts while the longest request of a batch nears the longest context."""
-    learned = learned_by(proposer)
-    batch = VllmBatch()
-    for number in range(3):
-        batch.add(str(number), scripted(20 + number, max_tokens=30))
-    batch.step(proposer)
-    for _ in range(5):
-        batch.sample()
-    batch.swap(0, 2)
-    texts = run_to_the_end(batch, proposer)
-    assert Counter(learned) == Counter(texts)
-    batch.add("last", scripted(30, max_tokens=20))
-    batch.step(proposer)
-    for _ in range(6):
-        batch.sample()
-    proposer.on_step(batch.runner, finishing(["last"]))
-    assert learned[-1] == tuple(batch.requests["last"].text), "from the runner's own record"
-
-
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_request_is_learned_once_however_rows_move(data: st.DataObject, _steps_are_told: None) -> None:
@@ -220,25 +200,6 @@ def test_every_request_is_learned_once_however_rows_move(data: st.DataObject, _s
     proposer.on_step(batch.runner, finishing(over))
     assert Counter(learned) == truth
     proposer.close()
-
-
-def test_a_preempted_request_may_stay_away(proposer: SuffixProposer) -> None:
-    learned = learned_by(proposer)
-    batch = VllmBatch()
-    runner = batch.runner
-    batch.add("waits", scripted(7, max_tokens=20))
-    batch.add("runs", scripted(8, max_tokens=40))
-    proposer.on_step(runner, finishing(()))
-    for _ in range(10):
-        batch.step(proposer)
-    waiting = batch.requests["waits"]
-    batch.remove("waits")
-    for _ in range(8):
-        batch.step(proposer)
-    assert learned == []
-    batch.add("waits", waiting)
-    texts = run_to_the_end(batch, proposer)
-    assert Counter(learned) == Counter(texts)
 
 
 def test_a_batch_that_is_not_the_runners_is_drafted_nothing_for(proposer: SuffixProposer) -> None:

@@ -300,38 +300,6 @@ def test_a_fault_in_drafting_or_learning_fails_nothing_and_silences_nobody_else(
         assert caches.get().stats().num_tokens > 0
 
 
-@pytest.mark.parametrize("kind", [Failure, Panic])
-def test_a_namespace_that_cannot_be_opened_costs_others_no_draft(
-    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
-) -> None:
-    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
-        open_cache = caches._open
-
-        def failing(namespace: Namespace) -> SuffixCache:
-            if namespace.name == "bad":
-                raise kind("injected")
-            return open_cache(namespace)
-
-        monkeypatch.setattr(caches, "_open", failing)
-        poisoned = Poisoned(kind("injected"))
-        engine = engine_of(caches, overlap=False, shape="chain", drafter=poisoned)
-        for request in requests_of():
-            name = f"of {request.request_id}"
-            bad = request.request_id == POISON
-            engine.submit(
-                Request(
-                    request_id=name,
-                    prompt_token_ids=request.prompt_token_ids,
-                    sampling=request.sampling,
-                    namespace="bad" if bad else "default",
-                )
-            )
-        found = {name: whole(outputs) for name, outputs in finish_all(engine).items()}
-        assert found == {f"of {name}": each for name, each in undisturbed().items()}
-        assert poisoned.num_drafts > 0
-        assert caches.num_failed_openings == engine.metrics.drafter_failures - engine._proposals.num_failures > 0
-
-
 class Gate:
     """The directory of one namespace, on a disk that does not answer until ``open`` is set."""
 

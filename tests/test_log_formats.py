@@ -132,16 +132,6 @@ UNANSWERED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_directory(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def codec(model: Path) -> TextCodec:
-    return TextCodec.load(str(model))
-
-
 def found_in(line: Any, codec: TextCodec, fields: FieldNames = record.AS_WE_CALL_THEM) -> Found:
     return examples_of(Record("log:1", json.dumps(line), is_json=True), codec, fields)
 

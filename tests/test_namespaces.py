@@ -14,9 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.errors import SegmentCorrupt
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.protocol import DraftRequest
+from ssd.errors import ConfigError, SegmentCorrupt
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.namespace import HeldNamespace, Namespace
+from ssd.retrieval.namespace import HeldNamespace, Namespace, NamespaceTerms
+from ssd.retrieval.snapshot import Snapshot
+from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_cache import SuffixCache
 from tests.reference.retrieval import sequences, snapshot_text
 from tests.waiting import PATIENCE_S, wait_until
@@ -25,8 +29,14 @@ FINGERPRINT = "0123456789abcdef" * 2
 TEXT = np.array([1, 2, 3], np.int32)
 
 
+class Panic(BaseException):
+    """As a library written in Rust raises it: no Exception."""
+
+
 class SlowSet(CacheSet):
     """Waits at ``gate`` before it opens or closes a namespace called "slow", and notes which thread comes by."""
+
+    error: type[BaseException] = RuntimeError
 
     def __init__(self, directory: Path | None = None, *, max_namespaces: int = 256) -> None:
         self.gate = threading.Event()
@@ -39,7 +49,7 @@ class SlowSet(CacheSet):
         if namespace.name == "slow":
             assert self.gate.wait(PATIENCE_S)
         if namespace.name == "broken":
-            raise RuntimeError("injected")
+            raise self.error("injected")
         self.opened.append((namespace.name, threading.current_thread().name))
         return super()._open(namespace)
 
@@ -107,9 +117,11 @@ def test_what_waits_for_a_namespace_is_bounded_and_what_is_lost_is_counted(cache
     assert (stats.num_appended_tokens, stats.num_failures) == (200_000, 1)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, Panic])
 def test_what_cannot_be_opened_is_counted_logged_once_and_tried_again(
-    caches: SlowSet, caplog: pytest.LogCaptureFixture
+    error: type[BaseException], caches: SlowSet, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caches.error = error
     for number in range(1, 4):
         holder = held(caches, "broken")
         wait_until(lambda: caches.num_failed_openings == number)  # noqa: B023
@@ -118,7 +130,7 @@ def test_what_cannot_be_opened_is_counted_logged_once_and_tried_again(
     assert caches.hold("no/name") is None
     assert caches.num_failed_openings == 4
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
-    with pytest.raises(RuntimeError):
+    with pytest.raises(error):
         caches.get("broken")
 
 
@@ -193,3 +205,222 @@ def test_a_manifest_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "default" / "manifest.json")
     with pytest.raises(SegmentCorrupt, match="no regular file"):
         CacheSet(CacheConfig(directory=tmp_path), FINGERPRINT)
+
+
+# Terms: what is lent to others, what is not, how many there are, and that one can be forgotten
+
+
+READER = NamespaceTerms(reads_shared=True)
+OWNERS = ("default", "a", "b", "c")
+"""The shared namespace, two that read it, and one that does not."""
+TERMS = {"default": NamespaceTerms(), "a": READER, "b": READER, "c": NamespaceTerms()}
+
+
+def holder(caches: CacheSet, name: str, terms: NamespaceTerms | None = None) -> HeldNamespace:
+    found = caches.hold(name, terms or TERMS.get(name, NamespaceTerms()))
+    assert found is not None
+    wait_until(lambda: found.cache)
+    return found
+
+
+def seen(snapshot: Snapshot) -> set[int]:
+    """Every token that a lookup in the snapshot may come by."""
+    tail = [int(snapshot.ring[p & (len(snapshot.ring) - 1)]) for p in range(snapshot.tail_start, snapshot.tail_stop)]
+    return {int(token) for segment in snapshot.segments for token in segment.tokens} | set(tail)
+
+
+def words(owner: str, draw: int) -> list[int]:
+    """A text of words that nobody else uses, after a lead-in that everybody says."""
+    own = 100 * (1 + OWNERS.index(owner))
+    return [1, 2, 3, 4, 5, 6, 7, 8, *(own + (draw + i) % 7 for i in range(12))]
+
+
+def inline_set(capacity: int = 256, directory: Path | None = None) -> CacheSet:
+    index = IndexConfig(capacity_tokens=capacity, seal_tokens=16, merge_fanout=2)
+    return CacheSet(CacheConfig(index=index, directory=directory), FINGERPRINT, inline=True)
+
+
+steps = st.lists(st.tuples(st.sampled_from([*OWNERS, "maintain", "flush", "revoke", "grant"]), st.integers(0, 6)))
+
+
+@settings(max_examples=60)
+@given(steps)
+def test_nothing_that_only_one_tenant_said_is_drafted_for_another(given_steps: list[tuple[str, int]]) -> None:
+    """Whatever is said, sealed, merged, evicted, granted and revoked, in any order."""
+    drafter = SuffixDrafter()
+    with inline_set() as caches:
+        may_read = {"a", "b"}
+        for what, number in given_steps:
+            if what in OWNERS:
+                for _ in range(1 + number):
+                    holder(caches, what, NamespaceTerms(reads_shared=what in may_read)).append(
+                        np.array(words(what, number), np.int32), prompt_length=0
+                    )
+            elif what == "maintain":
+                caches.maintain()
+            elif what == "flush":
+                caches.flush()
+            else:
+                may_read = may_read - {"a"} if what == "revoke" else may_read | {"a"}
+            for name in OWNERS:
+                cache = holder(caches, name, NamespaceTerms(reads_shared=name in may_read)).cache
+                assert cache is not None
+                snapshot = cache.snapshot()
+                readable = {name} | ({"default"} if name in may_read else set())
+                allowed = {token for owner in readable for n in range(7) for token in words(owner, n)}
+                assert seen(snapshot) <= allowed | {-1}
+                request = DraftRequest(name, np.arange(1, 9, dtype=np.int32), 8, snapshot, 8, learned=cache.learned)
+                assert set(drafter.propose([request])[0].token_ids.tolist()) <= allowed
+                drafter.finish(name)
+
+
+def test_readers_search_what_is_sealed_of_the_shared_namespace_in_the_same_memory() -> None:
+    with inline_set() as caches:
+        caches.get().append(words("default", 0))
+        reader, other = holder(caches, "a"), holder(caches, "c")
+        assert reader.cache is not None and other.cache is not None
+        assert seen(reader.cache.snapshot()) == set()  # a tail is not lent
+        caches.flush()
+        assert seen(reader.cache.snapshot()) - {-1} == set(words("default", 0))
+        assert seen(other.cache.snapshot()) == set()
+        (lent,), (own,) = reader.cache.snapshot().segments, caches.get().snapshot().segments
+        assert lent.text is own.text and lent.order is own.order and lent.start is None
+        stats = reader.cache.stats()
+        assert (stats.num_tokens, stats.num_static_tokens, stats.num_borrowed_tokens) == (0, 0, len(own))
+        table = reader.cache.snapshot().segment_table.number
+        caches.maintain()
+        assert reader.cache.snapshot().segment_table.number == table  # nothing new: nothing published
+
+
+def test_warm_up_directories_are_read_by_every_namespace_and_loaded_once(tmp_path: Path) -> None:
+    with StaticWriter(tmp_path / "warm", fingerprint=FINGERPRINT) as writer:
+        writer.append([9, 8, 7])
+    with inline_set() as caches:
+        before = holder(caches, "a")
+        caches.add_static_directory(tmp_path / "warm")
+        caches.get().append([5, 5, 5])
+        caches.flush()
+        after = holder(caches, "c")
+        for found, expected in ((before, {9, 8, 7, 5}), (after, {9, 8, 7})):
+            assert found.cache is not None
+            assert seen(found.cache.snapshot()) - {-1} == expected
+        texts = {id(each.text) for name in ("default", "a", "c") for each in caches.get(name).snapshot().segments[:1]}
+        assert len(texts) == 1
+
+
+# -- forgetting --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_namespace_that_is_forgotten_is_gone_from_memory_and_disk_and_takes_nothing_more(
+    tmp_path: Path, inline: bool
+) -> None:
+    index = IndexConfig(capacity_tokens=1 << 16, seal_tokens=64)
+    closed: list[str] = []
+    with CacheSet(
+        CacheConfig(index=index, directory=tmp_path),
+        FINGERPRINT,
+        inline=inline,
+        on_close=lambda c: closed.append(c.name),
+    ) as caches:
+        mine, other = holder(caches, "a"), holder(caches, "c")
+        group = holder(caches, "salted", NamespaceTerms(group="a", is_kept=False))
+        for each in (mine, other, group):
+            for number in range(40):
+                each.append(np.array(words("a", number), np.int32), prompt_length=0)
+        caches.flush()
+        assert list((tmp_path / "a").glob("*.seg")) and not (tmp_path / "salted").exists()
+        caches.discard("a")
+        for each in (mine, group):
+            assert each.cache is not None
+            each.append(np.array(words("a", 0), np.int32), prompt_length=0)
+            each.cache.append_all_shared([np.array([1, 2], np.int32)])
+            assert seen(each.cache.snapshot()) == set()
+        assert not (tmp_path / "a").exists() and sorted(closed) == ["a", "salted"]
+        assert other.cache is not None and len(seen(other.cache.snapshot())) > 7
+        again = holder(caches, "a").cache
+        assert again is not None and again is not mine.cache and seen(again.snapshot()) == set()
+        again.append([1, 2])
+        assert caches.get("a").stats().num_tail_tokens == 3
+        with pytest.raises(ConfigError):
+            caches.discard("default")
+
+
+def test_what_is_not_open_is_removed_by_its_files_names(tmp_path: Path) -> None:
+    with inline_set(directory=tmp_path) as caches:
+        holder(caches, "a").append(np.array(words("a", 1), np.int32), prompt_length=0)
+    path = tmp_path / "a"
+    (path / "learned.bin").write_bytes(b"x")
+    (path / f"{next(path.glob('*.seg')).name}.left-out").write_bytes(b"torn")
+    (path / "somebodys.txt").write_text("kept")
+    with inline_set(directory=tmp_path) as caches:
+        caches.discard("a")
+        caches.discard("never-there")
+        assert [file.name for file in path.iterdir()] == ["somebodys.txt"]
+
+
+@pytest.mark.parametrize("where", ["_open", "_open_directory"])
+def test_forgetting_and_an_opening_that_is_under_way_wait_for_each_other_only_once(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    opened = getattr(CacheSet, where)
+
+    def slow(caches: CacheSet, namespace: Namespace) -> SuffixCache:
+        if namespace.name == "a":
+            assert gate.wait(PATIENCE_S)
+        found: SuffixCache = opened(caches, namespace)
+        return found
+
+    monkeypatch.setattr(CacheSet, where, slow)
+    with CacheSet(CacheConfig(directory=tmp_path), FINGERPRINT) as caches:
+        mine = caches.hold("a")
+        assert mine is not None
+        mine.append(np.array([1, 2, 3], np.int32), prompt_length=0)
+        forgetting = threading.Thread(target=caches.discard, args=("a",))
+        forgetting.start()
+        wait_until(lambda: "a" in caches._closing)
+        gate.set()
+        forgetting.join(PATIENCE_S)
+        assert not forgetting.is_alive()
+        wait_until(lambda: not any(thread.name == "ssd-open-a" for thread in threading.enumerate()))
+        assert (mine.cache is None) == (where == "_open")  # what is not open yet is not opened any more
+        assert mine.cache is None or seen(mine.cache.snapshot()) == set()
+        assert not (tmp_path / "a").exists()
+
+
+# -- how many ----------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_group_few_are_open_and_none_is_taken_from_who_holds_it() -> None:
+    terms = NamespaceTerms(group="a", most_in_group=2, is_kept=False, capacity_tokens=1024)
+    with inline_set() as caches:
+        main = holder(caches, "a")
+        holders = [holder(caches, f"s{number}", terms) for number in range(2)]
+        assert caches.hold("s2", terms) is None  # both are holder
+        assert caches.hold("s1", terms) is not None
+        holders.pop(0)
+        gc.collect()
+        assert caches.hold("s2", terms) is not None
+        assert caches.names() == ["a", "default", "s1", "s2"]
+        assert set(caches.stats()) == {"a", "default"}
+        assert main.cache is caches.get("a")
+
+
+def test_what_is_kept_stays_open_longer_than_what_is_not() -> None:
+    brief = NamespaceTerms(is_kept=False, group="x")
+    config = CacheConfig(index=IndexConfig(capacity_tokens=256))
+    with CacheSet(config, FINGERPRINT, inline=True, max_namespaces=3) as caches:
+        for name, terms in (("a", TERMS["a"]), ("brief", brief), ("b", TERMS["b"])):
+            holder(caches, name, terms)
+            gc.collect()
+        assert caches.names() == ["a", "b", "default"]
+
+
+def test_the_capacity_is_the_one_of_the_terms() -> None:
+    with inline_set(capacity=1 << 12) as caches:
+        small = holder(caches, "a", NamespaceTerms(capacity_tokens=64))
+        for number in range(40):
+            small.append(np.array(words("a", number), np.int32), prompt_length=0)
+        caches.flush()
+        assert small.cache is not None and small.cache.stats().num_tokens <= 64

@@ -74,14 +74,6 @@ def test_that_a_second_position_is_dear_does_not_keep_a_long_draft_from_being_ma
     assert paying(cost, [0.9]) == 0
 
 
-def test_cutting_a_draft_keeps_its_estimates_in_step() -> None:
-    whole = draft(0.9, 0.8, 0.7)
-    assert whole.cut(5) is whole
-    shorter = whole.cut(2)
-    assert shorter.token_ids.tolist() == [0, 1]
-    assert shorter.probabilities is not None and shorter.probabilities.tolist() == [0.9, 0.8]
-
-
 @pytest.mark.parametrize("factor", [0.4, 2.5])
 def test_a_change_of_load_is_followed_within_fifty_passes(factor: float) -> None:
     random, law = np.random.default_rng(0), np.array((0.01, 0.0005, 0.001))
@@ -132,27 +124,6 @@ def cut(prices: PriceList, rows: list[list[float]]) -> list[int]:
     cut_rows(prices.address, probabilities, sizes, np.empty(int(sizes.sum())))
     found: list[int] = sizes.tolist()
     return found
-
-
-@given(
-    st.lists(row_chances, min_size=1, max_size=3),
-    st.floats(1e-4, 0.1),
-    st.floats(1e-4, 0.1),
-    st.lists(st.integers(1, 9), max_size=9),
-)
-def test_no_other_beginnings_give_more_tokens_per_second(
-    rows: list[list[float]], fixed: float, per_position: float, seen: list[int]
-) -> None:
-    prices = learned(fixed, per_position)
-    for num_tokens in seen:
-        prices.observe(num_tokens, num_tokens, fixed + per_position * num_tokens)
-    weights = slow.fading(len(seen), 0.99)
-    tokens = float(np.average(seen, weights=weights)) if seen else 0.0
-    recent = tokens, (fixed + per_position * tokens) if seen else 0.0
-    gains = [np.cumprod(row).tolist() for row in rows]
-    seconds = [fixed + per_position * (len(rows) + n) for n in range(sum(map(len, rows)) + 1)]
-    got = slow.joint_rate(gains, cut(prices, rows), seconds, recent)
-    assert got >= slow.best_joint_rate(gains, seconds, recent) * (1 - 1e-6)
 
 
 steps = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.floats(1e-3, 1.0)), max_size=40)
@@ -251,9 +222,6 @@ def test_steps_are_counted_and_not_the_pauses_between() -> None:
 
 
 chances = st.lists(st.floats(0.01, 0.99), max_size=6)
-
-
-price_lists = st.lists(st.floats(0, 0.8), min_size=1, max_size=4)
 
 
 @given(st.lists(st.floats(0, 1), max_size=12), st.data())

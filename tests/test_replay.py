@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.replay import digest
 from benchmarks.replay.__main__ import main
 from benchmarks.replay.job import CONTENDER_NAMES, OURS, OurDrafter, PeerDrafter, replay_stream, settings_of
 from benchmarks.report.replay import others_section
 from benchmarks.walk import Counts
-from cache_builder.evaluation.costs import CostCurve, StepCosts, flat, read_step_costs
+from cache_builder.evaluation.costs import CostCurve, StepCosts, flat
 from cache_builder.evaluation.log import Row
+from cache_builder.evaluation.oracle import oracle_steps
 from ssd.config import DraftConfig, IndexConfig
-from ssd.errors import ConfigError
 from tests.test_peers import needs_peers
 
 
@@ -158,19 +160,60 @@ def test_speed_up_is_plain_cost_over_the_cost_of_the_steps() -> None:
     assert StepCosts(line, "").speed_up(10, np.array([2, 0, 0, 0, 1])) == pytest.approx(10 / 5)
 
 
-@pytest.mark.parametrize(
-    "text", ["{}", "[", '{"widths": [1, 1], "costs": [1, 2]}', '{"widths": [1, 2], "costs": [2, 3]}'],
-    ids=["empty", "torn", "not rising", "not relative"],
-)  # fmt: skip
-def test_a_curve_that_cannot_be_used_says_how_to_measure_one(text: str, tmp_path: Path) -> None:
-    (tmp_path / "verify-cost.json").write_text(text)
-    with pytest.raises(ConfigError, match="save-cost"):
-        read_step_costs(tmp_path / "verify-cost.json")
-
-
 @pytest.mark.parametrize("drafter", CONTENDER_NAMES)
 def test_settings_have_names_of_their_own_and_stay_within_the_limit(drafter: str) -> None:
     settings = settings_of(drafter, 12, tree=True, costs=[flat(32)])
     assert len({setting.name for setting in settings}) == len(settings)
     most = {"sglang": 11}.get(drafter, 12)  # its default has 12 with the token that they follow
     assert max(setting.limit for setting in settings) == most
+
+
+# The best choice in hindsight among all earlier text
+
+
+REQUESTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.lists(st.integers(0, 3), max_size=30)),
+    max_size=6,
+)
+
+
+def steps_of(requests: list[tuple[list[int], list[int]]], limit: int) -> list[int]:
+    texts = [np.array([*prompt, *output], np.int32) for prompt, output in requests]
+    steps = oracle_steps(texts, np.array([len(prompt) for prompt, _ in requests], np.int64), limit)
+    assert steps is not None
+    return steps.tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(REQUESTS, st.integers(0, 9))
+def test_it_is_what_trying_every_earlier_place_finds(requests: list[tuple[list[int], list[int]]], limit: int) -> None:
+    assert steps_of(requests, limit) == slow_steps(requests, limit)
+
+
+def test_what_was_answered_before_takes_the_fewest_steps_and_new_text_one_a_token() -> None:
+    first, again = ([1, 2, 3], [*range(10, 42)]), ([1, 2, 3], [*range(10, 42)])
+    assert steps_of([first, again], 7) == [32, 4]
+    assert steps_of([([5], [5] * 33)], 32) == [2]  # of one token repeated the second step knows all
+    assert steps_of([], 7) == []
+
+
+def slow_steps(requests: list[tuple[list[int], list[int]]], limit: int) -> list[int]:
+    """Steps of each request, (prompt, output), where each draft is the best that stands anywhere earlier."""
+    text: list[int] = []
+    counts = []
+    for prompt, output in requests:
+        begin, known = len(text) + len(prompt), len(text) + len(prompt) + len(output)
+        text += [*prompt, *output, -1]
+        steps = 0
+        while begin < known:
+            drafted = 0
+            for place in range(begin - 1):
+                if text[place] == text[begin - 1]:
+                    size = 0
+                    while begin + size < known and text[place + 1 + size] == text[begin + size]:
+                        size += 1
+                    drafted = max(drafted, size)
+            begin += min(drafted, limit, known - 1 - begin) + 1
+            steps += 1
+        counts.append(steps)
+    return counts

@@ -94,14 +94,6 @@ def test_tenants_take_turns_and_none_runs_more_than_it_may(
                 twin.running = [each for each in twin.running if each[1] != int(ended.request.request_id)]
 
 
-def test_a_tenant_that_asks_for_much_delays_another_by_one_turn() -> None:
-    engine = make_engine(slots=1)
-    for number in range(5):
-        engine.submit(request(f"much-{number}", text(1, 5), greedy(1), tenant="a"))
-    engine.submit(request("little", text(2, 5), greedy(1), tenant="b", priority=5))
-    assert ends_in_order(engine) == ["much-0", "little", "much-1", "much-2", "much-3", "much-4"]
-
-
 def test_an_urgent_request_takes_no_slot_from_another_tenant() -> None:
     engine = make_engine(slots=1)
     engine.submit(request("running", text(1, 5), greedy(3), tenant="a", priority=9))

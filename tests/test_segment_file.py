@@ -32,7 +32,6 @@ from ssd.retrieval.suffix_array import build_segment
 from tests.reference import drafting as reference
 
 FINGERPRINT = "0123456789abcdef" * 2
-OTHER = "f" * 32
 
 
 def _segment(num_tokens: int = 20, start: int | None = 1234) -> Segment:

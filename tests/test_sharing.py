@@ -121,31 +121,6 @@ def test_what_else_is_no_entry(data: bytes, key: str, reason: str) -> None:
 # Two replicas
 
 
-def test_namespaces_and_tokenizers_are_apart(redis_server: RedisServer) -> None:
-    with (
-        replica(redis_server.url) as (one, _),
-        replica(redis_server.url) as (two, _),
-        replica(redis_server.url, fingerprint="f" * 32) as (other, _),
-    ):
-        two.get("a"), two.get("b"), other.get("a")
-        one.get("a").append([1, 2])
-        one.get("b").append([3])
-        eventually(lambda: stored(two, "a") == [[1, 2]] and stored(two, "b") == [[3]])
-        assert stored(two) == stored(other, "a") == stored(other) == []
-
-
-def test_a_long_sequence_arrives_in_overlapping_parts(redis_server: RedisServer) -> None:
-    text = np.random.default_rng(1).integers(0, VOCAB_SIZE, 10_000).tolist()
-    with replica(redis_server.url) as (one, _), replica(redis_server.url) as (two, _):
-        one.get().append(text)
-        eventually(lambda: len(stored(two)) == 3)
-        first, second, third = stored(two)
-        assert first == text[:4096]
-        assert second[:32] == first[-32:]
-        assert third[:32] == second[-32:]
-        assert first + second[32:] + third[32:] == text
-
-
 def test_the_log_is_bounded_in_tokens(redis_server: RedisServer, client: Any) -> None:
     with replica(redis_server.url, max_tokens=8192) as (one, _):
         for number in range(100):
@@ -196,12 +171,14 @@ def test_sharing_survives_a_killed_server(redis_server: RedisServer) -> None:
         redis_server.kill()
         one.get().append([2])
         eventually(lambda: one_log.stats().num_failures and two_log.stats().num_failures)
+        eventually(lambda: two_log.stats().streams["default"].lag_seconds > 0.3)
         assert not two_log.stats().is_connected
         redis_server.start()  # empty
         eventually(lambda: stored(two) == [[1], [2]])
         two.get().append([3])
         eventually(lambda: stored(one) == [[1], [2], [3]])
         eventually(lambda: two_log.stats().is_connected)
+        eventually(lambda: two_log.stats().streams["default"].lag_seconds == 0)
         assert two_log.stats().num_reconnects >= 1
         assert one_log.stats().num_dropped == 0
 
@@ -366,19 +343,3 @@ def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(
         caches.hold("e")
         assert set(logs[0].reader._streams) == {stream_key(FINGERPRINT, name) for name in caches.names() if name != "c"}
         assert stored(sets[1], "c") == []
-
-
-# What is counted
-
-
-def test_lag_grows_while_the_server_is_away_and_is_gone_afterwards(redis_server: RedisServer) -> None:
-    def lag() -> float:
-        return one.log.stats().streams["default"].lag_seconds
-
-    with replica(redis_server.url) as one:
-        one.append([1])
-        eventually(lambda: one.log.stats().is_connected and lag() == 0)
-        redis_server.kill()
-        eventually(lambda: lag() > 0.3)
-        redis_server.start()
-        eventually(lambda: lag() == 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,6 @@ from ssd.model.steps.static_steps import StaticSteps, eagerly
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
 from tests.models import tiny_model
-from tests.reference.top_tokens import top_of
 from tests.whole_answers import finish_all, tokens_of
 
 # What transformers has to say about tiny settings.
@@ -167,3 +167,9 @@ def test_a_request_that_is_not_to_be_learned_from_teaches_its_namespace_nothing(
         asked_of(engine, 2, 8, namespace=None)
         assert bool(drafter._successors.of(learned, "any")) == may_learn
         assert not drafter._successors._own, "a request without a namespace leaves nothing behind"
+
+
+def top_of(logits: Sequence[float], count: int) -> list[tuple[int, float]]:
+    """The ``count`` greatest logits with their ids, or fewer: no NaN, nothing impossible; of equals the first."""
+    possible = [(token, logit) for token, logit in enumerate(logits) if logit > -math.inf]
+    return sorted(possible, key=lambda pair: (-pair[1], pair[0]))[:count]

@@ -110,14 +110,16 @@ def test_trees_change_no_token(
 
 
 class Disordered(RandomDrafter):
-    """Trees that are none: a parent behind its child, itself, too few, too many; then one beyond the limit."""
+    """Trees that are none: a parent behind its child, itself, too few, too many; one too large; no tokens at all."""
 
     _parents = ([1, -1, 0], [0, 0, 1], [-1, -1], [-1, 0, 1, 2], [-2, -1, 0])
     calls = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         self.calls += 1
-        number = self.calls % (len(self._parents) + 1)
+        number = self.calls % (len(self._parents) + 2)
+        if number > len(self._parents):
+            return [Draft(np.full(3, VOCAB + 5, np.int32))] * len(requests)
         if number == len(self._parents):
             return [Draft(np.full(90, 7, np.int32), parents=np.full(90, -1, np.int32)) for _ in requests]
         return [Draft(np.full(3, 7, np.int32), parents=np.array(self._parents[number], np.int32)) for _ in requests]

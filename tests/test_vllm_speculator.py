@@ -26,13 +26,9 @@ from ssd.integrations.vllm import SuffixProposer
 from ssd.integrations.vllm_hooks import Hook, missing
 from ssd.integrations.vllm_v2 import Speculator
 from ssd.text.codec import TextCodec
-from tests.redis_server import RedisServer, redis_server
 from tests.reference.speculator import Said, SlowSpeculator
 from tests.vllm_batch import vllm_config as v1_config
 from tests.vllm_states import HandMadeRunner, LateEvent, Scripted, vllm_config
-from tests.waiting import wait_until
-
-__all__ = ["redis_server"]
 
 WIDTH, LENGTH, REQUESTS, VOCAB_SIZE = 4, 96, 6, 4096
 CPU = torch.device("cpu")
@@ -225,7 +221,7 @@ def test_outputs_end_at_the_first_stop_string(said: str, strings: list[str], min
     assert before_stop(codec, tokens, StopRules(tuple(strings), min_tokens, True)) == want
 
 
-def test_a_restart_is_warm_and_two_engines_share_one_redis(tmp_path: Path, redis_server: RedisServer) -> None:
+def test_a_restart_is_warm(tmp_path: Path) -> None:
     steps = []
     for _ in range(2):
         runner, speculator = made(cache_dir=str(tmp_path))
@@ -236,20 +232,6 @@ def test_a_restart_is_warm_and_two_engines_share_one_redis(tmp_path: Path, redis
         speculator.close()
         steps.append(runner.num_steps)
     assert steps[0] == 40 and steps[1] < 15
-    pair = [made(redis_url=redis_server.url) for _ in range(2)]
-    told = scripted(8, max_tokens=40)
-    for number, (runner, speculator) in enumerate(pair):
-        assert speculator._core is not None
-        cache = speculator._core.learner.cache
-        if number:
-            wait_until(lambda cache=cache: cache.snapshot().num_tokens > 0)  # type: ignore[misc]
-        runner.begin({"a": Scripted(told.prompt, told.output, 40)})
-        while len(runner.requests["a"].said) < 40:
-            runner.step(["a"])
-        runner.end(["a"])
-    assert pair[0][0].num_steps == 40 and pair[1][0].num_steps < 15
-    for _, speculator in pair:
-        speculator.close()
 
 
 # A device that is late, and what goes wrong

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from benchmarks.exactness import reference_greedy
+from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
+from ssd.config import SamplingParams
 from ssd.errors import ModelError
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.memory import check_weights_fit
@@ -21,7 +22,7 @@ from ssd.model.target import Target
 from ssd.model.ways.find_way import find_way
 from ssd.model.ways.row_target import ReplayTarget, RowTarget, WholeTarget
 from ssd.model.ways.slot_target import SlotTarget
-from tests.architectures import ARCHITECTURES, SLOTS
+from tests.architectures import ARCHITECTURES, SLOTS, table
 from tests.models import VOCAB, tiny_model
 
 # What transformers has to say about tiny settings, and about kernels that are not installed.
@@ -186,7 +187,7 @@ ROLLING_BACK = [
     "Llama",
     *(name for name, each in ARCHITECTURES.items() if each.kind.can_roll_back and each.kind is not SLOTS),
 ]
-"""Of those in slots one: test_coverage, test_exact and test_tree drive all."""
+"""Of those in slots one: what is above, test_exact and test_tree drive all."""
 SINGLE_STEPS = [name for name, each in ARCHITECTURES.items() if not each.kind.can_roll_back]
 
 
@@ -262,3 +263,39 @@ def test_a_directory_without_a_model_is_a_clear_error(tmp_path: Path) -> None:
 def test_an_unknown_dtype_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="use auto"):
         load_model(tmp_path, dtype="float12")
+
+
+# Every architecture of the table: as it says, and token for token what ``generate`` gives
+
+
+MAX_TOKENS = 12
+EOS = (2,)
+PLAIN = Setting("none", 0, 1)
+SPECULATIVE = [Setting("oracle", 5, 2), Setting("random", 3, 3)]
+
+
+# What transformers has to say about tiny settings, and about kernels that are not installed.
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_engine_says_what_generate_says(name: str) -> None:
+    """And says it to the bit, where it is exact, with an all-knowing drafter and a random one in uneven batches."""
+    kind = ARCHITECTURES[name].kind
+    target = open_target(tiny_model(name), num_slots=4, max_length=64)
+    assert type(target) is kind
+    random = np.random.default_rng(7)
+    prompts = [random.integers(3, VOCAB, length).tolist() for length in (9, 14, 5)]
+    sampling = [SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)] * len(prompts)
+    report = Report()
+    theirs = reference_greedy(target, prompts, MAX_TOKENS, EOS)
+    compare(target, prompts, sampling, theirs, PLAIN, eos_token_ids=EOS, report=report)
+    expected, _ = run(target, prompts, sampling, None, eos_token_ids=EOS)
+    for setting in SPECULATIVE:
+        compare(target, prompts, sampling, expected, setting, eos_token_ids=EOS, report=report)
+    assert report.passed, (str(report), report.mismatches)
+    assert report.acceptance[str(PLAIN)] == 1
+    assert (report.acceptance["oracle/k5/b2"] > 2) is kind.can_roll_back
+
+
+def test_the_table_of_the_documentation_counts_every_architecture() -> None:
+    rows = [line.split("|")[2] for line in list(table())[2:]]
+    assert sum(int(row.split(":")[0]) for row in rows) == len(ARCHITECTURES)

@@ -10,6 +10,7 @@ from ssd.retrieval import snapshot as snapshots
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.snapshot import Snapshot, segment_table
 from ssd.retrieval.suffix_array import build_segment
+from tests.reference.retrieval import longest_agreement
 
 
 def make_snapshot(
@@ -37,18 +38,6 @@ def occurrences(text: Sequence[int], pattern: Sequence[int]) -> list[int]:
     """Start offsets of ``pattern`` in ``text``."""
     m = len(pattern)
     return [i for i in range(len(text) - m + 1) if list(text[i : i + m]) == list(pattern)]
-
-
-def longest_match(snapshot: Snapshot, context: Sequence[int], max_length: int) -> tuple[int, int]:
-    """Length and support of the longest tail of ``context`` that occurs."""
-    for length in range(min(max_length, len(context)), 0, -1):
-        pattern = list(context[len(context) - length :])
-        if min(pattern) < 0:
-            continue
-        support = sum(len(occurrences(text, pattern)) for text in texts(snapshot))
-        if support:
-            return length, support
-    return 0, 0
 
 
 def continuation(text: Sequence[int], position: int, limit: int) -> tuple[int, ...]:
@@ -99,7 +88,7 @@ def suffix_levels(
         longest += 1
     nothing = make_snapshot([])
     own = next((n for n in range(longest, 0, -1) if evidence(nothing, context, n, 1, False)), 0)
-    index, _ = longest_match(snapshot, context, longest)
+    index, _ = longest_agreement(snapshot, context, longest)
     levels: list[tuple[int, Evidence]] = []
     length, below = max(own, index), min(own, index)
     while limit and length >= max(1, min_length) and len(levels) < most:

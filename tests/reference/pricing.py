@@ -38,19 +38,6 @@ def squared_error(coefficients: Sequence[float] | Floats, features: Floats, seco
     return float((weights * (features @ np.asarray(coefficients) - seconds) ** 2).sum())
 
 
-def best_joint_rate(gains: Sequence[Sequence[float]], seconds: Sequence[float], recent: tuple[float, float]) -> float:
-    """Most tokens per second, of a pass and a ``recent`` one (tokens, seconds) together, over all beginnings of rows.
-
-    ``gains`` : of each row what each of its drafted tokens adds. ``seconds`` : of a pass by the tokens drafted in it.
-    """
-    return max(joint_rate(gains, lengths, seconds, recent) for lengths in lengths_of(gains))
-
-
-def lengths_of(gains: Sequence[Sequence[float]]) -> itertools.product[tuple[int, ...]]:
-    """Every way to cut every row."""
-    return itertools.product(*(range(len(row) + 1) for row in gains))
-
-
 def joint_rate(
     gains: Sequence[Sequence[float]], lengths: Sequence[int], seconds: Sequence[float], recent: tuple[float, float]
 ) -> float:
