@@ -338,3 +338,16 @@ def test_requests_of_one_call_without_a_snapshot_teach_their_own_namespace_alone
     assert first.num_learned > 0
     assert first.to_bytes() == second.to_bytes()
     assert drafter.model_of(None).num_learned == 0
+
+
+@given(st.binary(max_size=64), st.integers(0, 2**31), st.integers(0, 255))
+@settings(max_examples=100)
+def test_damaged_bytes_are_refused_or_the_same(start: bytes, at: int, value: int) -> None:
+    stored = bytearray(AcceptanceModel().to_bytes())
+    stored[at % len(stored)] = value
+    for damaged in (start, bytes(stored), bytes(stored[: at % len(stored)])):
+        try:
+            model = AcceptanceModel.from_bytes(damaged)
+        except ValueError:
+            continue
+        assert model.to_bytes() == damaged

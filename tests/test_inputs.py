@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import http.server
@@ -339,3 +340,13 @@ def test_what_cannot_be_cut_stays_whole(tmp_path: Path) -> None:
     assert counts["array.json"] == counts["packed.jsonl"] == 1 < counts["lines.jsonl"]
     assert parts_of(Source("-", "auto", None, ""), 10)[0][0].stop is None
     assert streams.is_url("s3://a/b") and not streams.is_url("a/b") and not streams.is_url("C:/b")
+
+
+@given(st.binary(max_size=300), st.sampled_from(KINDS))
+def test_any_bytes_are_read_or_refused(data: bytes, name: str) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe(f"/any/{name}", data)
+    with contextlib.suppress(InputError):
+        records(f"memory://any/{name}")

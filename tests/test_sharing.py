@@ -343,3 +343,16 @@ def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(
         caches.hold("e")
         assert set(logs[0].reader._streams) == {stream_key(FINGERPRINT, name) for name in caches.names() if name != "c"}
         assert stored(sets[1], "c") == []
+
+
+def test_namespaces_and_tokenizers_are_apart(redis_server: RedisServer) -> None:
+    with (
+        replica(redis_server.url) as (one, _),
+        replica(redis_server.url) as (two, _),
+        replica(redis_server.url, fingerprint="f" * 32) as (other, _),
+    ):
+        two.get("a"), two.get("b"), other.get("a")
+        one.get("a").append([1, 2])
+        one.get("b").append([3])
+        eventually(lambda: stored(two, "a") == [[1, 2]] and stored(two, "b") == [[3]])
+        assert stored(two) == stored(other, "a") == stored(other) == []
