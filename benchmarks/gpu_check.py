@@ -148,7 +148,7 @@ _GROWTH = "benchmarks.growth --streams mixed --sampling greedy --requests 40 --r
 _OVERHEAD = "benchmarks.contenders --question overhead --rounds 6"
 _EXACT = "benchmarks.exact --rounds 1 --draft 1 8 63 --batch 1 8 32"
 _TESTS = (
-    "triton_attention", "triton_sampling", "triton_layers", "triton_linear", "own_kernels", "static_steps",
+    "triton_attention", "triton_sampling", "triton_layers", "triton_linear", "static_steps",
     "pass_noise", "taps", "take_weights",
 )  # fmt: skip
 PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
