@@ -32,9 +32,10 @@ def read_key_file(path: Path) -> tuple[str, ...]:
     """The keys of a file, one a line, comments left out; warns where others may read it. Raises ConfigError."""
     from server.admission.rules import read_private  # with more than hiding keys can wait for
 
+    content = read_private(path, FILE_OPTION)
     try:
-        lines = [line.strip() for line in read_private(path, FILE_OPTION).decode().splitlines()]
-    except ValueError as error:
+        lines = [line.strip() for line in content.decode().splitlines()]
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{FILE_OPTION} {path} cannot be read: it is not text") from error
     keys = checked_keys([line for line in lines if line and not line.startswith("#")], f"{FILE_OPTION} {path}")
     if not keys:
