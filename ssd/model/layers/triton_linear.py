@@ -9,7 +9,6 @@ where triton is installed.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -140,9 +139,7 @@ class Product:
         if self.is_exact:
             if num_rows <= _MOST_ROWS or not self._is_library_exact:
                 return linear(x, weight, bias)
-            with _sums_whole():
-                return nn.functional.linear(x, weight, bias)
-        if num_rows <= FEW_ROWS and x.dtype != torch.float32:
+        elif num_rows <= FEW_ROWS and x.dtype != torch.float32:
             return linear(x, weight, bias)
         return nn.functional.linear(x, weight, bias)
 
@@ -164,7 +161,7 @@ def _agree(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     x = torch.randn(_TRIED[-1], weight.shape[1], dtype=weight.dtype, device=weight.device)
     wanted = linear(x, weight, bias)
     try:
-        with _sums_whole():
+        with sums_whole():
             return all(torch.equal(nn.functional.linear(x[:rows], weight, bias), wanted[:rows]) for rows in _TRIED)
     except Exception as failure:  # one that always splits, or has no such switch
         log.debug("a library's products are not exact: %s", failure)
@@ -172,16 +169,17 @@ def _agree(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 
 @contextmanager
-def _sums_whole() -> Iterator[None]:
-    """Libraries split no sum among processors inside, nor round parts of it. Only one of torch's two can."""
+def sums_whole() -> Iterator[None]:
+    """Libraries split no sum among processors inside, nor round parts of it: for passes whose products are exact.
+
+    Only one of torch's two libraries can. What is set is the process's, and set back.
+    """
     cuda: Any = torch.backends.cuda
     names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
     before = [(getattr(cuda.matmul, name), getattr(cuda.matmul, f"{name}_split_k")) for name in names]
     library = cuda.preferred_blas_library()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that choosing is an experiment
-            cuda.preferred_blas_library("cublaslt")
+        cuda.preferred_blas_library("cublaslt")
         for name in names:
             setattr(cuda.matmul, name, (False, False))
         yield

@@ -104,7 +104,7 @@ class StepBuffers:
         self._sent: tuple[npt.NDArray[Any], ...] = ()
         """What was copied last: a driver that reads a host's memory in place may not have read it yet."""
         self._max_positions = max_positions
-        self._views: dict[tuple[StepShape, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        self._views: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
         """Of outputs, made once: they cost more than a draft."""
 
     def inputs(self, shape: StepShape, kv_cache: SlotKVCache, kernel: AttentionKernel | None) -> StepInputs:
@@ -187,12 +187,13 @@ class StepBuffers:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Logits, tokens and `packed_top` of the first rows and positions of the last pass: views."""
         assert self._logits is not None
-        found = self._views.get((shape, num_rows, width))
+        place = shape.rows, shape.width, num_rows, width
+        found = self._views.get(place)
         if found is None:
             n, grid, part = shape.num_positions, (shape.rows, shape.width), (slice(num_rows), slice(width))
             top = None if self._top is None else self._top[:n].view(*grid, 2, SUCCESSORS)[part]
             found = self._logits[:n].view(*grid, -1)[part], self._chosen[:n].view(grid)[part], top
-            self._views[shape, num_rows, width] = found
+            self._views[place] = found
         return found
 
 

@@ -19,7 +19,7 @@ from ssd.model.layers.adapted_linear import Rows
 from ssd.model.layers.tap import Tap, Tapped
 from ssd.model.sampling.sampler import Noise, PassOutput
 from ssd.model.steps.static_steps import StaticSteps
-from ssd.model.target import Ints, Target, TokenMatrix
+from ssd.model.target import Integers, Target, TokenMatrix
 
 
 class SlotTarget(Target):
@@ -38,6 +38,8 @@ class SlotTarget(Target):
         self.renew_steps: Callable[[], None] = lambda: None
         """To be called after what the model computes with has changed."""
         self._held = self.kv_cache.lengths
+        self._computing: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What the model computes in."""
         self._had_trees = False
         self._adapted: Rows | None = None
         self._tap: tuple[Tap, Tapped] | None = None
@@ -61,15 +63,17 @@ class SlotTarget(Target):
         if wanted == (self.kv_cache.kernel is not None):
             return
         from ssd.model.kv.triton_attention import exact_triton_attention
-        from ssd.model.layers.triton_linear import own_linears, products_of
+        from ssd.model.layers.triton_linear import own_linears, products_of, sums_whole
 
         if wanted:
-            self.kv_cache.kernel, _new = exact_triton_attention, list(own_linears(self.model))
+            self.kv_cache.kernel = exact_triton_attention
+            list(own_linears(self.model))
             self._had_trees, self.can_verify_trees = self.can_verify_trees, False
         else:
             self.kv_cache.kernel, self.can_verify_trees = None, self._had_trees
         for product in products_of(self.model):
             product.be_exact(wanted)
+        self._computing = sums_whole if wanted and self.device.type == "cuda" else nullcontext
         self.renew_steps()
 
     def rollback(self, slot: int, length: int) -> None:
@@ -77,7 +81,7 @@ class SlotTarget(Target):
         assert 0 <= length <= self.kv_cache.lengths[slot]
         self.kv_cache.lengths[slot] = length
 
-    def keep(self, slots: Ints, lengths: Ints) -> None:
+    def keep(self, slots: Integers, lengths: Integers) -> None:
         """Lower the slots' lengths where they are greater."""
         self.kv_cache.lengths[slots] = np.minimum(self.kv_cache.lengths[slots], lengths)
 
@@ -87,7 +91,7 @@ class SlotTarget(Target):
         return self.steps is not None and self.steps.takes_noise
 
     @torch.inference_mode()
-    def keep_paths(self, slots: Ints, counts: Ints, paths: Sequence[npt.NDArray[np.int64]]) -> None:
+    def keep_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
         """Move keys and values of the paths together, those that are not in place yet, and lower the lengths."""
         moves: list[npt.NDArray[np.int64]] = []
         for slot, count, path in zip(slots, counts, paths, strict=True):
@@ -139,14 +143,15 @@ class SlotTarget(Target):
         return logits
 
     def _run(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
-        logits: torch.Tensor = self.model(
-            input_ids=tokens,
-            # Padding may point past the model's last position, where learned position embeddings have no row.
-            position_ids=rows.positions.clamp_max(self.max_length - 1),
-            use_cache=False,
-            slot_rows=rows,
-            **kwargs,
-        ).logits
+        with self._computing():
+            logits: torch.Tensor = self.model(
+                input_ids=tokens,
+                # Padding may point past the model's last position, where learned position embeddings have no row.
+                position_ids=rows.positions.clamp_max(self.max_length - 1),
+                use_cache=False,
+                slot_rows=rows,
+                **kwargs,
+            ).logits
         return logits
 
     def warm_up(self) -> None:
