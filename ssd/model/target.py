@@ -20,7 +20,7 @@ from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.sampler import Noise, PassOutput
 
 TokenMatrix = npt.NDArray[np.int64]
-Ints = Sequence[int] | Int64s
+Integers = Sequence[int] | Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Target(ABC):
         """Tokens the slot holds."""
         return int(self._held[slot])
 
-    def lengths_of(self, slots: Ints) -> Int64s:
+    def lengths_of(self, slots: Integers) -> Int64s:
         """Tokens that each of these slots holds, int64[B]."""
         return self._held[np.asarray(slots, np.int64)]
 
@@ -91,7 +91,7 @@ class Target(ABC):
     def rollback(self, slot: int, length: int) -> None:
         """Forget everything after the slot's first ``length`` tokens; 0 frees the slot for another sequence."""
 
-    def keep(self, slots: Ints, lengths: Ints) -> None:
+    def keep(self, slots: Integers, lengths: Integers) -> None:
         """Forget what slots hold beyond so many tokens each."""
         for slot, length in zip(slots, lengths, strict=True):
             if self.length(slot) > length:
@@ -113,7 +113,7 @@ class Target(ABC):
         """The tokens that the slot's keys and values were computed from: a view, int32[length(slot)]."""
         return self._fed[slot, : self.length(slot)]
 
-    def _feed(self, slots: Ints, tokens: TokenMatrix, counts: Ints, **kwargs: Any) -> PassOutput:
+    def _feed(self, slots: Integers, tokens: TokenMatrix, counts: Integers, **kwargs: Any) -> PassOutput:
         rows, more = np.asarray(slots, np.int64), np.asarray(counts, np.int64)
         starts, tokens = self._held[rows], np.ascontiguousarray(tokens, np.int64)
         _note(self._fed, rows, starts, tokens, more)
@@ -132,9 +132,9 @@ class Target(ABC):
     @torch.inference_mode()
     def forward(
         self,
-        slots: Ints,
+        slots: Integers,
         tokens: TokenMatrix,
-        counts: Ints,
+        counts: Integers,
         noise: Noise | None = None,
         parents: TokenMatrix | None = None,
     ) -> PassOutput:
@@ -152,7 +152,7 @@ class Target(ABC):
             more["trees"] = TreeShape.build(parents)
         return self._feed(slots, tokens, counts, **more)
 
-    def keep_paths(self, slots: Ints, counts: Ints, paths: Sequence[npt.NDArray[np.int64]]) -> None:
+    def keep_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
         """Keep the tokens on one path of each row of the pass just made, as if they alone had been fed, in its order.
 
         slots, counts : those of the pass. paths : int64[n], n >= 1, indices into the row, from its first token on.
@@ -164,7 +164,7 @@ class Target(ABC):
         prepare_linears(self.model)
 
     @torch.inference_mode()
-    def prefill(self, slots: Ints, tokens: TokenMatrix, counts: Ints) -> None:
+    def prefill(self, slots: Integers, tokens: TokenMatrix, counts: Integers) -> None:
         """Append tokens to slots without scoring them."""
         self._feed(slots, tokens, counts, **self._keep_last)
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ssd.compiled.addresses import Int64s
 from ssd.model.sampling.sampler import PassOutput
-from ssd.model.target import Ints, Target, TokenMatrix, accepts
+from ssd.model.target import Integers, Target, TokenMatrix, accepts
 
 
 class RowTarget(Target):
@@ -104,7 +104,7 @@ class WholeTarget(Target):
         assert 0 <= length <= self.length(slot)
         self._held[slot] = length
 
-    def prefill(self, slots: Ints, tokens: TokenMatrix, counts: Ints) -> None:
+    def prefill(self, slots: Integers, tokens: TokenMatrix, counts: Integers) -> None:
         """Append tokens to slots; they are read with the next pass that is scored."""
         self._feed(slots, tokens, counts, is_scored=False)
 
