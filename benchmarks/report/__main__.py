@@ -147,7 +147,7 @@ def old_figures(directory: Path, names: Iterable[str]) -> Iterator[str]:
     for name in names:
         path = directory / f"{name}.json"
         result = json.loads(path.read_text()) if path.exists() else None
-        if result is not None and "environment" in result and (why := _why_old(result)):
+        if result is not None and (why := _why_old(result)):
             commit = result["environment"]["commit"]
             yield f"{name}: of {result.get('date', 'an unknown date')}, commit {commit}: {why}"
 
