@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +22,9 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
 
 def chain(tokens: Sequence[int], estimates: Sequence[float] | None) -> Draft:
@@ -83,6 +86,7 @@ class Costly:
 
     def __init__(self, draft: Draft, cost_s: float = 0.0, begin_s: float = 0.0) -> None:
         self.draft, self.cost_s, self.begin_s, self.failing = draft, cost_s, begin_s, False
+        self.meanwhile: Callable[[], None] = lambda: None
         self.finished: list[str] = []
         self.asked: list[DraftRequest] = []
         self.told: list[tuple[list[int], int]] = []
@@ -95,6 +99,7 @@ class Costly:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         self.asked += requests
+        self.meanwhile()
         if self.failing:
             raise RuntimeError("injected")
         return [self.draft.cut(request.limit) for request in requests]
@@ -174,6 +179,18 @@ def test_a_source_that_adds_nothing_is_soon_asked_only_now_and_then() -> None:
     costly.asked.clear()
     run_steps(arbiter, clock, 3 * TRIAL_EVERY, [5, 6])
     assert len(costly.asked) <= 3
+
+
+@pytest.mark.parametrize(("beside_s", "is_asked"), [(0.0, True), (STEP_S / 2, True), (3 * STEP_S, False)])
+def test_what_an_asking_takes_beside_its_tokens_counts(beside_s: float, is_asked: bool) -> None:
+    clock = Clock()
+    costly = Costly(chain([7, 8], [0.8, 0.8]), cost_s=STEP_S / 10)
+    costly.meanwhile = lambda: clock.wait(beside_s)
+    arbiter = Arbiter([Judge({1: tree([5, 6], [-1, 0], [0.5, 0.9])}), costly], clock=clock)
+    run_steps(arbiter, clock, 150, [7, 8])
+    costly.asked.clear()
+    run_steps(arbiter, clock, 50, [7, 8])
+    assert len(costly.asked) == (50 if is_asked else 0)
 
 
 def test_a_source_that_adds_what_it_costs_is_asked_at_every_step() -> None:

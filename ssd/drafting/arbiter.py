@@ -111,11 +111,14 @@ def _promise(draft: Draft) -> tuple[float, float]:
     return float(draft.chances().sum()), float(estimates[draft.parents < 0].max())
 
 
-def _add(step: _Step, source: Source, draft: Draft) -> None:
+def _add(step: _Step, source: Source, draft: Draft) -> int:
+    """How deep it is."""
     step.asked.append(_Asked(source, draft, step.promised, step.first))
-    source.drafted(depth_of(draft))
+    depth = depth_of(draft)
+    source.drafted(depth)
     promised, first = _promise(draft)
     step.promised, step.first = max(step.promised, promised), max(step.first, first)
+    return depth
 
 
 def _offers_of(step: _Step) -> Offers:
@@ -159,7 +162,7 @@ class Arbiter:
         """``drafters`` : the cheapest first, which judges ``DraftRequest.offers``. ``clock`` : seconds."""
         assert drafters
         self._sources = [Source(drafter) for drafter in drafters]
-        self._step_rate = StepRate(clock)
+        self._clock, self._step_rate = clock, StepRate(clock)
         self._steps: dict[str, _Step] = {}
         self._recent: dict[str, float] = {}
 
@@ -173,14 +176,27 @@ class Arbiter:
         self._step_rate.begin()
         drafts = self._sources[0].ask(requests)
         steps = [self._step(request, draft) for request, draft in zip(requests, drafts, strict=True)]
+        took: list[tuple[Source, float, int, int]] = []
+        waited = self._clock()
         for source in self._sources[1:]:
             asked = self._worth_asking(source, steps)
+            if not asked:
+                continue
+            began, depth = self._clock(), 0
+            is_new = any(map(source.seconds_to_begin, asked.values()))
             for i, draft in zip(asked, source.ask(list(asked.values())), strict=True):
                 if len(draft.token_ids):
-                    _add(steps[i], source, draft)
+                    depth = max(depth, _add(steps[i], source, draft))
+            if not is_new:
+                took.append((source, self._clock() - began, len(asked), depth))
         self._steps.update((step.request.request_id, step) for step in steps)
         offered = [i for i, step in enumerate(steps) if step.asked]
+        began = self._clock()
         judged = self._sources[0].ask([replace(requests[i], offers=_offers_of(steps[i])) for i in offered])
+        ended = self._clock()
+        for source, seconds, num_rows, depth in took:
+            source.took(seconds + ended - began, num_rows, depth)
+        self._step_rate.leave_out(ended - waited)  # a step that asks nobody is what asking must beat
         for i, draft in zip(offered, judged, strict=True):
             drafts[i] = draft
         return drafts
@@ -252,35 +268,36 @@ class Arbiter:
         """The requests, by place, for which asking pays; what a token of the source costs is in their prices."""
         able = [i for i, step in enumerate(steps) if step.request.limit > 0]
         excess = {i: source.excess.expected(steps[i].promised, steps[i].first) for i in able}
-        asked, costs = able, dict[int, float]()
+        asked, costs, gains = able, dict[int, float](), dict[int, float]()
         for _ in range(2):  # a pass for fewer rows costs each of them more
-            costs = {i: self._tokens_per_drafted_token(source, steps[i], len(asked), len(steps)) for i in asked}
-            asked = [i for i in asked if excess[i] > source.depth * (costs[i] + price_of(steps[i].prices, 0))]
+            each = {i: self._tokens_of(steps[i], len(asked), len(steps)) for i in asked}
+            costs = {i: each[i] * source.seconds_per_token(len(asked)) for i in asked}
+            gains = {i: excess[i] - source.depth * costs[i] - each[i] * source.seconds_beside for i in asked}
+            asked = [i for i in asked if gains[i] > source.depth * price_of(steps[i].prices, 0)]
         asked = [
-            i
-            for i in asked
-            if source.may_begin(
-                steps[i].request, self._tokens_to_begin(source, steps[i]), excess[i] - source.depth * costs[i]
-            )
+            i for i in asked if source.may_begin(steps[i].request, self._tokens_to_begin(source, steps[i]), gains[i])
         ]
         for i in set(range(len(steps))).difference(asked):
             source.rates.relax(steps[i].request.request_id)
 
         def trial_costs() -> dict[int, float]:
-            alone = {i: self._tokens_per_drafted_token(source, steps[i], 1, len(steps)) for i in able}
-            return {i: self._tokens_to_begin(source, steps[i]) + source.depth * alone[i] for i in able}
+            alone = source.depth * source.seconds_per_token(1) + source.seconds_beside
+            return {
+                i: self._tokens_to_begin(source, steps[i]) + self._tokens_of(steps[i], 1, len(steps)) * alone
+                for i in able
+            }
 
         trial = tried(source, len(steps), len(asked), trial_costs)
         if trial is not None:
             return {trial: steps[trial].request}
         return {i: replace(steps[i].request, prices=steps[i].prices + costs[i]) for i in asked}
 
-    def _tokens_per_drafted_token(self, source: Source, step: _Step, num_asked: int, num_rows: int) -> float:
-        """What one more drafted token of the source costs a request, one of ``num_asked`` for which all rows wait."""
+    def _tokens_of(self, step: _Step, num_asked: int, num_rows: int) -> float:
+        """What a second costs a request, one of ``num_asked`` that have a source asked, for which all rows wait."""
         step_s = self._step_rate.seconds_per_step
         if num_asked == 0 or step_s == 0.0:
             return 0.0
-        return (1.0 + step.local) * source.seconds_per_token(num_asked) * num_rows / (num_asked * step_s)
+        return (1.0 + step.local) * num_rows / (num_asked * step_s)
 
     def _tokens_to_begin(self, source: Source, step: _Step) -> float:
         return self._step_rate.tokens_per_s * source.seconds_to_begin(step.request)

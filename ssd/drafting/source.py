@@ -8,6 +8,7 @@ from typing import Final, Protocol, runtime_checkable
 
 from ssd.drafting.protocol import EMPTY_DRAFT, MODEL, Draft, Drafter, DraftRequest, ScoreObserver
 from ssd.errors import require_fault
+from ssd.pricing.pass_costs import OUTLIER
 from ssd.pricing.rate import AcceptanceRates, Excess
 
 
@@ -69,7 +70,8 @@ class OneByOne:
 log = logging.getLogger(__name__)
 _MOST_SKIPPED: Final = 1024
 _FIRST_DEPTH: Final = 4.0
-_DEPTH_RATE: Final = 0.1
+_RECENT: Final = 0.1
+"""How far what was seen of depths and times goes by the last asking."""
 
 
 @runtime_checkable
@@ -90,8 +92,8 @@ class Source:
 
     ``rates`` : how often its tokens are accepted. ``excess`` : what asking it brought beyond what was there.
     ``forgone`` : of each request, the gains it would have had if the drafter had read its context; in tokens.
-    ``depth`` : of its recent drafts, in tokens one after another. ``kind`` : as `Offers` has it. ``observer`` : the
-    drafter, where it learns from all that the target says.
+    ``depth`` : of its recent drafts, in tokens one after another. ``seconds_beside`` : of an asking, beyond those of
+    its tokens. ``kind`` : as `Offers` has it. ``observer`` : the drafter, where it learns from what the target says.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -99,7 +101,7 @@ class Source:
         self.rates = AcceptanceRates()
         self.excess = Excess()
         self.forgone: dict[str, float] = {}
-        self.depth = _FIRST_DEPTH
+        self.depth, self.seconds_beside = _FIRST_DEPTH, 0.0
         self.kind: int = getattr(drafter, "kind", MODEL)
         self.num_not_asked = 0
         self._asked = OneByOne(drafter)
@@ -149,7 +151,14 @@ class Source:
 
     def drafted(self, depth: int) -> None:
         """Count a draft of so many tokens one after another."""
-        self.depth += _DEPTH_RATE * (depth - self.depth)
+        self.depth += _RECENT * (depth - self.depth)
+
+    def took(self, seconds: float, num_rows: int, depth: int) -> None:
+        """Count an asking for so many requests, whose longest draft has so many tokens one after another."""
+        known = depth * self.seconds_per_token(num_rows)
+        if known:
+            beside = min(seconds, OUTLIER * (known + self.seconds_beside)) - known
+            self.seconds_beside = max(0.0, self.seconds_beside + _RECENT * (beside - self.seconds_beside))
 
     def forget(self, request_id: str) -> None:
         """Forget that a request failed: it has ended, or begins anew."""

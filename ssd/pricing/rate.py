@@ -150,6 +150,10 @@ class StepRate:
             self._rate.observe(self._num_tokens, self._last - self._began)
         self._began, self._num_tokens = self._clock(), 0
 
+    def leave_out(self, seconds: float) -> None:
+        """So much of this step is not counted: what it would have taken without."""
+        self._began += seconds
+
     def count(self, num_tokens: int) -> None:
         """Count tokens that the step put out."""
         self._last = self._clock()
