@@ -112,7 +112,7 @@ def _promise(draft: Draft) -> tuple[float, float]:
 
 
 def _add(step: _Step, source: Source, draft: Draft) -> int:
-    """How deep it is."""
+    """Count it in; how deep it is."""
     step.asked.append(_Asked(source, draft, step.promised, step.first))
     depth = depth_of(draft)
     source.drafted(depth)
@@ -149,10 +149,10 @@ class Arbiter:
 
     Time is turned into tokens. A token saves the time that it would take later, and what a source brings stands where
     the first one's draft has failed: there a token takes a step of its own more often than elsewhere. So seconds are
-    turned into tokens by the time of a step over the tokens that this request's steps bring of late, not by the rate of
-    all. What is spent once, reading a context, is spent at the rate of recent steps (Dinkelbach 1967), when the gains
-    forgone without it have come to as much: nobody knows how long the output will be, and so it costs at most twice
-    what was best (the ski rental of Karlin et al. 1988).
+    turned into tokens by the time of a step, asking left out, over the tokens that this request's steps bring of late,
+    not by the rate of all. What is spent once, reading a context, is spent at the rate of recent steps (Dinkelbach
+    1967), when the gains forgone without it have come to as much: nobody knows how long the output will be, and so it
+    costs at most twice what was best (the ski rental of Karlin et al. 1988).
 
     A drafter that fails drafts nothing, is counted in ``num_failures`` and left alone for 1, 2, 4 ... steps. All are
     told when a request ends. Only speed depends on the choice, never a token. Owned by one thread.
