@@ -6,13 +6,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ssd.model.layers import packed_linear
+from ssd.model.layers import decoder_layers, packed_linear
+from ssd.model.layers.adapted_linear import AdaptedLinear, Rows
 from ssd.model.layers.packed_embedding import PackedEmbedding, reader_of
 from ssd.model.layers.packed_linear import FusedLinears, FusedMember, PackedLinear, pack_linears, packed_types
 from ssd.model.layers.replace import plain_logits, replace_layers
@@ -20,7 +22,8 @@ from ssd.model.layers.vector_layers import FusedNorm, FusedRotary, fuse_norms, f
 from ssd.model.loading import load_target
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.memory import weight_bytes
-from tests.models import tiny_model
+from ssd.model.ways.find_way import CPU_LAYERS
+from tests.models import VOCAB, tiny_model
 
 
 def linear(out: int, size: int, *, bias: bool, dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -263,3 +266,48 @@ def test_a_wrong_kernel_is_found_out(
 
 def _shifted(_norm: FusedNorm, x: torch.Tensor) -> torch.Tensor:
     return x + 1
+
+
+# -- whole layers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["Llama", "mistral", "Qwen2", "Qwen3"])
+def test_flat_layers_have_the_bits_of_the_library_s(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened() -> Any:
+        return open_target(tiny_model(name).to(dtype), num_slots=3, max_length=100)
+
+    flat = opened()
+    assert all("forward" in vars(layer) for layer in flat.model.model.layers)
+    monkeypatch.setattr(decoder_layers, "_KNOWN", frozenset())
+    plain = opened()
+    assert not any("forward" in vars(layer) for layer in plain.model.model.layers)
+    random = np.random.default_rng(0)
+    for width, tree in ((40, None), (1, None), (7, None), (5, [-1, 0, 0, 2, 1]), (1, None), (16, None)):
+        tokens = random.integers(3, VOCAB, (2, width))
+        parents = None if tree is None else np.array([tree, list(range(-1, width - 1))])
+        said = []
+        for target in (flat, plain):
+            said.append(target.forward([2, 0], tokens, [width, width], parents=parents).logits)
+            if tree is not None:
+                target.keep_paths([2, 0], [width, width], [np.array([0, 2, 3]), np.arange(4)])
+        assert torch.equal(*said)
+    for found, want in zip(flat.kv_cache.tensors(), plain.kv_cache.tensors(), strict=True):
+        for slot in (2, 0):  # beyond, what was tried at the start
+            assert torch.equal(found[slot, :, : flat.length(slot)], want[slot, :, : flat.length(slot)])
+
+
+def test_a_layer_with_adapters_or_hooks_is_the_library_s() -> None:
+    model: Any = tiny_model()
+    replace_layers(model, CPU_LAYERS, expected=plain_logits(model), tolerance=1e-3)
+    layer = model.model.layers[0]
+    flat = vars(layer)["forward"].__func__.__self__
+    assert flat.is_usable()
+    layer.self_attn.q_proj = AdaptedLinear(layer.self_attn.q_proj, {}, Rows())
+    assert not flat.is_usable()
+    hooked: Any = tiny_model()
+    hooked.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    replace_layers(hooked, CPU_LAYERS, expected=plain_logits(hooked), tolerance=1e-3)
+    assert ["forward" in vars(layer) for layer in hooked.model.layers] == [False, True]

@@ -194,6 +194,7 @@ def array_of(element: Any, itemsize: int) -> Callable[[int, int], Any]:
 
 
 uint8_array: Callable[[int, int], npt.NDArray[np.uint8]] = array_of(types.uint8, 1)
+uint16_array: Callable[[int, int], npt.NDArray[np.uint16]] = array_of(types.uint16, 2)
 int32_array: Callable[[int, int], TokenIds] = array_of(types.int32, 4)
 uint64_array: Callable[[int, int], UInt64s] = array_of(types.uint64, 8)
 int64_array: Callable[[int, int], Int64s] = array_of(types.int64, 8)

@@ -61,6 +61,10 @@ class SlotKVCache:
             write(keys, values, stored_keys, stored_values, rows.slots, rows.places)
         return stored_keys, stored_values
 
+    def written(self, layer: int) -> Pair | None:
+        """All that a layer holds, as `store` returns it, once it has attended by a window that never changes."""
+        return self._layers.get(layer) if layer in self.reach else None
+
     def move(
         self, slots: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
     ) -> None:

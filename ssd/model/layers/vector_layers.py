@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssd.compiled.addresses import kernel
+from ssd.compiled.addresses import inlined, kernel
 from ssd.compiled.functions import FUNCTIONS, apply, norm, spread, sum_of_squares, turn
 from ssd.compiled.vectors import KINDS
 from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees, is_function, swap, swap_forward
@@ -96,6 +96,8 @@ class FusedNorm(nn.Module):
         self._address, self._size = self._kept.data_ptr(), len(weight)
         self._kind = KINDS[str(weight.dtype)]
         self.weight, self.eps = nn.Parameter(weight.detach(), requires_grad=False), eps
+        self.row_rule = self._address, offset == 0.0, eps
+        """For `normalise_row`: the weight's address, whether numbers are rounded before they are multiplied, eps."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x : [..., n]. Returns the same shape."""
@@ -169,9 +171,14 @@ def _normalise(  # pragma: no cover - compiled
     """Addresses of ``kind`` [num_rows, size], float32[size] and ``kind`` [num_rows, size]."""
     row_bytes = size * (2 if kind else 4)
     for row in range(first, num_rows, step):
-        given, found = x + row * row_bytes, out + row * row_bytes
-        factor = np.float32(1.0 / np.sqrt(np.float64(sum_of_squares(kind, given, size)) / size + eps))
-        norm(kind, rounds_first, given, weight, found, size, factor)
+        normalise_row(kind, rounds_first, x + row * row_bytes, weight, out + row * row_bytes, size, eps)
+
+
+@inlined
+def normalise_row(kind: int, rounds_first: bool, x: int, weight: int, out: int, size: int, eps: float) -> None:
+    """One row of a `FusedNorm`, at addresses; ``out`` may be ``x``."""
+    factor = np.float32(1.0 / np.sqrt(np.float64(sum_of_squares(kind, x, size)) / size + eps))
+    norm(kind, rounds_first, x, weight, out, size, factor)
 
 
 Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -15,6 +15,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ssd.errors import first_line
 from ssd.model.kv.attention import ATTENTION_NAME
+from ssd.model.layers.decoder_layers import flatten_layers
 from ssd.model.layers.own_products import exact_products
 from ssd.model.layers.packed_linear import pack_linears
 from ssd.model.layers.replace import (
@@ -196,7 +197,9 @@ def _error(kind: type[RowTarget], model: PreTrainedModel, expected: list[torch.T
     return error
 
 
-CPU_LAYERS: Final[tuple[Replace, ...]] = (pack_linears, fuse_norms, fuse_rotary, fuse_activations, exact_products)
+CPU_LAYERS: Final[tuple[Replace, ...]] = (
+    pack_linears, fuse_norms, fuse_rotary, fuse_activations, exact_products, flatten_layers,
+)  # fmt: skip
 
 
 def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[Replace, ...]:

@@ -1,0 +1,152 @@
+"""Whole decoder layers on a CPU, called part by part without the library's code between them.
+
+In a pass of few positions of a small model, most of the time goes into that code: modules that call modules, views of
+views, look-ups of attributes. The parts are those that were put in place of the library's, so that the bits are theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ssd.compiled.addresses import float32_array, inlined, int64_array, kernel, uint16_array
+from ssd.compiled.functions import turn
+from ssd.compiled.vectors import KINDS
+from ssd.model.kv.attention import cpu_attention
+from ssd.model.kv.kv_cache import AttentionRules, Pair, SlotRows
+from ssd.model.layers.packed_linear import FusedMember
+from ssd.model.layers.replace import MOST_NUMBERS, Replaced, has_hooks, swap_forward
+from ssd.model.layers.vector_layers import Activation, FusedNorm, normalise_row
+
+_KNOWN: Final = frozenset(f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3"))
+"""Classes of transformers: of these it is known what they compute."""
+
+
+def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
+    """Have decoder layers of known kinds compute by `FlatLayer`; what was replaced, as it goes. After all other layers.
+
+    Of a layer whose parts were left as they are nothing is replaced.
+    """
+    for module in model.modules():
+        if type(module).__name__ in _KNOWN and "forward" not in vars(module):
+            flat = FlatLayer(module)
+            if flat.is_usable():
+                yield swap_forward(module, flat.forward)
+
+
+class FlatLayer:
+    """A layer of Llama's kind: attention and a gated network, each behind a norm and beside the stream."""
+
+    def __init__(self, layer: Any) -> None:
+        self._plain = type(layer).forward
+        self._norms: tuple[nn.Module, nn.Module] = layer.input_layernorm, layer.post_attention_layernorm
+        self._attention, self._network = layer.self_attn, layer.mlp
+        self._index: int = self._attention.layer_idx
+        self._dim: int = self._attention.head_dim
+        norms = [self._attention._modules.get(name) for name in ("q_norm", "k_norm")]
+        self._head_norms = [norm for norm in norms if isinstance(norm, FusedNorm)]
+        self._is_known = (
+            type(self._norms[0]) is type(self._norms[1]) is FusedNorm
+            and [norm is None for norm in norms].count(True) + len(self._head_norms) == len(norms)
+            and "forward" in vars(self._attention)  # which turns positions as `_place` does
+            and not has_hooks(self._attention)
+            and not has_hooks(self._network)
+        )
+
+    def is_usable(self) -> bool:
+        """Whether all parts are ours, now: adapters may stand in their place later."""
+        attention, network = self._attention._modules, self._network._modules
+        return (
+            self._is_known
+            and type(attention["q_proj"]) is type(attention["k_proj"]) is type(attention["v_proj"]) is FusedMember
+            and type(network["gate_proj"]) is type(network["up_proj"]) is FusedMember
+            and type(network["act_fn"]) is Activation
+        )
+
+    def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the library's: of new positions [B, T, hidden size] of slots; by its own code in any other case."""
+        rows: SlotRows | None = kwargs.get("slot_rows")
+        stored = None if rows is None or rows.kv_cache.kernel is not None else rows.kv_cache.written(self._index)
+        if (
+            rows is None
+            or stored is None
+            or args
+            or kwargs.get("attention_mask") is not None
+            or hidden_states.numel() > MOST_NUMBERS  # which several cores share
+            or not self.is_usable()
+        ):
+            found: torch.Tensor = self._plain(layer, hidden_states, *args, **kwargs)
+            return found
+        attention, network = self._attention._modules, self._network._modules
+        read = attention["q_proj"].group.product(self._norms[0](hidden_states))
+        said = self._attend(read, kwargs["position_embeddings"], stored, rows)
+        hidden_states = hidden_states + attention["o_proj"](said)
+        group = network["gate_proj"].group
+        gate, up = group.product(self._norms[1](hidden_states)).split_with_sizes(group.sizes, -1)
+        hidden_states = hidden_states + network["down_proj"](network["act_fn"](gate).mul_(up))
+        return hidden_states
+
+    def _attend(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
+        """What queries, keys and values, side by side in [B, T, heads * dim], bring: [B, T, query heads * dim]."""
+        (cos, sin), (keys, values) = angles, stored
+        batch, width, size = read.shape
+        num_heads, kv_heads = size // self._dim - 2 * keys.shape[1], keys.shape[1]
+        assert cos.shape == sin.shape == (batch, width, self._dim) and cos.is_contiguous() and sin.is_contiguous()
+        query_norm, key_norm = [norm.row_rule for norm in self._head_norms] or [_NO_NORM] * 2
+        _place(
+            KINDS[str(read.dtype)], read.data_ptr(), cos.data_ptr(), sin.data_ptr(), query_norm, key_norm,
+            batch * width, width, num_heads, kv_heads, self._dim, rows.slots.data_ptr(), rows.places.data_ptr(),
+            keys.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(3),
+            values.data_ptr(), values.stride(0), values.stride(1), values.stride(2),
+        )  # fmt: skip
+        query = read.view(batch, width, -1, self._dim)[:, :, :num_heads].transpose(1, 2)
+        rules = AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, None, None)
+        return cpu_attention(query, keys, values, rows, rules).view(batch, width, num_heads * self._dim)
+
+
+_NO_NORM: Final = (0, False, 0.0)
+
+
+@kernel
+def _place(  # pragma: no cover - compiled
+    kind: int, read: int, cos: int, sin: int, query_norm: tuple[int, bool, float], key_norm: tuple[int, bool, float],
+    num_positions: int, width: int, num_heads: int, kv_heads: int, dim: int, slots: int, places: int,
+    keys: int, key_slot: int, key_head: int, key_number: int,
+    values: int, value_slot: int, value_head: int, value_place: int,
+) -> None:  # fmt: skip
+    """Norm and turn queries and keys in place, and write keys and values where they are kept: strides in numbers."""
+    size = 2 if kind else 4
+    heads = num_heads + 2 * kv_heads
+    slot_of, place_of = int64_array(slots, num_positions // width), int64_array(places, num_positions)
+    for position in range(num_positions):
+        angle = position * dim * size
+        given = read + position * heads * dim * size
+        for head in range(num_heads + kv_heads):
+            at = given + head * dim * size
+            weight, rounds_first, eps = query_norm if head < num_heads else key_norm
+            if weight:
+                normalise_row(kind, rounds_first, at, weight, at, dim, eps)
+            turn(kind, at, cos + angle, sin + angle, at, dim // 2)
+        slot, place = slot_of[position // width], place_of[position]
+        for head in range(kv_heads):
+            key = given + (num_heads + head) * dim * size
+            value = key + kv_heads * dim * size
+            _copy(size, key, keys + (slot * key_slot + head * key_head + place) * size, key_number, dim)
+            _copy(size, value, values + (slot * value_slot + head * value_head + place * value_place) * size, 1, dim)
+
+
+@inlined
+def _copy(size: int, source: int, target: int, stride: int, count: int) -> None:
+    """So many numbers of ``size`` bytes, ``stride`` numbers apart where they go."""
+    end = (count - 1) * stride + 1
+    if size == 4:
+        wide, wide_target = float32_array(source, count), float32_array(target, end)
+        for i in range(count):
+            wide_target[i * stride] = wide[i]
+    else:
+        narrow, narrow_target = uint16_array(source, count), uint16_array(target, end)
+        for i in range(count):
+            narrow_target[i * stride] = narrow[i]
