@@ -318,16 +318,22 @@ class Proposals:
             count_promises(ended.batch.address, ended.turn, shares, ended.sizes, ended.paths)
 
     def observe_pass(self, ended: Pass, num_tokens: int) -> None:
-        """Learn from a pass that put out ``num_tokens``: what it took, and what the target said."""
+        """Learn from a pass that put out ``num_tokens``: what it took, and what the target said.
+
+        Telling the drafter of drafts is a part of what they cost, but for what a device does not wait for.
+        """
         if not self._limit:
             return
-        self._observe_pass(len(ended.sizes), ended.width, num_tokens, ended.seconds)
-        observer, scored = self._observer, self._scored
+        observer, scored, seconds = self._observer, self._scored, ended.seconds
         if observer is not None and scored is not None:
             self._scored = None
             started = time.perf_counter()
             self._best_effort(lambda: observer.learn_scores(scored))
-            self._throttle.observe_telling(self._telling_s + time.perf_counter() - started)
+            learning_s = time.perf_counter() - started
+            self._throttle.observe_telling(self._telling_s + learning_s)
+            if ended.width > 1:
+                seconds += self._telling_s + (0.0 if self._target.runs_beside_host else learning_s)
+        self._observe_pass(len(ended.sizes), ended.width, num_tokens, seconds)
 
     def _observe_pass(self, num_rows: int, width: int, num_tokens: int, seconds: float) -> None:
         self._throttle.observe_pass(seconds)
