@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from ssd.compiled.addresses import float32_array, inlined, int64_array, kernel, uint16_array
-from ssd.compiled.functions import turn
 from ssd.compiled.vectors import KINDS
 from ssd.model.kv.attention import cpu_attention
 from ssd.model.kv.kv_cache import AttentionRules, Pair, SlotRows
 from ssd.model.layers.packed_linear import FusedMember
 from ssd.model.layers.replace import MOST_NUMBERS, Replaced, has_hooks, swap_forward
-from ssd.model.layers.vector_layers import Activation, FusedNorm, normalise_row
+from ssd.model.layers.vector_layers import Activation, FusedNorm, normalise, turn_rows
 
 _KNOWN: Final = frozenset(f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3"))
 """Classes of transformers: of these it is known what they compute."""
@@ -86,8 +85,8 @@ class FlatLayer:
         hidden_states = hidden_states + attention["o_proj"](said)
         group = network["gate_proj"].group
         gate, up = group.product(self._norms[1](hidden_states)).split_with_sizes(group.sizes, -1)
-        hidden_states = hidden_states + network["down_proj"](network["act_fn"](gate).mul_(up))
-        return hidden_states
+        more: torch.Tensor = network["down_proj"](network["act_fn"](gate).mul_(up))
+        return hidden_states + more
 
     def _attend(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
         """What queries, keys and values, side by side in [B, T, heads * dim], bring: [B, T, query heads * dim]."""
@@ -119,20 +118,22 @@ def _place(  # pragma: no cover - compiled
 ) -> None:  # fmt: skip
     """Norm and turn queries and keys in place, and write keys and values where they are kept: strides in numbers."""
     size = 2 if kind else 4
-    heads = num_heads + 2 * kv_heads
+    heads_turned, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
     slot_of, place_of = int64_array(slots, num_positions // width), int64_array(places, num_positions)
     for position in range(num_positions):
         angle = position * dim * size
         given = read + position * heads * dim * size
-        for head in range(num_heads + kv_heads):
-            at = given + head * dim * size
-            weight, rounds_first, eps = query_norm if head < num_heads else key_norm
-            if weight:
-                normalise_row(kind, rounds_first, at, weight, at, dim, eps)
-            turn(kind, at, cos + angle, sin + angle, at, dim // 2)
+        weight, rounds_first, eps = query_norm
+        if weight:
+            normalise(kind, rounds_first, given, weight, given, num_heads, dim, eps, 0, 1)
+        first_key = given + num_heads * dim * size
+        weight, rounds_first, eps = key_norm
+        if weight:
+            normalise(kind, rounds_first, first_key, weight, first_key, kv_heads, dim, eps, 0, 1)
+        turn_rows(kind, given, 0, dim * size, 0, 1, heads_turned, 1, dim, cos + angle, sin + angle, given)
         slot, place = slot_of[position // width], place_of[position]
         for head in range(kv_heads):
-            key = given + (num_heads + head) * dim * size
+            key = first_key + head * dim * size
             value = key + kv_heads * dim * size
             _copy(size, key, keys + (slot * key_slot + head * key_head + place) * size, key_number, dim)
             _copy(size, value, values + (slot * value_slot + head * value_head + place * value_place) * size, 1, dim)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssd.compiled.addresses import inlined, kernel
+from ssd.compiled.addresses import kernel
 from ssd.compiled.functions import FUNCTIONS, apply, norm, spread, sum_of_squares, turn
 from ssd.compiled.vectors import KINDS
 from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees, is_function, swap, swap_forward
@@ -97,7 +97,7 @@ class FusedNorm(nn.Module):
         self._kind = KINDS[str(weight.dtype)]
         self.weight, self.eps = nn.Parameter(weight.detach(), requires_grad=False), eps
         self.row_rule = self._address, offset == 0.0, eps
-        """For `normalise_row`: the weight's address, whether numbers are rounded before they are multiplied, eps."""
+        """For `normalise`: the weight's address, whether numbers are rounded before they are multiplied, eps."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x : [..., n]. Returns the same shape."""
@@ -109,7 +109,7 @@ class FusedNorm(nn.Module):
         arguments = (
             self._kind, self._offset == 0.0, x.data_ptr(), self._address, out.data_ptr(), rows, self._size, self.eps
         )  # fmt: skip
-        spread(_normalise, arguments, rows, 4 * x.numel(), torch.get_num_threads)
+        spread(normalise, arguments, rows, 4 * x.numel(), torch.get_num_threads)
         return out
 
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
@@ -164,21 +164,16 @@ def _nearest(norm: nn.Module, make: MakeNorms) -> nn.Module | None:
 
 
 @kernel
-def _normalise(  # pragma: no cover - compiled
+def normalise(  # pragma: no cover - compiled
     kind: int, rounds_first: bool, x: int, weight: int, out: int,
     num_rows: int, size: int, eps: float, first: int, step: int,
 ) -> None:  # fmt: skip
-    """Addresses of ``kind`` [num_rows, size], float32[size] and ``kind`` [num_rows, size]."""
+    """Addresses of ``kind`` [num_rows, size], float32[size] and ``kind`` [num_rows, size], which may be the first."""
     row_bytes = size * (2 if kind else 4)
     for row in range(first, num_rows, step):
-        normalise_row(kind, rounds_first, x + row * row_bytes, weight, out + row * row_bytes, size, eps)
-
-
-@inlined
-def normalise_row(kind: int, rounds_first: bool, x: int, weight: int, out: int, size: int, eps: float) -> None:
-    """One row of a `FusedNorm`, at addresses; ``out`` may be ``x``."""
-    factor = np.float32(1.0 / np.sqrt(np.float64(sum_of_squares(kind, x, size)) / size + eps))
-    norm(kind, rounds_first, x, weight, out, size, factor)
+        given, found = x + row * row_bytes, out + row * row_bytes
+        factor = np.float32(1.0 / np.sqrt(np.float64(sum_of_squares(kind, given, size)) / size + eps))
+        norm(kind, rounds_first, given, weight, found, size, factor)
 
 
 Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -278,7 +273,7 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     out = torch.empty(x.shape, dtype=x.dtype)
     strides = [each * x.itemsize for each in x.stride()[:3]]
     rows, heads, width, dim = x.shape
-    _turn(
+    turn_rows(
         KINDS[str(x.dtype)], x.data_ptr(), strides[0], strides[1], strides[2], rows, heads, width, dim,
         cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
     )  # fmt: skip
@@ -286,11 +281,11 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 @kernel
-def _turn(  # pragma: no cover - compiled
+def turn_rows(  # pragma: no cover - compiled
     kind: int, x: int, row_bytes: int, head_bytes: int, position_bytes: int,
     num_rows: int, num_heads: int, width: int, dim: int, cos: int, sin: int, out: int,
 ) -> None:  # fmt: skip
-    """Addresses; all but ``x`` are contiguous."""
+    """Addresses; all but ``x`` are contiguous. ``out`` may be ``x`` where that is."""
     size = dim * (2 if kind else 4)
     for row in range(num_rows):
         for head in range(num_heads):
