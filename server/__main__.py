@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
-from server.command.keys import hide_keys
-from server.observe.logs import set_up_logging, wants_json
+from server.observe.logs import set_up_logging, tell, wants_json
+
+_SHOWN_KEY = re.compile(rb"(?<=\0--api-key[=\0])[^\0]+")
 
 
 def main() -> int:
@@ -19,6 +22,21 @@ def main() -> int:
     from server.command.start import main as start
 
     return start(options)
+
+
+def hide_keys() -> None:
+    """Overwrite keys where the system shows them: any user of the machine can read a process's command line."""
+    if not any(word.partition("=")[0] == "--api-key" for word in sys.argv):
+        return
+    try:
+        begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+        with Path("/proc/self/mem").open("r+b", buffering=0) as memory:
+            memory.seek(begin)
+            line = memory.read(end - begin)
+            memory.seek(begin)
+            memory.write(_SHOWN_KEY.sub(lambda key: b"*" * len(key[0]), line))
+    except (OSError, ValueError):  # a system without these files, or one that lets nobody write there
+        tell("warning", "--api-key shows in the process list: use --api-key-file")
 
 
 if __name__ == "__main__":

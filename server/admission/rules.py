@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final
@@ -66,12 +66,17 @@ def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
+KEY_OPTION: Final = "--api-key"
+KEY_FILE_OPTION: Final = "--api-key-file"
+KEY_VARIABLE: Final = "SSD_API_KEY"
+"""Keys, one a line."""
 TENANTS_OPTION: Final = "--tenants"
 SECRET_OPTION: Final = "--secret-file"
 SECRET_VARIABLE: Final = "SSD_SECRET"
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
+"""What a header can carry as it is."""
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _MOST_BYTES: Final = 1 << 20
 
@@ -130,6 +135,29 @@ def read_private(path: Path, option: str, opened: Callable[[Path], BinaryIO] = l
     if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IRWXO):
         log.warning("%s %s may be read by other users: chmod 600 it", option, path)
     return content
+
+
+def checked_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
+    """The keys; raises ConfigError, which never shows a key, where one of them could not be sent in a header."""
+    found = tuple(keys)
+    for number, key in enumerate(found, 1):
+        if not _KEY.fullmatch(key):
+            what = "must not be empty" if not key.strip() else "must be printable ASCII without spaces around it"
+            raise ConfigError(f"{source}: key {number} {what}")
+    return found
+
+
+def read_key_file(path: Path) -> tuple[str, ...]:
+    """The keys of a file, one a line, comments left out; warns where others may read it. Raises ConfigError."""
+    content = read_private(path, KEY_FILE_OPTION)
+    try:
+        lines = [line.strip() for line in content.decode().splitlines()]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{KEY_FILE_OPTION} {path} cannot be read: it is not text") from error
+    keys = checked_keys([line for line in lines if line and not line.startswith("#")], f"{KEY_FILE_OPTION} {path}")
+    if not keys:
+        raise ConfigError(f"{KEY_FILE_OPTION} {path} holds no key: write one a line, or leave the option out")
+    return keys
 
 
 def read_rules(path: Path) -> RulesFile:

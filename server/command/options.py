@@ -11,9 +11,16 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter, Token
 
-from server.admission.rules import SECRET_OPTION, SECRET_VARIABLE, TENANTS_OPTION
+from server.admission.rules import (
+    KEY_FILE_OPTION,
+    KEY_OPTION,
+    KEY_VARIABLE,
+    SECRET_OPTION,
+    SECRET_VARIABLE,
+    TENANTS_OPTION,
+    checked_keys,
+)
 from server.command.flags import number, require_within
-from server.command.keys import API_KEY_VARIABLE, FILE_OPTION, KEY_OPTION, checked_keys
 from server.observe.logs import LogFormat
 from ssd.config import MAX_COUPLED_STREAMS, CacheConfig, DraftConfig, EngineConfig, Exact, IndexConfig, SchedulingPolicy
 from ssd.errors import ConfigError
@@ -141,7 +148,7 @@ class ServiceOptions:
 
     model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", consume_multiple=True)] = ()
     """names requests call the model by (default: MODEL)"""
-    api_key_file: Annotated[Path | None, Parameter(name=FILE_OPTION)] = None
+    api_key_file: Annotated[Path | None, Parameter(name=KEY_FILE_OPTION)] = None
     """API keys, one a line; requests without one get /live, /health, /version, /metrics and /docs alone"""
     api_keys: Annotated[tuple[str, ...], Parameter(name=KEY_OPTION)] = field(default=(), repr=False)
     """one more key; repeatable; it shows in the process list for the first moment (also: $SSD_API_KEY)"""
@@ -157,8 +164,8 @@ class ServiceOptions:
         if not all(name.strip() for name in self.model_names):
             raise ConfigError("--served-model-name must not be empty: requests could not name the model")
         keys = checked_keys(self.api_keys, KEY_OPTION)
-        if environment.get(API_KEY_VARIABLE):
-            keys += checked_keys(environment[API_KEY_VARIABLE].split("\n"), f"${API_KEY_VARIABLE}")
+        if environment.get(KEY_VARIABLE):
+            keys += checked_keys(environment[KEY_VARIABLE].split("\n"), f"${KEY_VARIABLE}")
         return replace(self, api_keys=keys, secret=environment.get(SECRET_VARIABLE) or None)
 
 

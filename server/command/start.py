@@ -21,12 +21,11 @@ import uvicorn
 from server.admission.connections import num_beyond, protocol_within
 from server.admission.opening import STATE_DIRECTORY, Watch, given_secret, open_tenants, own_secret
 from server.admission.registry import Tenants
-from server.admission.rules import SECRET_OPTION, SECRET_VARIABLE
+from server.admission.rules import KEY_VARIABLE, SECRET_OPTION, SECRET_VARIABLE, read_key_file
 from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options
 from server.command.checks import check_before_loading, find_generation_config
 from server.command.flags import spelled
-from server.command.keys import API_KEY_VARIABLE, read_key_file
 from server.command.listen import (
     HttpServer,
     give_up,
@@ -299,7 +298,7 @@ def main(options: Options) -> int:
     for number in stop_signals():
         if number is not signal.SIGINT:
             signal.signal(number, lambda *_: sys.exit(OK))
-    for variable in (API_KEY_VARIABLE, SECRET_VARIABLE, URL_VARIABLE):
+    for variable in (KEY_VARIABLE, SECRET_VARIABLE, URL_VARIABLE):
         os.environ.pop(variable, None)  # no child needs it
     set_up_logging(options.observe.log_level, options.observe.log_format)
     sys.setswitchinterval(_SWITCH_S)

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from server.admission.rules import read_key_file
 from server.command.arguments import parse_arguments
-from server.command.keys import divide, read_key_file
 from server.command.start import make_settings, make_tenants
 from ssd.errors import ConfigError
 from tests.server.bundled_engine import load_plain
 from tests.server.client import ask, get, post, until_ready
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
-from tests.server.test_process import SMALL, refused, running
+from tests.server.test_process import ROOT, SMALL, refused, running
 from tests.waiting import PATIENCE_S
 
 KEYS = ("alices-key", "bobs-key")
@@ -137,24 +137,6 @@ def test_keys_of_no_use_end_the_start_in_one_line(arguments: tuple[str, ...], hi
     assert hint in refused("--port", "0", *arguments)
 
 
-@pytest.mark.parametrize(
-    ("line", "rest", "keys"),
-    [
-        ("--port 0", "--port 0", ""),
-        ("--port 0 --api-key a m", "--port 0 m", "a"),
-        ("--api-key=a --served-model-name x y --api-key b --port 0", "--served-model-name x y --port 0", "a b"),
-        ("--api-key a=b", "", "a=b"),
-        ("--api-key-file f --api-key a", "--api-key-file f", "a"),
-        ("--port 0 -- --api-key", "--port 0 -- --api-key", ""),
-        ("--api-key a --api-key", "--api-key a --api-key", ""),  # the parser says what is wrong
-        ("--api-key --port 0", "--api-key --port 0", ""),
-        ("--api-key=", "--api-key=", ""),
-    ],
-)
-def test_a_command_line_is_divided_into_keys_and_the_rest(line: str, rest: str, keys: str) -> None:
-    assert divide(line.split()) == (rest.split(), keys.split())
-
-
 # -- the process list --------------------------------------------------------------------------------------------------
 
 
@@ -184,8 +166,18 @@ def test_keys_of_the_command_line_are_not_in_the_process_list() -> None:
         assert process.wait(PATIENCE_S) == 0
 
 
-def test_a_process_that_cannot_be_started_again_says_so() -> None:
-    arguments = ["x", "--api-key", KEYS[0]]
-    code = f"import sys; sys.argv = {arguments}; from server.command.keys import hide_keys; hide_keys()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+@pytest.mark.skipif(not PROC.exists(), reason="needs /proc")
+def test_a_command_line_shows_all_but_its_keys() -> None:
+    words = ["--port", "0", "--api-key", KEYS[0], f"--api-key={KEYS[1]}", "--api-key-file", "file", "--api-key"]
+    code = f"from server.__main__ import hide_keys; hide_keys(); print(open({str(PROC)!r}).read())"
+    shown = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT).stdout
+    hidden = ["*" * len(KEYS[0]), f"--api-key={'*' * len(KEYS[1])}"]
+    assert shown.split("\0")[3:-1] == ["--port", "0", "--api-key", *hidden, "--api-key-file", "file", "--api-key"]
+
+
+def test_a_key_that_cannot_be_hidden_is_warned_of() -> None:
+    code = "from pathlib import Path; Path.open = lambda *_, **__: open('/nowhere/mem');"
+    code += "from server.__main__ import hide_keys; hide_keys()"
+    arguments = [sys.executable, "-c", code, "x", "--api-key", KEYS[0]]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT)
     assert "--api-key-file" in done.stderr and KEYS[0] not in done.stderr and done.returncode == 0
