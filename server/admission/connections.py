@@ -14,9 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pydantic_core
-from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.admission.account import Budget, Share
 from server.admission.lanes import Lanes
@@ -36,7 +34,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TOO_MANY = "too_many_connections"
-"""Set in ``scope["state"]`` of requests that came on a connection beyond the limit."""
+"""Set in ``scope["state"]`` of requests that came on a connection beyond the limit: it ends with their answer, since
+few are kept for those that are to be told so."""
 
 _MOST_BEYOND = 256
 _BEYOND_IDLE_S = 5.0
@@ -73,7 +72,7 @@ class GuardedProtocol(HttpProtocol):
             transport.abort()
             return
         if beyond > 0:
-            self.app_state, self.app = {**self.app_state, TOO_MANY: True}, _closing(self.app)
+            self.app_state = {**self.app_state, TOO_MANY: True}
         self._look_later()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -138,20 +137,6 @@ class GuardedProtocol(HttpProtocol):
         if status is not None and not self._is_rest_of_body():
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         self.transport.close()
-
-
-def _closing(app: ASGIApp) -> ASGIApp:
-    """Whatever it answers is the last on its connection: few are kept for those that are to be told so."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_last(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["connection"] = "close"
-            await send(message)
-
-        await app(scope, receive, send_last)
-
-    return answer
 
 
 def protocol_within(limits: Limits) -> type[asyncio.Protocol]:

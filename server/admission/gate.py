@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.admission.account import Account
 from server.admission.connections import TOO_MANY
 from server.admission.registry import Tenants
-from server.base.errors import ApiError, ErrorResponse, ServerNotReady, speaks_anthropic
+from server.base.errors import ApiError, ServerNotReady, error_response, speaks_anthropic
 from server.base.limits import SMALL_BODY_BYTES
 from server.base.record import current_record
 from ssd.errors import QueueFull, RequestError, shown
@@ -87,7 +87,7 @@ class Gate:
                 "missing or wrong API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
             )
-            await ErrorResponse(refusal)(scope, receive, send_with_id)
+            await error_response(refusal, scope)(scope, receive, send_with_id)
             return
         try:
             await self._admit(scope, receive, send_with_id)
@@ -95,7 +95,7 @@ class Gate:
             # The request's content stays out of the log: the traceback shows code, not values.
             log.exception("unforeseen error in %s %s", scope["method"], scope["path"])
             if not started:
-                await ErrorResponse(error)(scope, receive, send_with_id)
+                await error_response(error, scope)(scope, receive, send_with_id)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         if path_below_root(scope) in _ALWAYS:
@@ -140,7 +140,7 @@ async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send) 
                     break
     except TimeoutError:
         pass
-    response = ErrorResponse(error)
+    response = error_response(error, scope)
     response.headers["connection"] = "close"
     await response(scope, receive, send)
 

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from server.base.record import current_record, refusal_of
 from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, shown
@@ -118,30 +118,23 @@ def _noted(error: Exception) -> ApiError:
     return found
 
 
-class ErrorResponse(JSONResponse):
-    """The whole response of an error, in the form of the API that was spoken to; overload says when to try again."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error, status = error, as_api_error(error).status
-        headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
-        if status == 401:
-            headers["www-authenticate"] = "Bearer"
-        if status == 408:
-            headers["connection"] = "close"  # what else comes of the body is not wanted
-        if isinstance(error, TenantLimit):
-            headers |= error.headers
-        super().__init__(error_body(error), status, headers)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if speaks_anthropic(scope):
-            self.body = self.render(anthropic_error_body(self._error))
-            self.headers["content-length"] = str(len(self.body))
-        await super().__call__(scope, receive, send)
+def error_response(error: Exception, scope: Scope) -> JSONResponse:
+    """The whole answer to an error, in the form of the API that was spoken to; overload says when to try again."""
+    status = as_api_error(error).status
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if status == 408:
+        headers["connection"] = "close"  # what else comes of the body is not wanted
+    if isinstance(error, TenantLimit):
+        headers |= error.headers
+    body = anthropic_error_body(error) if speaks_anthropic(scope) else error_body(error)
+    return JSONResponse(body, status, headers)
 
 
-async def answer_error(_request: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
     """Exception handler of the application for our own exceptions."""
-    return ErrorResponse(error)
+    return error_response(error, request.scope)
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
@@ -149,6 +142,6 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = "there is no such endpoint here, /docs lists those there are" if error.status_code == 404 else error.detail
     message = f"{what}: {request.method} {request.url.path:.200}"
-    response = ErrorResponse(ApiError(error.status_code, message))
+    response = error_response(ApiError(error.status_code, message), request.scope)
     response.headers.update(error.headers or {})
     return response

@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.admission.connections import TOO_MANY
 from server.admission.gate import path_below_root
 from server.base.record import Record, begin_record, between, trace_headers
 from server.observe.logs import Fields
@@ -71,6 +73,8 @@ class Access:
         async def send_and_note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
+                if TOO_MANY in scope.get("state", ()):
+                    MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 
         self.counts.num_under_way += 1

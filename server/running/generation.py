@@ -123,8 +123,6 @@ class Generation:
         self.prompts, self.prediction, self.aside = prompts, prediction, aside
         self.choices: list[Choice] = []
         self.sampling: SamplingParams | None = None
-        self.messages = plan.messages
-        """What the texts of the choices are beside content, where they may be anything else."""
         self._worker, self._latencies, self._ticket, self._only_scores = worker, latencies, ticket, only_scores
         self._inbox = Inbox()
         self._index: dict[str, int] = {}
