@@ -2,5 +2,5 @@
 
 ``connections`` and ``gate`` let in, and read within a budget. A key leads to an account, `Tenants.find`, and to
 no other: ``account`` counts what it uses of what all share and of its own quotas, ``lanes`` give turns. ``rules`` say
-who there is, ``generations`` which cache is whose, ``registry`` holds them, ``opening`` makes and reloads them.
+who there is, ``registry`` holds them and says which cache is whose, ``opening`` makes and reloads them.
 """

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from server.admission.generations import Generations
-from server.admission.registry import NamespaceNames, Tenants
+from server.admission.registry import Generations, NamespaceNames, Tenants
 from server.admission.rules import (
     NO_FILE,
     SECRET_OPTION,

@@ -43,30 +43,22 @@ class MessageFormat:
         return self.tool_call == "mistral"
 
 
-class MessageFormats:
-    """The formats of the templates that are in use."""
+@lru_cache(maxsize=8)
+def message_format(template: str | None, tool_call: str, reasoning: str) -> MessageFormat:
+    """How messages look by a template that is in use. O(characters) for a new one.
 
-    def __init__(self, tool_call: str, reasoning: str) -> None:
-        """``tool_call``, ``reasoning`` : a parser's name, or "auto" for what the template speaks of, or "none"."""
-        self._tool_call, self._reasoning = tool_call, reasoning
-        self._of_template = lru_cache(maxsize=8)(self._find)
-
-    def of(self, codec: TextCodec, *, with_tools: bool) -> MessageFormat:
-        """The format of a conversation. O(characters) for a new one."""
-        if self._tool_call == self._reasoning == OFF:
-            return MessageFormat()
-        template = codec.chat_template(with_tools=with_tools)
-        return MessageFormat() if template is None else self._of_template(template)
-
-    def _find(self, template: str) -> MessageFormat:
-        tool_call, reasoning = detect(template)
-        if self._tool_call != AUTO:
-            tool_call = None if self._tool_call == OFF else self._tool_call
-        if self._reasoning != AUTO:
-            reasoning = None if self._reasoning == OFF else self._reasoning
-        # Who names another format has told the model of it, and of the tools, himself.
-        in_words = not knows_tools(template) and (self._tool_call == AUTO or tool_call == IN_WORDS)
-        return MessageFormat(IN_WORDS if in_words else tool_call, reasoning, in_words)
+    ``tool_call``, ``reasoning`` : a parser's name, or "auto" for what the template speaks of, or "none".
+    """
+    if template is None or tool_call == reasoning == OFF:
+        return MessageFormat()
+    calls, thoughts = detect(template)
+    if tool_call != AUTO:
+        calls = None if tool_call == OFF else tool_call
+    if reasoning != AUTO:
+        thoughts = None if reasoning == OFF else reasoning
+    # Who names another format has told the model of it, and of the tools, himself.
+    in_words = not knows_tools(template) and (tool_call == AUTO or calls == IN_WORDS)
+    return MessageFormat(IN_WORDS if in_words else calls, thoughts, in_words)
 
 
 _TAIL_TOKENS = 32
@@ -176,7 +168,6 @@ class Chats:
 
     def __init__(self, texts: Texts, lanes: Lanes, settings: ServerSettings) -> None:
         self._texts, self._lanes, self._settings = texts, lanes, settings
-        self._formats = MessageFormats(settings.tool_call_parser, settings.reasoning_parser)
 
     async def prepare(self, engine: Engine, body: ChatBody) -> tuple[list[int], AnswerPlan]:
         """Token ids of the conversation, and the plan of its answer; raises RequestError."""
@@ -202,7 +193,8 @@ class Chats:
             raise RequestError(
                 "the chat template of this model does not read documents: put them into a message", param="documents"
             )
-        form = self._formats.of(codec, with_tools=use is not None)
+        template = codec.chat_template(with_tools=use is not None)
+        form = message_format(template, self._settings.tool_call_parser, self._settings.reasoning_parser)
         if form.has_short_call_ids:
             body = body.model_copy(update={"messages": with_short_call_ids(body.messages)})
         return body, form

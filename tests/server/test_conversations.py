@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from server.base.limits import Limits
-from server.running.conversations import AnswerPlan, MessageFormat, MessageFormats, plan_answer
+from server.running.conversations import AnswerPlan, MessageFormat, message_format, plan_answer
 from server.schema.chat import ChatBody
 from server.tools.formats import REASONING_FORMATS
 from server.tools.messages import with_short_call_ids
@@ -160,5 +159,4 @@ def test_grammars_of_too_many_functions_are_refused_by_name() -> None:
 def test_the_format_is_the_templates_unless_it_is_given(
     options: tuple[str, str], template: str, expected: MessageFormat
 ) -> None:
-    template_of: Any = SimpleNamespace(chat_template=lambda *, with_tools: template)
-    assert MessageFormats(*options).of(template_of, with_tools=True) == expected
+    assert message_format(template, *options) == expected

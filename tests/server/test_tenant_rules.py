@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.admission.account import Account, Allowance
-from server.admission.generations import Generations
 from server.admission.opening import Watch, given_secret, open_tenants, own_secret
-from server.admission.registry import SALTED_TOKENS, NamespaceNames, Tenants
+from server.admission.registry import SALTED_TOKENS, Generations, NamespaceNames, Tenants
 from server.admission.rules import Quotas, Tenant, digest_of, parse_rules, read_rules
 from server.base.errors import ApiError, TenantLimit
 from server.base.settings import ServerSettings
