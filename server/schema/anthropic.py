@@ -6,12 +6,20 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, TypeAdapter
+from pydantic import Field, PrivateAttr, TypeAdapter
 
 from server.base.errors import NO_THREADS, ApiError
 from server.base.limits import Limits
 from server.schema.body import IGNORED, Body, Part, Refused, checked, renaming
-from server.schema.chat import ChatForm, Conversation, TokenizeChatBody, function_choice
+from server.schema.chat import (
+    OR_TEXT,
+    ChatForm,
+    Conversation,
+    TokenizeChatBody,
+    function_choice,
+    function_tools,
+    joined,
+)
 from server.schema.generate import CommonFields
 from ssd.errors import RequestError, shown
 
@@ -73,8 +81,7 @@ class _Use(_Block):
     toolset_name: Any = None
 
 
-_of_text = BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given)
-_Texts = Annotated[list[_Text], Field(fail_fast=True), _of_text]
+_Texts = Annotated[list[_Text], Field(fail_fast=True), OR_TEXT]
 
 
 class _Result(_Block):
@@ -87,7 +94,7 @@ class _Result(_Block):
     @property
     def text(self) -> str:
         """What came of a call; that it went wrong is told in words, where they do not say so."""
-        text = _joined(self.content)
+        text = joined(self.content)
         return f"Error: {text}" if self.is_error and not text.lower().startswith("error") else text
 
 
@@ -97,12 +104,12 @@ _Asked = Annotated[_Text | _Result, Field(discriminator="type")]
 
 class _UserTurn(Part):
     role: Literal["user"]
-    content: Annotated[list[_Asked], Field(fail_fast=True), _of_text]
+    content: Annotated[list[_Asked], Field(fail_fast=True), OR_TEXT]
 
 
 class _AssistantTurn(Part):
     role: Literal["assistant"]
-    content: Annotated[list[_Said], Field(fail_fast=True), _of_text]
+    content: Annotated[list[_Said], Field(fail_fast=True), OR_TEXT]
 
 
 class _SystemTurn(Part):
@@ -119,7 +126,7 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
     """Messages as /v1/chat/completions takes them, results of tools too; raises RequestError for what cannot be one."""
     conversation = Conversation()
     if system is not None:
-        conversation.add("system", _joined(checked(_SYSTEM, system, "system")))
+        conversation.add("system", joined(checked(_SYSTEM, system, "system")))
     for turn in checked(_TURNS, turns, "messages"):
         texts: list[_Text] = []  # that follow each other
         for block in [*turn.content, None]:
@@ -127,7 +134,7 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
                 texts.append(block)
                 continue
             if texts:
-                conversation.say(turn.role, _joined(texts))
+                conversation.say(turn.role, joined(texts))
                 texts.clear()
             if isinstance(block, _Thinking):
                 conversation.assistant("reasoning_content")["reasoning_content"] = block.thinking
@@ -142,11 +149,6 @@ def goes_on(messages: list[dict[str, Any]]) -> bool:
     """Whether the answer continues the last message: the assistant's own, in which it has called nothing."""
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
-
-
-def _joined(blocks: list[_Text]) -> str:
-    """Texts that follow each other in lines."""
-    return "\n".join(block.text for block in blocks)
 
 
 _WITHOUT: Mapping[str, tuple[Any, ...]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
@@ -174,29 +176,22 @@ class ToolChoice(Part):
         return {"tool_choice": function_choice(self.name), "parallel_tool_calls": parallel}
 
 
-def _wrong_tool(message: str) -> RequestError:
-    return RequestError(message, param="tools")
-
-
-def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
-    """Functions; raises RequestError for any other tool, since this server runs none itself."""
-    return [{"type": "function", "function": _function(tool, f"tools[{number}]")} for number, tool in enumerate(tools)]
-
-
 def _function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
-        raise _wrong_tool(f"{where} must be an object, got {type(tool).__name__}")
+        raise RequestError(f"{where} must be an object, got {type(tool).__name__}", param="tools")
     if tool.get("type") not in (None, "custom"):
-        raise _wrong_tool(
+        raise RequestError(
             f'{where} is of type {shown(tool["type"])}: only tools of type "custom" are known, with a name, a '
-            "description and an input_schema, and clients run them"
+            "description and an input_schema, and clients run them",
+            param="tools",
         )
     for name, value in tool.items():
         if value is None or name == "type" or name in _NAMES or name in _HINTS or value in _WITHOUT.get(name, ()):
             continue
-        raise _wrong_tool(f"{where} has the field {shown(name)}, which is not supported: leave it out")
+        raise RequestError(f"{where} has the field {shown(name)}, which is not supported: leave it out", param="tools")
     if not isinstance(tool.get("input_schema"), Mapping):
-        raise _wrong_tool(f"{where}.input_schema must be an object, got {shown(tool.get('input_schema'))}")
+        given = shown(tool.get("input_schema"))
+        raise RequestError(f"{where}.input_schema must be an object, got {given}", param="tools")
     return {there: tool[here] for here, there in _NAMES.items() if tool.get(here) is not None}
 
 
@@ -270,7 +265,7 @@ class AnthropicChat(Body):
             "continue_final_message": goes_on(messages),
         }
         if self.tools:
-            fields["tools"] = chat_tools(self.tools)
+            fields["tools"] = function_tools(self.tools, _function)
         if self.tool_choice is not None:
             fields |= self.tool_choice.chat_fields()
         return fields

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from server.base.limits import Limits
 from server.schema.body import Body, Part, renaming
@@ -224,6 +224,15 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
+OR_TEXT = BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given)
+"""A list of texts may be given as one."""
+
+
+def joined(texts: list[Any]) -> str:
+    """Texts that follow each other in lines."""
+    return "\n".join(each.text for each in texts)
+
+
 AssistantField = Literal["reasoning_content", "content", "tool_calls"]
 _ORDER: tuple[AssistantField, ...] = ("reasoning_content", "content", "tool_calls")
 """What one message of an assistant says, in this order; what comes again or too late begins another one."""
@@ -310,6 +319,11 @@ class ChatForm(Body):
 
 _FORMED = {"messages", "tools", "tool_choice", "chat_template_kwargs", "stream_options", "top_logprobs"}
 """Fields by names of chat completions that mean, or hold, something else in other APIs."""
+
+
+def function_tools(tools: list[Any], function: Callable[[Any, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """``tools`` of functions; ``function`` : makes one of a tool and the place it has, or raises RequestError."""
+    return [{"type": "function", "function": function(tool, f"tools[{number}]")} for number, tool in enumerate(tools)]
 
 
 def function_choice(name: str) -> dict[str, Any]:

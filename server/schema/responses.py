@@ -6,21 +6,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic_core
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    Tag,
-    TypeAdapter,
-)
+from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, TypeAdapter
 
 from server.base.limits import SMALL_BODY_BYTES, Limits
 from server.schema.body import IGNORED, Part, Refused, checked
-from server.schema.chat import ChatForm, Conversation, function_choice
+from server.schema.chat import OR_TEXT, ChatForm, Conversation, function_choice, function_tools, joined
 from server.schema.generate import SamplingFields, StructuredOutputs
 from ssd.config import MAX_LOGPROBS
 from ssd.errors import RequestError, shown
@@ -60,10 +50,7 @@ class _Text(_Part):
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
-_Texts = Annotated[
-    list[_Text], Field(fail_fast=True),
-    BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given),
-]  # fmt: skip
+_Texts = Annotated[list[_Text], Field(fail_fast=True), OR_TEXT]
 
 
 class _Message(_Part):
@@ -110,34 +97,20 @@ def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[s
         items = [{"role": "user", "content": items}]
     for item in checked(_ITEMS, items, "input"):
         if isinstance(item, _Message):
-            conversation.say(item.role, _joined(item.content))
+            conversation.say(item.role, joined(item.content))
         elif isinstance(item, _Call):
             conversation.call(item.name, item.arguments, item.call_id)
         elif isinstance(item, _Output):
             call = {} if item.call_id is None else {"tool_call_id": item.call_id}
-            conversation.add("tool", _joined(item.output), **call)
+            conversation.add("tool", joined(item.output), **call)
         elif item.content:
-            conversation.assistant("reasoning_content")["reasoning_content"] = _joined(item.content)
+            conversation.assistant("reasoning_content")["reasoning_content"] = joined(item.content)
     if not conversation.messages:
-        raise _wrong("input is empty: give a text or at least one item", "input")
+        raise RequestError("input is empty: give a text or at least one item", param="input")
     return conversation.messages
 
 
-def _joined(texts: list[_Text]) -> str:
-    """Texts that follow each other in lines."""
-    return "\n".join(each.text for each in texts)
-
-
-def _wrong(message: str, param: str) -> RequestError:
-    return RequestError(message, param=param)
-
-
 _OF_A_FUNCTION = ("name", "description", "parameters", "strict")
-
-
-def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
-    """Functions; raises RequestError for any other tool, since this server runs none itself."""
-    return [{"type": "function", "function": _function(tool, f"tools[{number}]")} for number, tool in enumerate(tools)]
 
 
 def chat_tool_choice(choice: Any) -> Any:
@@ -150,23 +123,24 @@ def chat_tool_choice(choice: Any) -> Any:
     if kind == "allowed_tools":
         allowed = choice.get("tools")
         if not isinstance(allowed, list) or not all(isinstance(tool, Mapping) for tool in allowed):
-            raise _wrong("tool_choice.tools must be a list of tools", "tool_choice")
+            raise RequestError("tool_choice.tools must be a list of tools", param="tool_choice")
         tools = [_named(tool) for tool in allowed]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     said = "say none, auto, required, or name a function or allowed_tools"
-    raise _wrong(f"tool_choice is of type {shown(kind)}: {said}", "tool_choice")
+    raise RequestError(f"tool_choice is of type {shown(kind)}: {said}", param="tool_choice")
 
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if kind != "function":
-        raise _wrong(f"{where} is of type {shown(kind)}: this server runs no tools itself, give functions", "tools")
+        said = f"{where} is of type {shown(kind)}: this server runs no tools itself, give functions"
+        raise RequestError(said, param="tools")
     return {name: tool[name] for name in _OF_A_FUNCTION if tool.get(name) is not None}
 
 
 def _named(choice: Mapping[str, Any]) -> dict[str, Any]:
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-        raise _wrong("tool_choice must name functions, as type and name", "tool_choice")
+        raise RequestError("tool_choice must name functions, as type and name", param="tool_choice")
     return function_choice(choice["name"])
 
 
@@ -268,7 +242,7 @@ class ResponsesBody(SamplingFields, ChatForm):
             "top_logprobs": self.top_logprobs,
         }
         if self.tools:
-            fields["tools"] = chat_tools(self.tools)
+            fields["tools"] = function_tools(self.tools, _function)
         if self.tool_choice is not None:
             fields["tool_choice"] = chat_tool_choice(self.tool_choice)
         return {name: value for name, value in fields.items() if value is not None}
