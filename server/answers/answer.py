@@ -7,10 +7,9 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from server.answers.wire import encode_event
+from server.answers.wire import encode_event, encode_events
 from server.base.errors import error_body
 from server.base.record import current_record
 from server.base.settings import ServerSettings
@@ -236,7 +235,7 @@ class Answer(ABC):
         """What goes before a choice's first text. ``usage`` : so far, where it is not the generation's."""
 
         def write() -> bytes:
-            return b"".join(self._event(self._choice(index, each), usage) for each in self.first_chunks(index))
+            return self._events([self._choice(index, each) for each in self.first_chunks(index)], usage)
 
         return await self.written(write)
 
@@ -245,37 +244,31 @@ class Answer(ABC):
         return write() if self.is_short else await self.generation.aside.run(write)
 
     def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
-        """What a choice has said; ``usage`` as for `opening`. One event where they are padded."""
+        """What a choice has said; ``usage`` as for `opening`."""
         ended = self.generation.choices[index] if output.finish_reason is not None else None
-        contents = [self.text_chunk(index, output)] if self.pad else self.text_chunks(index, output)
+        contents = self.text_chunks(index, output)
         if not contents:
-            if self._drafts is None:
-                return b""
-            contents = [self.text_chunk(index, replace(output, text=""))]
+            return b""
         *first, last = contents
         choices = [self._choice(index, content) for content in first]
         choices.append(self._choice(index, last, output.token_ids, ended))
         if self._drafts is not None:
             choices[-1]["draft"] = self._drafts.describe(index, output)
-        return b"".join([self._event(choice, usage) for choice in choices])
+        return self._events(choices, usage)
 
     @abstractmethod
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
         """Content fields of chunks that go before the first text of a choice."""
 
     @abstractmethod
-    def text_chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """The content fields of a chunk with what a step produced for a choice; its text may be empty."""
-
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """`text_chunk` as several chunks, where clients expect that; none where there is nothing to show yet."""
-        return [self.text_chunk(index, output)]
+        """The content fields of chunks with what a step produced for a choice; none where none `needs_chunk`."""
 
-    def is_shown(self, output: RequestOutput) -> bool:
-        """Whether an output has anything that the client asked to see."""
+    def needs_chunk(self, output: RequestOutput) -> bool:
+        """Whether an output has anything beside text that the client asked to see."""
         asked_for_tokens = self.return_token_ids or self.logprobs is not None
         is_told = self._drafts is not None and output.draft is not None
-        return bool(output.text or output.finish_reason or (asked_for_tokens and output.token_ids) or is_told)
+        return bool(output.finish_reason or (asked_for_tokens and output.token_ids) or is_told or self.pad)
 
     async def closing(self) -> bytes:
         """The last event but the end mark: usage, where it was asked for."""
@@ -304,12 +297,14 @@ class Answer(ABC):
             body["token_ids"] = list(token_ids)
         return body
 
-    def _event(self, choice: dict[str, Any], usage: Usage | None) -> bytes:
-        chunk = self._chunk([choice])
+    def _events(self, choices: list[dict[str, Any]], usage: Usage | None) -> bytes:
+        """A chunk of each."""
+        chunks = [self._chunk([choice]) for choice in choices]
         if self._options.include_usage:
             is_told = self._options.continuous_usage_stats
-            chunk["usage"] = (usage or self.generation.usage).body() if is_told else None
-        return encode_event(chunk, pad=self.pad)
+            so_far = (usage or self.generation.usage).body() if is_told else None
+            chunks = [{**chunk, "usage": so_far} for chunk in chunks]
+        return encode_events([("", chunk) for chunk in chunks], pad=self.pad)
 
 
 async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
@@ -327,7 +322,7 @@ async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, N
             if index not in begun:
                 begun.add(index)
                 ready += await answer.opening(index)
-            if answer.is_shown(output):
+            if output.text or answer.needs_chunk(output):
                 ready += answer.piece(index, output)
             # What arrived together goes out together: a write costs more than all the rest of an event.
             if ready and not answer.generation.has_more_now:
@@ -376,14 +371,14 @@ class CompletionAnswer(Answer):
             self._offsets[index] = self.logprobs.length_of(prompt)
         return [body]
 
-    def text_chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
+    def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """``text`` and ``logprobs``."""
         body: dict[str, Any] = {"text": output.text, "logprobs": None}
         if self.logprobs is not None:
             offset = self._offsets.get(index, 0)
             body["logprobs"] = self.logprobs.completion(output.logprobs or (), None, offset)
             self._offsets[index] = offset + self.logprobs.length_of(output.token_ids)
-        return body
+        return [body]
 
     def _echoed(self, index: int) -> str:
         return "" if self._echo is None else self._echo[self.prompt_index(index)]

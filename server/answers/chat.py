@@ -71,30 +71,18 @@ class ChatAnswer(Answer):
             first["prompt_token_ids"] = self.prompt_of(index)
         return [first]
 
-    def text_chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """``delta`` and ``logprobs``."""
-        if self._messages is None:
-            delta: dict[str, Any] = {"content": output.text} if output.text else {}
-        else:
-            delta = self._merged(self._deltas(self._messages, index, output))
-        return {"delta": delta, "logprobs": self._logprobs_of(output)}
-
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """One for the name of each call and one for all other things, in order; the last has the log-probabilities."""
         if self._messages is None:
-            return [self.text_chunk(index, output)]
-        deltas = self._deltas(self._messages, index, output)
-        if not deltas:
-            asked_for_tokens = self.return_token_ids or self.logprobs is not None
-            if not (output.finish_reason or (asked_for_tokens and output.token_ids)):
-                return []
+            deltas: list[dict[str, Any]] = [{"content": output.text} if output.text else {}]
+        else:
+            deltas = self._deltas(self._messages, index, output)
+        if not deltas and self.needs_chunk(output):
             deltas = [{}]
         chunks: list[dict[str, Any]] = [{"delta": delta, "logprobs": None} for delta in deltas]
-        chunks[-1]["logprobs"] = self._logprobs_of(output)
+        if chunks and self.logprobs is not None:
+            chunks[-1]["logprobs"] = self.logprobs.chat(output.logprobs or ())
         return chunks
-
-    def _logprobs_of(self, output: RequestOutput) -> dict[str, Any] | None:
-        return self.logprobs.chat(output.logprobs or ()) if self.logprobs is not None else None
 
     def _deltas(self, messages: Messages, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """What an output adds to a message, in order; the name of a call goes before its arguments."""
@@ -112,19 +100,6 @@ class ChatAnswer(Answer):
             else:
                 deltas.append({"reasoning_content": said[1], "reasoning": said[1]})
         return deltas
-
-    def _merged(self, deltas: list[dict[str, Any]]) -> dict[str, Any]:
-        """All in one, where there has to be one event: a call's first piece then has arguments already."""
-        merged: dict[str, Any] = {}
-        calls: dict[int, dict[str, Any]] = {}
-        for name, value in (item for delta in deltas for item in delta.items()):
-            if name == "tool_calls":
-                known = calls.setdefault(value[0]["index"], value[0])
-                if known is not value[0]:
-                    known["function"]["arguments"] += value[0]["function"]["arguments"]
-            else:
-                merged[name] = merged.get(name, "") + value
-        return {**merged, "tool_calls": list(calls.values())} if calls else merged
 
 
 def _call(call: ToolCall, arguments: str) -> dict[str, Any]:

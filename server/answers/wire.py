@@ -55,13 +55,13 @@ def encode_event(body: dict[str, Any], *, pad: bool) -> bytes:
 
 
 def encode_events(events: Sequence[tuple[str, dict[str, Any]]], *, pad: bool) -> bytes:
-    """Server-sent events that go out together, names and bodies; at least one.
+    """Server-sent events that go out together, names and bodies.
 
     Padded, the last has a random ``obfuscation`` field that fills all of them to whole kilobytes, whatever the digits
     of log-probabilities: those are rounded differently in passes of another width.
     """
     written = [_event(name, body) for name, body in events]
-    if pad:
+    if pad and events:
         length = sum(map(len, written)) + len(b',"obfuscation":""')
         spare = sum(_spare_digits(body) for _, body in events)
         missing = spare + -(length + spare) % PADDED_BYTES
