@@ -31,10 +31,10 @@ def path_below_root(scope: Scope) -> str:
 
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_OPEN_PATHS = frozenset({"/live", "/health", "/ping", "/version", "/metrics", "/openapi.json"})
-"""Where there are keys, everything else needs one: an endpoint is closed until it is named here."""
 _ALWAYS = frozenset({"/live", "/health", "/ping", "/version", "/metrics"})
 """Whoever supervises the server is answered to the end."""
+OPEN_PATHS = frozenset({*_ALWAYS, "/openapi.json"})
+"""Where there are keys, everything else needs one: an endpoint is closed until it is named here."""
 _DISCARD_S = 1.0
 """A client that is refused may send its body for this long before it has the answer."""
 
@@ -81,7 +81,7 @@ class Gate:
         if account is not None:
             scope.setdefault("state", {})["account"] = account
             current_record().tenant = account.payer
-        elif scope["method"] != "OPTIONS" and path_below_root(scope) not in (*_OPEN_PATHS, *self.open_paths):
+        elif scope["method"] != "OPTIONS" and path_below_root(scope) not in (*OPEN_PATHS, *self.open_paths):
             refusal = ApiError(
                 401,
                 "missing or wrong API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",

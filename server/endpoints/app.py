@@ -1,4 +1,4 @@
-"""The application: all endpoints behind one gate."""
+"""The application: all endpoints behind one gate, and how /openapi.json describes them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,40 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from server.admission.account import RATE_HEADERS
-from server.admission.gate import Gate, account_of
+from server.admission.gate import OPEN_PATHS, Gate, account_of
 from server.admission.opening import open_tenants
 from server.admission.registry import Tenants
 from server.answers.sending import ClientGone
 from server.answers.wire import json_text
 from server.base.errors import RETRY_AFTER_S, ApiError, answer_error, answer_http_exception, model_not_found
 from server.base.settings import VERSION, ServerSettings
-from server.endpoints.openapi import describe
 from server.endpoints.service import Service
 from server.observe.access import Access, SpanSink
 from server.observe.metrics import NamespaceStats
 from server.page.routes import add_files, add_page, docs_files, page_files
 from server.running.engine_thread import Worker, WorkerState
 from server.schema.anthropic import AnthropicBody, CountTokensBody
-from server.schema.body import ELSEWHERE, IGNORED, REFUSED, renaming
-from server.schema.chat import ChatBody, ChatForm, DetokenizeBody
+from server.schema.body import ELSEWHERE, IGNORED, REFUSED, Body, renaming
+from server.schema.chat import (
+    ChatBody,
+    ChatForm,
+    DetokenizeBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+    parse_tokenize,
+)
 from server.schema.generate import CompletionBody, StreamOptions
 from server.schema.responses import ResponsesBody
 from ssd.errors import ConfigError, SSDError
@@ -67,7 +75,7 @@ def add_generation(app: FastAPI, service: Service) -> None:
 
 def _generates(service: Service, schema: type[_Asked]) -> Callable[[Request], Awaitable[Response]]:
     async def generate(request: Request) -> Response:
-        asked = await service.read(request, schema)
+        asked: _Asked = await service.read(request, schema.parse)
         body = asked.chat if isinstance(asked, ChatForm) else asked
         with renaming(asked.chat_names):
             answer = await service.start(body, account_of(request.scope), asked)
@@ -122,15 +130,15 @@ def add_tokenizer(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return await answer(service.tokenize(await service.read_tokenize(request)))
+        return await answer(service.tokenize(await service.read(request, parse_tokenize)))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return await answer(service.detokenize(await service.read(request, DetokenizeBody)))
+        return await answer(service.detokenize(await service.read(request, DetokenizeBody.parse)))
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
-        body = await service.read(request, CountTokensBody)
+        body = await service.read(request, CountTokensBody.parse)
         with renaming(body.chat_names):
             counted = await service.tokenize(body.chat)
         return JSONResponse({"input_tokens": counted["count"]})
@@ -209,6 +217,107 @@ def add_admin(app: FastAPI, service: Service) -> None:
         return await lane.run(tenants.delete_cache, account.name)
 
 
+_BODIES: dict[str, tuple[type[Body], ...]] = {
+    **{path: (schema,) for path, (_, schema) in _GENERATION.items()},
+    "/v1/messages/count_tokens": (CountTokensBody,),
+    "/tokenize": (TokenizeTextBody, TokenizeChatBody),
+    "/detokenize": (DetokenizeBody,),
+}
+_ABOUT = {
+    "/v1/completions": "A text is continued.",
+    "/v1/chat/completions": "A conversation is answered: tools, reasoning, structured output.",
+    "/v1/responses": "The newer of OpenAI's interfaces for conversations. Nothing is stored.",
+    "/v1/messages": "Anthropic's Messages API.",
+    "/v1/messages/count_tokens": "How many tokens the prompt of a message has.",
+    "/v1/models": "What is served: the model, and adapters with it as their parent.",
+    "/v1/models/{name}": "One of them.",
+    "/v1/cache": "All that was learned from the tenant of the key is forgotten.",
+    "/tokenize": "The token ids of a text, or of a conversation as the chat template writes it.",
+    "/detokenize": "The text of token ids.",
+    "/live": "200 while the process answers.",
+    "/health": "200 while requests are taken, 503 before and after.",
+    "/version": "The version of the server.",
+    "/metrics": "Metrics for Prometheus.",
+}
+_PLACE = "#/components/schemas/{model}"
+
+
+class _Said(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: _Said
+
+
+class _AnthropicSaid(BaseModel):
+    type: str
+    message: str
+    details: dict[str, Any] = {}
+
+
+class AnthropicError(BaseModel):
+    type: Literal["error"]
+    error: _AnthropicSaid
+    request_id: str | None
+
+
+def describe(app: FastAPI, *, needs_key: bool) -> None:
+    """Have /openapi.json say more than the framework knows: bodies, which the endpoints read, errors, keys."""
+
+    def description() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            _complete(found, needs_key)
+            app.openapi_schema = found
+        return app.openapi_schema
+
+    app.openapi = description  # type: ignore[method-assign]
+
+
+def _complete(description: dict[str, Any], needs_key: bool) -> None:
+    schemas: dict[str, Any] = {}
+    for kind in (Error, AnthropicError):
+        _reference(kind, schemas)
+    components: dict[str, Any] = {"schemas": schemas}
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in description["paths"].items():
+        for operation in operations.values():
+            if path in _BODIES:
+                references = [_reference(kind, schemas) for kind in _BODIES[path]]
+                schema = references[0] if len(references) == 1 else {"anyOf": references}
+                operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            operation["description"] = _ABOUT[path]
+            operation["responses"] = _responses(path)
+            if needs_key and path not in OPEN_PATHS:
+                operation["security"] = [{"key": []}]
+    description["components"] = components
+
+
+def _reference(kind: type[BaseModel], schemas: dict[str, Any]) -> dict[str, str]:
+    schema = kind.model_json_schema(ref_template=_PLACE)
+    schemas |= schema.pop("$defs", {})
+    schemas[kind.__name__] = schema
+    return {"$ref": _PLACE.format(model=kind.__name__)}
+
+
+def _responses(path: str) -> dict[str, Any]:
+    kind = "text/plain" if path == "/metrics" else "application/json"
+    content: dict[str, Any] = {kind: {"schema": {"type": "string"} if path == "/metrics" else {"type": "object"}}}
+    if path.endswith(("/completions", "/responses", "/messages")):
+        content["text/event-stream"] = {}
+    answers = {"200": {"description": "what was asked for", "content": content}}
+    if path == "/health":
+        return {**answers, "503": {"description": "no requests are taken now", "content": content}}
+    model = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    error = {"application/json": {"schema": {"$ref": _PLACE.format(model=model)}}}
+    return {**answers, "default": {"description": "why not", "content": error}}
+
+
 _FIELDS = frozenset[str]().union(*(body.model_fields for _, body in _GENERATION.values()), IGNORED, REFUSED, ELSEWHERE)
 
 
@@ -256,7 +365,6 @@ def create_app(
     app.add_middleware(  # around all that may refuse
         Access,
         counts=service.metrics.http,
-        paths=lambda: [path for route in app.routes if (path := getattr(route, "path", None))],
         fields=_FIELDS,
         writes_lines=not settings.no_access_log,
         span=span,

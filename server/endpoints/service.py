@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from ssd.engine import Engine
 
 B = TypeVar("B", bound=Body)
-T = TypeVar("T")
 
 _CHATS: dict[type[Body], type[ChatAnswer]] = {ResponsesBody: ResponseAnswer, AnthropicBody: AnthropicAnswer}
 """What else than a chat completion a conversation is answered as."""
@@ -70,31 +69,20 @@ class Service:
         self._queued = Budget(settings.limits.max_queued_tokens, "prompt tokens")
         self._token_texts: TokenTexts | None = None
 
-    async def read(self, request: Request, schema: type[B]) -> B:
-        """The checked body of a request; raises RequestError, ApiError, QueueFull, or why there is no engine."""
+    async def read(self, request: Request, parse: Callable[..., B]) -> B:
+        """What ``parse``, a schema's or one like it, makes of the body of a request.
+
+        Raises RequestError, ApiError, QueueFull, or why there is no engine.
+        """
         learns = may_learn(request.headers)
-        body = await self._read(request, lambda content: self._parse(schema, content))
+        context = self.worker.engine.max_model_len  # before anything is read: without an engine nothing can be done
+        account_of(request.scope).enter()
+        limits, ignores_unknown = self.settings.limits, self.settings.ignore_unknown_fields
+        check = partial(parse, limits=limits, ignores_unknown=ignores_unknown)
+        body = await self._bodies.read(request, check, max_values=max(limits.max_body_values, 2 * context))
         if not learns:
             body.keep_out_of_cache()
         return body
-
-    async def read_tokenize(self, request: Request) -> TokenizeTextBody | TokenizeChatBody:
-        """The body of /tokenize, which has one of two forms."""
-
-        def parse(content: Any) -> TokenizeTextBody | TokenizeChatBody:
-            is_chat = isinstance(content, dict) and content.get("messages") is not None
-            return self._parse(TokenizeChatBody, content) if is_chat else self._parse(TokenizeTextBody, content)
-
-        return await self._read(request, parse)
-
-    def _parse(self, schema: type[B], content: Any) -> B:
-        return schema.parse(content, self.settings.limits, ignores_unknown=self.settings.ignore_unknown_fields)
-
-    async def _read(self, request: Request, check: Callable[[Any], T]) -> T:
-        context = self.worker.engine.max_model_len  # before anything is read: without an engine nothing can be done
-        account_of(request.scope).enter()
-        most = max(self.settings.limits.max_body_values, 2 * context)
-        return await self._bodies.read(request, check, max_values=most)
 
     def _engine_for(self, body: Body) -> Engine:
         """The engine, once it is known to serve the model a body names; without a name it is the one there is."""

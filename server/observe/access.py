@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from starlette.datastructures import MutableHeaders
@@ -55,8 +55,6 @@ class Access:
 
     app: ASGIApp = field(kw_only=False)
     counts: HttpCounts
-    paths: Callable[[], Iterable[str]]
-    """The application's own; what else is asked for may hold anything, and is called "other"."""
     fields: Container[str] = ()
     """Of requests, whose names may be told."""
     writes_lines: bool
@@ -116,9 +114,9 @@ class Access:
             log.log(level, Fields("request", **facts, **_came_to(record, ended, ids)))
 
     def _path(self, scope: Scope) -> str:
-        """The path as the application knows it, without what a client put in a place of its choice."""
+        """The path as the application knows it; what else is asked for may hold anything, and is called "other"."""
         if self._paths is None:
-            self._paths = frozenset(self.paths())
+            self._paths = frozenset(getattr(route, "path", "other") for route in scope["app"].routes)
         path = path_below_root(scope)
         if path in self._paths:
             return path

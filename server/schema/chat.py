@@ -218,6 +218,12 @@ class TokenizeChatBody(ChatTemplateFields, Body):
     return_token_strs: bool = False
 
 
+def parse_tokenize(content: Any, **options: Any) -> TokenizeTextBody | TokenizeChatBody:
+    """The body of /tokenize, which has one of two forms; ``options`` : as for `Body.parse`."""
+    is_chat = isinstance(content, dict) and content.get("messages") is not None
+    return (TokenizeChatBody if is_chat else TokenizeTextBody).parse(content, **options)
+
+
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
