@@ -39,7 +39,7 @@ class HttpCounts:
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()
-        """By path, method and status; 499 where the client left before there was one."""
+        """By path, method and class of status; 4xx where the client left before there was one."""
         self.refused: Counter[str] = Counter()
         """By reason; only what was answered with an error of the client's or of load, see `refusal_of`."""
         self.num_under_way = 0
@@ -88,7 +88,7 @@ class Access:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         status = record.status or _CLIENT_LEFT
         record.is_gone |= status == _CLIENT_LEFT
-        self.counts.requests[path, method, str(status)] += 1
+        self.counts.requests[path, method, f"{status // 100}xx"] += 1
         if record.refusal is not None and record.refusal != "failed" and status >= 400:
             self.counts.refused[record.refusal] += 1
         ids: tuple[str, str] | None = None

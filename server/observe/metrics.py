@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import platform
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -244,14 +243,11 @@ class ServerMetrics(Collector):
         of, by, http = self._families.of, self._families.by, self.http
         is_ready = self._worker.state is WorkerState.READY
         yield of(GAUGE, "ssd:ready", "1 while requests are taken.", float(is_ready))
-        grouped: Counter[tuple[str, str, str]] = Counter()
-        for (path, method, status), number in list(http.requests.items()):
-            grouped[path, method, f"{status[0]}xx"] += number
         requests = CounterMetricFamily(
             "http_requests", "HTTP requests that ended, by path, method and class of status.",
             labels=["handler", "method", "status"],
         )  # fmt: skip
-        for labels, number in grouped.items():
+        for labels, number in list(http.requests.items()):
             requests.add_metric(labels, number)
         yield requests
         yield by(

@@ -236,21 +236,25 @@ class Calls:
                 yield from scanner.word(_NAME)
         return True
 
-    def _read_object(self) -> Steps[None]:
+    def _read_list(self, read_one: Callable[[], Steps[bool]], between: tuple[str, ...], ends: str) -> Steps[None]:
+        """Calls, in brackets with commas between; or without, up to one of ``ends`` if nothing stands ``between``."""
         scanner = self._scanner
         in_list = bool((yield from scanner.literal("[")))
         while True:
             yield from scanner.space()
-            if not (yield from self._object()):
+            if not (yield from read_one()):
                 return
             yield from scanner.space()
-            if in_list:
-                if not (yield from scanner.literal(",")):
-                    break
-            elif not (yield from scanner.literal(";", ",")) and (yield from scanner.peek()) != "{":
+            if (yield from scanner.literal(*((",",) if in_list else between))):
+                continue
+            following = yield from scanner.peek()
+            if in_list or not following or following in ends:
                 break
         if in_list and (yield from scanner.literal("]")):
             scanner.forget()
+
+    def _read_object(self) -> Steps[None]:
+        return self._read_list(self._object, (";", ","), "")
 
     def _object(self) -> Steps[bool]:
         """Whether it is complete. It begins when name and arguments are known, in either order."""
@@ -354,17 +358,7 @@ class Calls:
         return True
 
     def _read_python(self) -> Steps[None]:
-        scanner = self._scanner
-        in_list = bool((yield from scanner.literal("[")))
-        while True:
-            yield from scanner.space()
-            if not (yield from self._python_call()):
-                return
-            yield from scanner.space()
-            if not (yield from scanner.literal(",")) and (in_list or (yield from scanner.peek()) in ("", "<")):
-                break
-        if in_list and (yield from scanner.literal("]")):
-            scanner.forget()
+        return self._read_list(self._python_call, (",",), "<")
 
     def _python_call(self) -> Steps[bool]:
         scanner = self._scanner
