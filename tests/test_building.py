@@ -24,7 +24,6 @@ import ssd
 from cache_builder.__main__ import main
 from cache_builder.building.block import (
     Block,
-    BlockOptions,
     BlockResult,
     BuildOptions,
     build_block,
@@ -137,7 +136,7 @@ def test_neighbours_are_joined_while_they_are_small() -> None:
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
-def _fail_at(number: int, block: Block, options: BlockOptions, progress: Callable[[int, int], None]) -> BlockResult:
+def _fail_at(number: int, block: Block, options: BuildOptions, progress: Callable[[int, int], None]) -> BlockResult:
     if block.number == number:
         raise KeyboardInterrupt
     return build_block(block, options, progress)
@@ -205,7 +204,7 @@ def test_errors_of_workers_are_told_as_they_are(corpus: Path, model: Path, tmp_p
         build([str(corpus)], tmp_path / "out", options_for(model, jobs=2))
 
 
-def _fail(block: Block, options: BlockOptions, progress: Callable[[int, int], None]) -> BlockResult:
+def _fail(block: Block, options: BuildOptions, progress: Callable[[int, int], None]) -> BlockResult:
     if block.number == 0:
         time.sleep(1)
     raise InputError(f"block {block.number}")
@@ -214,13 +213,13 @@ def _fail(block: Block, options: BlockOptions, progress: Callable[[int, int], No
 def test_of_several_errors_the_first_in_order_is_told(corpus: Path, model: Path, tmp_path: Path) -> None:
     """Whichever worker is faster: the same inputs give the same error."""
     blocks = plan_of(find_sources([str(corpus)]), "how", 20_000)
-    options = BlockOptions(directory=tmp_path, fingerprint="ab" * 16, build=options_for(model))
+    options = options_for(model, directory=tmp_path, fingerprint="ab" * 16)
     assert len(blocks) > 2
     with pytest.raises(InputError, match="block 0"):
         list(run(_fail, blocks, options, lambda num_bytes, num_tokens: None, jobs=2))
 
 
-def _end_hard(block: Block, options: BlockOptions, progress: Callable[[int, int], None]) -> BlockResult:
+def _end_hard(block: Block, options: BuildOptions, progress: Callable[[int, int], None]) -> BlockResult:
     if block.number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return build_block(block, options, progress)

@@ -80,10 +80,11 @@ def _block(number: int, parts: list[Source], how: str, weight: int) -> Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """How a build is done.
+    """How a build is done; pickles to a few hundred bytes.
 
     ``force`` : in place of a cache that is there. ``fields`` : how records call theirs. ``jobs`` : processes, None for
-    one a core. ``block_bytes`` : of text in a block, None as ``plan_of`` chooses.
+    one a core. ``block_bytes`` : of text in a block, None as ``plan_of`` chooses. Said by ``build`` itself:
+    ``directory``, where ``segments`` and ``journal`` lie, both there already; ``fingerprint``, the tokenizer's.
     """
 
     namespace: str
@@ -96,18 +97,8 @@ class BuildOptions:
     jobs: int | None = None
     segment_tokens: int = DEFAULT_SEGMENT_TOKENS
     block_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockOptions:
-    """What is the same for all blocks of a build; pickles to a few hundred bytes.
-
-    ``directory`` : where ``segments`` and ``journal`` lie, both there already. ``fingerprint`` : the tokenizer's.
-    """
-
-    directory: Path
-    fingerprint: str
-    build: BuildOptions
+    directory: Path = Path()
+    fingerprint: str = ""
 
     @property
     def segments(self) -> Path:
@@ -161,7 +152,7 @@ def codec_of(tokenizer: str, chat_template: str | None) -> TextCodec:
 
 
 def build_block(
-    block: Block, options: BlockOptions, progress: Progress = lambda num_bytes, num_tokens: None
+    block: Block, options: BuildOptions, progress: Progress = lambda num_bytes, num_tokens: None
 ) -> BlockResult:
     """Write the segments of ``block`` into ``options.segments``, unless its journal says they are there.
 
@@ -180,7 +171,7 @@ def build_block(
     return result
 
 
-def _finished(journal: Path, block: Block, options: BlockOptions) -> BlockResult | None:
+def _finished(journal: Path, block: Block, options: BuildOptions) -> BlockResult | None:
     """What an earlier build made of a block; None where it did not, or where a file is not whole. O(tokens)."""
     try:
         segments, counts = json.loads(journal.read_bytes())
@@ -188,7 +179,7 @@ def _finished(journal: Path, block: Block, options: BlockOptions) -> BlockResult
             if not is_segment_id(segment_id):
                 return None
             file = options.segments / f"{segment_id}.seg"
-            segment = open_segment(file, fingerprint=options.fingerprint, namespace=options.build.namespace)
+            segment = open_segment(file, fingerprint=options.fingerprint, namespace=options.namespace)
             if (segment.segment_id, len(segment)) != (segment_id, num_tokens):
                 return None
         return BlockResult(block.number, tuple(map(tuple, segments)), BuildResult(**counts))
@@ -199,12 +190,12 @@ def _finished(journal: Path, block: Block, options: BlockOptions) -> BlockResult
 class _Builder:
     """A block at work. What repeats is looked for within a segment, so that each is a function of its own records."""
 
-    def __init__(self, block: Block, options: BlockOptions, progress: Progress) -> None:
+    def __init__(self, block: Block, options: BuildOptions, progress: Progress) -> None:
         self._block = block
         self._options = options
         self._progress = progress
-        self._codec = codec_of(options.build.tokenizer, options.build.chat_template)
-        self._held = np.empty(options.build.segment_tokens, np.int32)
+        self._codec = codec_of(options.tokenizer, options.chat_template)
+        self._held = np.empty(options.segment_tokens, np.int32)
         self._segments: list[tuple[str, int]] = []
         self._begin()
 
@@ -231,14 +222,14 @@ class _Builder:
 
     def _records(self) -> Iterator[Record]:
         for part in self._block.parts:
-            yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.build.fields)
+            yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.fields)
 
     def _examples(self, record: Record) -> Found | None:
         """None for an invalid line that is left out."""
         try:
-            return examples_of(record, self._codec, self._options.build.fields)
+            return examples_of(record, self._codec, self._options.fields)
         except InputError:
-            if not (self._options.build.skip_invalid and record.is_json):
+            if not (self._options.skip_invalid and record.is_json):
                 raise
             return None
 
@@ -284,12 +275,12 @@ def content_id(tokens: Tokens, place: str) -> str:
     return f"static-{digest.hexdigest()}"
 
 
-def write_new_segment(tokens: Tokens, segment_id: str, options: BlockOptions) -> None:
+def write_new_segment(tokens: Tokens, segment_id: str, options: BuildOptions) -> None:
     """Sort ``tokens`` and put them on disk. Raises CacheError, OSError."""
     segment = build_segment(tokens, start=None, segment_id=segment_id)
     write_segment(
         options.segments / f"{segment_id}.seg",
         segment,
         fingerprint=options.fingerprint,
-        namespace=options.build.namespace,
+        namespace=options.namespace,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,7 +13,6 @@ import xxhash
 
 from cache_builder.building.block import (
     Block,
-    BlockOptions,
     BlockResult,
     BuildOptions,
     BuildResult,
@@ -62,19 +62,17 @@ def neighbours_of(segments: Sequence[tuple[str, int]], most: int) -> Iterator[Ne
         yield tuple(held)
 
 
-def merge(neighbours: Neighbours, options: BlockOptions, progress: Progress) -> None:
+def merge(neighbours: Neighbours, options: BuildOptions, progress: Progress) -> None:
     """Write the segment that ``neighbours`` become; their files stay. Memory as for a block."""
     files = [options.segments / f"{segment_id}.seg" for segment_id, _ in neighbours]
-    segments = [
-        open_segment(file, fingerprint=options.fingerprint, namespace=options.build.namespace) for file in files
-    ]
+    segments = [open_segment(file, fingerprint=options.fingerprint, namespace=options.namespace) for file in files]
     write_new_segment(concatenate(segments), joined_id(neighbours), options)
 
 
 _ALONE_WEIGHT = 8 << 20
 """Bytes of text that one process has done before others have started."""
 
-Executor: TypeAlias = Callable[[Sequence[Block], BlockOptions, Progress], Iterator[BlockResult]]
+Executor: TypeAlias = Callable[[Sequence[Block], BuildOptions, Progress], Iterator[BlockResult]]
 """Maps ``build_block`` over the blocks, in any order, in processes that reach ``options.directory``."""
 
 
@@ -98,16 +96,16 @@ def build(
     sources = find_sources(inputs, options.format)
     codec = codec_of(options.tokenizer, options.chat_template)
     with working_directory(out, fresh=False) as working:
-        block_options = BlockOptions(directory=working.absolute(), fingerprint=codec.fingerprint, build=options)
+        options = replace(options, directory=working.absolute(), fingerprint=codec.fingerprint)
         blocks = plan_of(sources, _how(options, codec), options.block_bytes)
         jobs = _jobs(options.jobs, sources, blocks)
         begin(sum(source.size or 0 for source in sources))
         if executor is not None and jobs == 0:
             raise ConfigError("other machines cannot read standard input, pipes or memory://: give files or URLs")
         if executor is None:
-            results = run(build_block, blocks, block_options, progress, jobs=jobs)
+            results = run(build_block, blocks, options, progress, jobs=jobs)
         else:
-            results = executor(blocks, block_options, progress)
+            results = executor(blocks, options, progress)
         result = BuildResult()
         segments: dict[int, Neighbours] = {}
         for block in results:
@@ -121,10 +119,10 @@ def build(
         in_order = [segment for number in sorted(segments) for segment in segments[number]]
         final = list(neighbours_of(in_order, options.segment_tokens))
         together = [neighbours for neighbours in final if len(neighbours) > 1]
-        for _ in run(merge, together, block_options, lambda num_bytes, num_tokens: None, jobs=jobs):
+        for _ in run(merge, together, options, lambda num_bytes, num_tokens: None, jobs=jobs):
             pass
         result.num_segments = len(final)
-        _publish(out, working, final, block_options)
+        _publish(out, working, final, options)
     return result
 
 
@@ -151,7 +149,7 @@ def _jobs(wanted: int | None, sources: Sequence[Source], blocks: Sequence[Block]
     return min(len(blocks), wanted or len(os.sched_getaffinity(0)))
 
 
-def _publish(out: Path, working: Path, final: Sequence[Neighbours], options: BlockOptions) -> None:
+def _publish(out: Path, working: Path, final: Sequence[Neighbours], options: BuildOptions) -> None:
     """``new`` becomes a cache of these segments alone, and takes the place of ``out``."""
     sizes = {joined_id(neighbours): sum(size for _, size in neighbours) for neighbours in final}
     for file in options.segments.iterdir():
@@ -160,7 +158,7 @@ def _publish(out: Path, working: Path, final: Sequence[Neighbours], options: Blo
     sync_directory(options.segments)
     manifest = Manifest(
         fingerprint=options.fingerprint,
-        namespace=options.build.namespace,
+        namespace=options.namespace,
         generation=1,
         segments=tuple({"id": name, "num_tokens": size, "start": None} for name, size in sizes.items()),
     )

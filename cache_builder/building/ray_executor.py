@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from cache_builder.building.block import Block, BlockOptions, BlockResult, build_block
+from cache_builder.building.block import Block, BlockResult, BuildOptions, build_block
 from cache_builder.building.build import Executor
 from cache_builder.workers import Progress, prepare
 from ssd.errors import ConfigError, SSDError
@@ -33,7 +33,7 @@ def ray_executor(address: str | None) -> Executor:
     if find_spec("ray") is None:
         raise ConfigError("building on a cluster needs Ray: pip install 'ssd-serving[ray]'")
 
-    def run(blocks: Sequence[Block], options: BlockOptions, progress: Progress) -> Iterator[BlockResult]:
+    def run(blocks: Sequence[Block], options: BuildOptions, progress: Progress) -> Iterator[BlockResult]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         import ray
@@ -48,7 +48,7 @@ def ray_executor(address: str | None) -> Executor:
                 "with `ray start --head`, and give --ray-address HOST:PORT"
             ) from None
         weights = {block.number: block.weight for block in blocks}
-        memory = _BYTES_A_WORKER + _BYTES_A_TOKEN * min(options.build.segment_tokens, max(weights.values(), default=0))
+        memory = _BYTES_A_WORKER + _BYTES_A_TOKEN * min(options.segment_tokens, max(weights.values(), default=0))
         task = ray.remote(num_cpus=1, memory=memory, max_retries=_RETRIES)(_build)
         try:
             waiting = [task.remote(block, options, str(Path.cwd())) for block in blocks]
@@ -70,7 +70,7 @@ def ray_executor(address: str | None) -> Executor:
     return run
 
 
-def _build(block: Block, options: BlockOptions, folder: str) -> BlockResult | Exception:
+def _build(block: Block, options: BuildOptions, folder: str) -> BlockResult | Exception:
     """In a worker of Ray. What is wrong with an input is a result: it is not tried again."""
     prepare()
     os.chdir(folder)  # inputs are named as the user named them
