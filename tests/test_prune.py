@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -71,14 +72,19 @@ def num_tokens(directory: Path) -> int:
     return open_held([directory])[0].num_tokens
 
 
-def test_half_of_a_cache_drafts_as_the_whole_where_logs_say_what_is_used(tmp_path: Path) -> None:
+def test_half_of_a_cache_drafts_as_the_whole_where_logs_say_what_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, used, other = tmp_path / "whole", tmp_path / "used", tmp_path / "other"
     _, log, held_out = made(whole)
     budget = num_tokens(whole) // 2
-    pruned = prune(whole, used, budget, accepted_runs(whole, log, FINGERPRINT))
+    prune(whole, used, budget, accepted_runs(whole, log, FINGERPRINT))
+    written, of_use = capsys.readouterr().out.splitlines()
     prune(whole, other, budget, [])
-    assert num_tokens(used) == pruned.num_tokens <= budget and num_tokens(other) <= budget
-    assert pruned.num_kept_used == pruned.num_used_blocks > 30
+    assert num_tokens(used) <= budget and num_tokens(other) <= budget
+    assert written.startswith(f"{used}: {num_tokens(used):,} of {num_tokens(whole):,} tokens in ")
+    kept, used_blocks = re.findall(r"[0-9,]+", of_use)
+    assert kept == used_blocks and int(kept) > 30
     before = tokens_per_step(whole, held_out)
     assert tokens_per_step(used, held_out) > 0.9 * before > 1.2 * tokens_per_step(other, held_out)
     with pytest.raises(ConfigError, match="--force replaces it"):

@@ -40,7 +40,7 @@ def test_it_says_what_is_there_and_changes_nothing(
         client.hset("ssd:1:generations", "a", 3)
         before = {key: client.dump(key) for key in client.scan_iter()}
         assert main(["redis-status", "--redis", redis_server.url, "--json"]) == 0
-        said = json.loads(capsys.readouterr().out)
+        said = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert {key: client.dump(key) for key in client.scan_iter()} == before
     spaces = {space["namespace"]: space for space in said["namespaces"]}
     default = spaces["default"]

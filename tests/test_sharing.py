@@ -238,13 +238,14 @@ def held(path: Path) -> list[list[int]]:
 
 
 def test_a_replica_that_joins_begins_with_what_was_said_and_pushed_once(
-    redis_server: RedisServer, tmp_path: Path
+    redis_server: RedisServer, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [[n, n + 1] for n in range(150)] + [[5, 6]]
     warm = write_directory(tmp_path / "warm", texts)
     with replica(redis_server.url) as running:
-        result = push(warm, redis_server.url, "default")
-        assert (result.num_sequences, result.num_entries, result.num_left_out_tokens) == (151, 151, 0)
+        push(warm, redis_server.url, "default")
+        assert capsys.readouterr().out == "pushed 302 tokens in 151 sequences to namespace default\n"
+        assert client.xlen(KEY) == 151
         eventually(lambda: running.stored() == texts)
         running.append([7], [8])
         push(warm, redis_server.url, "default")
@@ -259,7 +260,7 @@ def test_a_replica_that_joins_begins_with_what_was_said_and_pushed_once(
 
 
 def test_what_was_pulled_is_the_log_once_and_can_be_pushed_elsewhere(
-    redis_server: RedisServer, client: Any, tmp_path: Path
+    redis_server: RedisServer, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = [[1, 2], [1, 2], [3], list(range(900)) * 6]
     with replica(redis_server.url) as one:
@@ -268,7 +269,10 @@ def test_what_was_pulled_is_the_log_once_and_can_be_pushed_elsewhere(
         entries: Any = client.xrange(KEY)
         client.xadd(KEY, entries[0][1])  # written twice
         client.xadd(KEY, {FIELD: b"junk"})
-        assert tuple(pull(client, FINGERPRINT, "default", tmp_path / "out")) == (5 + 5400 + 32, 5, 1)
+        pull(client, FINGERPRINT, "default", tmp_path / "out")
+    said_of_it = capsys.readouterr().out
+    assert f"{5 + 5400 + 32:,} tokens in 5 sequences of default" in said_of_it
+    assert "  1 entries of the log were none of ours" in said_of_it
     assert held(tmp_path / "out") == [*said[:3], said[3][:4096], said[3][4064:]]
     push(tmp_path / "out", redis_server.url, "other")
     with replica(redis_server.url) as two:
@@ -276,11 +280,14 @@ def test_what_was_pulled_is_the_log_once_and_can_be_pushed_elsewhere(
         eventually(lambda: stored(two.caches, "other") == held(tmp_path / "out"))
 
 
-def test_a_push_says_what_the_bound_leaves_out(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_a_push_says_what_the_bound_leaves_out(
+    redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     warm = write_directory(tmp_path / "warm", [[n] * 1000 for n in range(10)])
-    result = push(warm, redis_server.url, "default", max_tokens=4096)
-    assert (result.num_sequences, result.num_tokens) == (4, 4000)
-    assert (result.num_left_out_sequences, result.num_left_out_tokens) == (6, 6000)
+    push(warm, redis_server.url, "default", max_tokens=4096)
+    pushed, left_out = capsys.readouterr().out.splitlines()
+    assert pushed == "pushed 4,000 tokens in 4 sequences to namespace default"
+    assert left_out.startswith("  6,000 tokens in the 6 oldest sequences were left out")
     with replica(redis_server.url) as one:
         eventually(lambda: one.stored() == [[n] * 1000 for n in range(6, 10)])
 

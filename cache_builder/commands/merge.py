@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
@@ -18,20 +17,6 @@ from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
 
 
-@dataclass(slots=True)
-class MergeResult:
-    """What went into the new cache. Tokens are without separators."""
-
-    num_directories: int = 0
-    num_segments: int = 0
-    """That there were before."""
-    num_sequences: int = 0
-    num_tokens: int = 0
-    num_repeated: int = 0
-    """Sequences left out by ``unique``."""
-    namespace: str = ""
-
-
 def merge(
     paths: Sequence[Path],
     out: Path,
@@ -40,14 +25,13 @@ def merge(
     force: bool = False,
     unique: bool = False,
     segment_tokens: int = DEFAULT_SEGMENT_TOKENS,
-    progress: Callable[[int], None] = lambda num_tokens: None,
-) -> MergeResult:
-    """Write the sequences of the caches ``paths``, in their order, to ``out``, which may be one of them.
+) -> None:
+    """Write the sequences of the caches ``paths``, in their order, to ``out``, which may be one of them; print it.
 
     What drafting asks is how often a text occurs and with what it goes on, so equal sequences stay as many as they are.
     ``namespace`` : of the result, None where all have the same. ``force`` : in place of a cache that is there.
     ``unique`` : of equal sequences only the first, for some 100 bytes of memory a sequence. ``segment_tokens`` : size
-    of a segment, which bounds the memory: about 18 bytes a token. ``progress`` is told of tokens.
+    of a segment, which bounds the memory: about 18 bytes a token.
 
     Raises ConfigError, CacheError, OSError; then ``out`` is as it was before.
     """
@@ -60,25 +44,34 @@ def merge(
             "each learned may then be drafted for the other"
         )
     named = namespaces[0] if namespace is None else namespace
-    result = MergeResult(len(caches), sum(len(cache.segments) for cache in caches), namespace=named)
     if not any(cache.num_tokens for cache in caches):
         raise ConfigError("the caches hold no text: nothing was merged")
     known: set[bytes] = set()
+    num_sequences = num_tokens = num_repeated = 0
     fingerprint = caches[0].fingerprint
-    with new_cache(out, fingerprint=fingerprint, namespace=named, force=force, segment_tokens=segment_tokens) as writer:
+    with (
+        progress_bar(0, " tokens") as bar,
+        new_cache(out, fingerprint=fingerprint, namespace=named, force=force, segment_tokens=segment_tokens) as writer,
+    ):
         for cache in caches:
             for sequence in sequences_of(cache.segments):
-                progress(len(sequence) + 1)
+                bar.update(len(sequence) + 1)
                 if unique:
                     digest = xxhash.xxh3_128_digest(sequence.tobytes())
                     if digest in known:
-                        result.num_repeated += 1
+                        num_repeated += 1
                         continue
                     known.add(digest)
                 writer.append(sequence)
-                result.num_sequences += 1
-                result.num_tokens += len(sequence)
-    return result
+                num_sequences += 1
+                num_tokens += len(sequence)
+    num_segments = sum(len(cache.segments) for cache in caches)
+    print(
+        f"{out}: {num_tokens:,} tokens in {num_sequences:,} sequences from {num_segments} segments of {len(caches)} "
+        f"caches, namespace {named}"
+    )
+    if num_repeated:
+        print(f"  {num_repeated:,} sequences were there already and not stored again")
 
 
 _DESCRIPTION = """\
@@ -102,15 +95,5 @@ def add(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     namespace = None if options.namespace is None else check_namespace(options.namespace)
-    with progress_bar(0, " tokens") as bar:
-        result = merge(
-            options.directories, options.out, namespace=namespace, force=options.force, unique=options.unique,
-            progress=bar.update,
-        )  # fmt: skip
-    print(
-        f"{options.out}: {result.num_tokens:,} tokens in {result.num_sequences:,} sequences from "
-        f"{result.num_segments} segments of {result.num_directories} caches, namespace {result.namespace}"
-    )
-    if result.num_repeated:
-        print(f"  {result.num_repeated:,} sequences were there already and not stored again")
+    merge(options.directories, options.out, namespace=namespace, force=options.force, unique=options.unique)
     return 0

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -53,9 +53,7 @@ def run(options: argparse.Namespace) -> int:
     open_one(options.directory, codec)
     with progress_bar(int(log.output_lengths[log.with_prompt].sum()), " tokens") as bar:
         found = accepted_runs(options.directory, log, codec.fingerprint, bar.update)
-    pruned = prune(options.directory, out, budget, found, force=options.force)
-    print(f"{out}: {pruned.num_tokens:,} of {pruned.num_tokens_before:,} tokens in {pruned.num_sequences:,} sequences")
-    print(f"  {pruned.num_kept_used:,} of the {pruned.num_used_blocks:,} blocks that drafts came from are kept")
+    prune(options.directory, out, budget, found, force=options.force)
     return 0
 
 
@@ -185,19 +183,8 @@ def kept_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
     return pieces
 
 
-class Pruned(NamedTuple):
-    """Tokens are with separators. ``num_used_blocks`` : of 64 tokens each, those that drafts came from;
-    ``num_kept_used`` : of them those that are kept whole."""
-
-    num_tokens_before: int
-    num_tokens: int
-    num_sequences: int
-    num_used_blocks: int
-    num_kept_used: int
-
-
-def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, force: bool = False) -> Pruned:
-    """Write ``budget`` tokens at most of the cache ``directory`` to ``out``, which may be the same directory.
+def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, force: bool = False) -> None:
+    """Write ``budget`` tokens at most of the cache ``directory`` to ``out``, which may be the same one; print it.
 
     ``found`` : see ``accepted_runs``. Raises ConfigError, CacheError, OSError; then ``out`` is as it was before.
     O(tokens), in memory of a block in 64 and a segment of the result.
@@ -213,7 +200,8 @@ def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, for
                 num_sequences += 1
         num_written = writer.num_tokens
     used, kept_blocks = credits > 0, kept.reshape(-1, BLOCK_TOKENS // LEAD_IN_TOKENS).all(1)
-    return Pruned(cache.num_tokens, num_written, num_sequences, int(used.sum()), int((used & kept_blocks).sum()))
+    print(f"{out}: {num_written:,} of {cache.num_tokens:,} tokens in {num_sequences:,} sequences")
+    print(f"  {(used & kept_blocks).sum():,} of the {used.sum():,} blocks that drafts came from are kept")
 
 
 def _placed(cache: Held) -> Iterator[tuple[int, Tokens]]:

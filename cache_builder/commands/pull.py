@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from cache_builder.commands.options import (
     add_log_of_namespace,
@@ -38,7 +37,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with redis_client(redis_url_of(options)) as client, progress_bar(0, " tokens") as bar:
+    with redis_client(redis_url_of(options)) as client:
         found = fingerprints_in(client, options)
         if not found or not entries_after(client, stream_key(found[0], options.namespace), BEGINNING, 1).entries:
             raise SSDError(f"there is nothing of namespace {options.namespace}: is it the servers' --namespace?")
@@ -46,39 +45,26 @@ def run(options: argparse.Namespace) -> int:
             raise SSDError(
                 f"several tokenizers have a namespace {options.namespace}: give --fingerprint, one of {found}"
             )
-        result = pull(client, found[0], options.namespace, options.out, bar.update)
-    print(f"{options.out}: {result.num_tokens:,} tokens in {result.num_sequences:,} sequences of {options.namespace}")
-    if result.num_invalid:
-        print(f"  {result.num_invalid:,} entries of the log were none of ours and left out")
+        pull(client, found[0], options.namespace, options.out)
     return 0
-
-
-class Pulled(NamedTuple):
-    """What was written. ``num_invalid`` : entries that failed a check."""
-
-    num_tokens: int
-    num_sequences: int
-    num_invalid: int
 
 
 _ANY_TOKEN: Final = 1 << 31
 
 
-def pull(
-    client: redis.Redis,
-    fingerprint: str,
-    namespace: str,
-    directory: Path,
-    progress: Callable[[int], object] = lambda num_tokens: None,
-) -> Pulled:
-    """Write the log of a namespace into ``directory``, a cache as ``ssd-cache build`` makes one, each entry once.
+def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path) -> None:
+    """Write the log of a namespace into ``directory``, a cache as ``ssd-cache build`` makes one, each entry once; print
+    what it was.
 
     O(n log n), in memory of a segment and the entries' ids. Raises CacheError, OSError, and what redis-py raises.
     """
     key = stream_key(fingerprint, namespace)
     seen: set[bytes] = set()
     num_tokens = num_invalid = 0
-    with StaticWriter(directory, fingerprint=fingerprint, namespace=namespace) as writer:
+    with (
+        progress_bar(0, " tokens") as bar,
+        StaticWriter(directory, fingerprint=fingerprint, namespace=namespace) as writer,
+    ):
         for raw in all_entries(client, key):
             try:
                 entry = unpack_entry(value_of(raw), key, vocab_size=_ANY_TOKEN)
@@ -89,5 +75,7 @@ def pull(
                 seen.add(entry.sequence_id)
                 writer.append(entry.tokens)
                 num_tokens += len(entry.tokens)
-                progress(len(entry.tokens))
-    return Pulled(num_tokens, len(seen), num_invalid)
+                bar.update(len(entry.tokens))
+    print(f"{directory}: {num_tokens:,} tokens in {len(seen):,} sequences of {namespace}")
+    if num_invalid:
+        print(f"  {num_invalid:,} entries of the log were none of ours and left out")

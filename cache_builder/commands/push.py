@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import xxhash
@@ -49,28 +48,8 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with progress_bar(0, " tokens") as bar:
-        result = push(
-            options.directory, redis_url_of(options), options.namespace, max_tokens=options.max_tokens,
-            progress=bar.update,
-        )  # fmt: skip
-    print(f"pushed {result.num_tokens:,} tokens in {result.num_sequences:,} sequences to namespace {options.namespace}")
-    if result.num_left_out_tokens:
-        print(
-            f"  {result.num_left_out_tokens:,} tokens in the {result.num_left_out_sequences:,} oldest sequences were "
-            f"left out: the shared log keeps {options.max_tokens:,}. Servers get all with --warm {options.directory}"
-        )
+    push(options.directory, redis_url_of(options), options.namespace, max_tokens=options.max_tokens)
     return 0
-
-
-class Pushed(NamedTuple):
-    """What was written, and what the log's bound left out."""
-
-    num_sequences: int
-    num_tokens: int
-    num_entries: int
-    num_left_out_sequences: int
-    num_left_out_tokens: int
 
 
 REPLICA_ID: Final = b"ssd-push"
@@ -79,19 +58,12 @@ REPLICA_ID: Final = b"ssd-push"
 _BATCH: Final = 64
 
 
-def push(
-    directory: Path,
-    url: str,
-    namespace: str,
-    *,
-    max_tokens: int = DEFAULT_MAX_TOKENS,
-    progress: Callable[[int], object] = lambda num_tokens: None,
-) -> Pushed:
-    """Write the sequences of ``directory`` to the stream of ``namespace``, the newest ones if not all fit.
+def push(directory: Path, url: str, namespace: str, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
+    """Write the sequences of ``directory`` to the stream of ``namespace``, the newest ones if not all fit; print it.
 
-    ``max_tokens`` : the log's bound, the same as the replicas'. ``progress`` : called with the tokens of each batch. An
-    entry's sequence id is a hash of its place and its tokens, so a replica that still knows a push stores nothing when
-    it is repeated. O(tokens), in memory of a few blocks and the longest sequence.
+    ``max_tokens`` : the log's bound, the same as the replicas'. An entry's sequence id is a hash of its place and its
+    tokens, so a replica that still knows a push stores nothing when it is repeated. O(tokens), in memory of a few
+    blocks and the longest sequence.
 
     Raises ConfigError and CacheError, StoreUnavailable for both ends.
     """
@@ -114,7 +86,7 @@ def push(
         for sequence in itertools.islice(sequences_of(segments), first, None)
         for part in split_sequence(sequence, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS)
     )
-    with redis_client(url, failed) as client:
+    with redis_client(url, failed) as client, progress_bar(0, " tokens") as bar:
         while batch := list(itertools.islice(parts, _BATCH)):
             entries = [
                 Entry(REPLICA_ID, xxhash.xxh3_128_digest(part.tobytes(), seed=num_written + number), part)
@@ -125,11 +97,10 @@ def push(
                 if refusal is not None:
                     raise refusal
             num_written += len(entries)
-            progress(sum(map(len, batch)))
-    return Pushed(
-        num_sequences=len(lengths) - first,
-        num_tokens=int(lengths[first:].sum()),
-        num_entries=num_written,
-        num_left_out_sequences=first,
-        num_left_out_tokens=int(lengths[:first].sum()),
-    )
+            bar.update(sum(map(len, batch)))
+    print(f"pushed {lengths[first:].sum():,} tokens in {len(lengths) - first:,} sequences to namespace {namespace}")
+    if first:
+        print(
+            f"  {lengths[:first].sum():,} tokens in the {first:,} oldest sequences were left out: the shared log keeps "
+            f"{max_tokens:,}. Servers get all with --warm {directory}"
+        )
