@@ -23,8 +23,8 @@ from cache_builder.evaluation.costs import (
     read_step_costs,
     step_costs,
 )
+from cache_builder.evaluation.evaluate import LEAST_REQUESTS, figures_of, log_of, summarised
 from cache_builder.evaluation.log import Log
-from cache_builder.evaluation.measured import LEAST_REQUESTS, figures_of, log_of, summarised
 from cache_builder.evaluation.report import headline, summary
 from ssd.bundled import MODEL_PATH
 from ssd.engine import measured

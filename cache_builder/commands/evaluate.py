@@ -70,8 +70,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from cache_builder.evaluation.evaluate import Plan, evaluate, num_to_decode
-    from cache_builder.evaluation.measured import measured
+    from cache_builder.evaluation.evaluate import Plan, evaluate, measured, num_to_decode
     from cache_builder.evaluation.report import headline, summary
 
     _check(options)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -12,7 +14,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cache_builder.evaluation.costs import CostCurve, StepCosts
+from cache_builder.evaluation.costs import CostCurve, StepCosts, run_program
 from cache_builder.evaluation.decoding import OutputDecoder, warm_up
 from cache_builder.evaluation.log import Int64s, Log
 from cache_builder.evaluation.oracle import oracle_steps
@@ -24,7 +26,6 @@ CacheUse = Literal["growing", "frozen", "none"]
 Flags = npt.NDArray[np.bool_]
 
 _FEW_TOKENS: Final = 20_000
-_WINDOWS: Final = 10
 _MOST_CLASSES: Final = 20
 _OTHER_CLASSES: Final = "all other classes"
 
@@ -53,13 +54,14 @@ class Plan:
 class Outcome:
     """What decoding a log came to.
 
-    ``requests`` : int64[r], the numbers of those decoded. Of each ``num_steps``, ``num_accepted`` : int64[r].
-    ``drafted`` : int16, tokens drafted in each step of all, one request after another. ``ns`` : of a processor, for all
-    proposals. ``by_source`` : see `OutputDecoder`. ``num_cached_tokens``, ``index_bytes`` : of what the
-    cache holds at the end.
+    ``requests`` : int64[r], the numbers of those decoded. Of each ``num_tokens``, ``num_steps``, ``num_accepted`` :
+    int64[r], tokens of the output. ``drafted`` : int16, tokens drafted in each step of all, one request after another.
+    ``ns`` : of a processor, for all proposals. ``by_source`` : see `OutputDecoder`. ``num_cached_tokens``,
+    ``index_bytes`` : of what the cache holds at the end.
     """
 
     requests: Int64s
+    num_tokens: Int64s
     num_steps: Int64s
     num_accepted: Int64s
     drafted: npt.NDArray[np.int16]
@@ -101,6 +103,7 @@ def replay(
         of_segments = sum(each.text.nbytes + each.order.nbytes + each.fence.nbytes for each in snapshot.segments)
         return Outcome(
             requests,
+            log.output_lengths[requests],
             num_steps,
             num_accepted,
             np.concatenate(drafted),
@@ -140,9 +143,13 @@ def evaluate(
     ``progress`` : told how many output tokens were decoded, see ``num_to_decode``. Raises CacheError for a warm
     directory.
     """
-    main, judge = replay(log, plan, costs.curve, plan.cache, progress), _Judge(log, costs, plan)
+    main, best = replay(log, plan, costs.curve, plan.cache, progress), None
+    if not plan.warm:  # of warm directories the text is not at hand
+        texts = np.split(log.tokens, log.starts[1:-1])
+        best = oracle_steps(texts, log.prompt_lengths, plan.draft.num_speculative_tokens)
+    figures = partial(_figures, costs, best)
     uses = [*((use, replay(log, plan, costs.curve, use, progress)) for use in plan.lesser_uses), (plan.cache, main)]
-    without = np.setdiff1d(np.arange(len(log)), main.requests)
+    numbers, without = np.arange(len(main.requests)), np.setdiff1d(np.arange(len(log)), main.requests)
     return {
         "report": "evaluate",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -160,15 +167,20 @@ def evaluate(
         "requests": len(main.requests),
         "prompt_tokens": int(log.prompt_lengths[main.requests].sum()),
         "cost": costs.as_json(),
-        **judge.figures(main),
+        **figures(main),
         "documents": {"number": len(without), "tokens": int(np.diff(log.starts)[without].sum())},
-        "classes": [] if log.labels is None else _classes(main, judge, log.labels),
+        "classes": [
+            {"name": name, "requests": int(of.sum()), **figures(main, of)} for name, of in _classes(main, log.labels)
+        ],
         "by_source": [
             {"source": source, "drafts": drafts, "drafted": drafted, "accepted": accepted}
             for source, (drafts, drafted, accepted) in main.by_source.items()
         ],
-        "growth": _growth(main, judge),
-        "by_cache": [{"cache": use, **judge.point(outcome)} for use, outcome in uses],
+        "growth": [
+            {"requests": end, **figures(main, (numbers >= begin) & (numbers < end))}
+            for begin, end in _tenths(len(numbers))
+        ],
+        "by_cache": [{"cache": use, **figures(outcome)} for use, outcome in uses],
         "needs": {
             "memory_bytes": main.index_bytes + main.ring_bytes,
             "disk_bytes": main.index_bytes,
@@ -179,62 +191,129 @@ def evaluate(
     }
 
 
-class _Judge:
-    """What steps are worth."""
+def _figures(costs: StepCosts, best: Int64s | None, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
+    """What steps are worth: of all decoded requests, or those that ``of``, bool[r], says.
 
-    def __init__(self, log: Log, costs: StepCosts, plan: Plan) -> None:
-        self._output_lengths, self._costs = log.output_lengths, costs
-        self._oracle: Int64s | None = None
-        if not plan.warm:  # of warm directories the text is not at hand
-            texts = np.split(log.tokens, log.starts[1:-1])
-            self._oracle = oracle_steps(texts, log.prompt_lengths, plan.draft.num_speculative_tokens)
-
-    def figures(self, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
-        """Of all decoded requests, or those that ``of``, bool[r], says."""
-        chosen = np.ones(len(outcome.requests), np.bool_) if of is None else of
-        requests, drafted = outcome.requests[chosen], outcome.drafted[np.repeat(chosen, outcome.num_steps)]
-        num_steps, num_drafted = len(drafted), int(drafted.sum(dtype=np.int64))
-        num_output = int(self._output_lengths[requests].sum())
-        num_accepted = int(outcome.num_accepted[chosen].sum())
-        assert num_output == num_steps + num_accepted
-        propose_s = outcome.ns / 1e9 * num_steps / max(1, len(outcome.drafted))
-        speedup = self._costs.speed_up(num_output, np.bincount(drafted, minlength=1), propose_s)
-        best = None if self._oracle is None else int(self._oracle[requests].sum())
-        return {
-            "output_tokens": num_output,
-            "tokens_per_step": _rounded(num_output / num_steps if num_steps else 1.0),
-            "of_oracle": None if best is None else _rounded(best / max(1, num_steps)),
-            "drafted_per_step": _rounded(num_drafted / max(1, num_steps)),
-            "acceptance_rate": _rounded(num_accepted / max(1, num_drafted)),
-            "speedup": _rounded(speedup),
-        }
-
-    def point(self, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
-        """Those of the figures that a curve shows."""
-        found = self.figures(outcome, of)
-        return {name: found[name] for name in ("tokens_per_step", "of_oracle", "speedup", "output_tokens")}
+    ``best`` : steps of each request of the log at the least, None where that is not known.
+    """
+    chosen = np.ones(len(outcome.requests), np.bool_) if of is None else of
+    drafted = outcome.drafted[np.repeat(chosen, outcome.num_steps)]
+    num_steps, num_drafted = len(drafted), int(drafted.sum(dtype=np.int64))
+    num_output, num_accepted = int(outcome.num_tokens[chosen].sum()), int(outcome.num_accepted[chosen].sum())
+    assert num_output == num_steps + num_accepted
+    propose_s = outcome.ns / 1e9 * num_steps / max(1, len(outcome.drafted))
+    speedup = costs.speed_up(num_output, np.bincount(drafted, minlength=1), propose_s)
+    least = None if best is None else int(best[outcome.requests[chosen]].sum())
+    return {
+        "output_tokens": num_output,
+        "tokens_per_step": round(num_output / num_steps if num_steps else 1.0, 4),
+        "of_oracle": None if least is None else round(least / max(1, num_steps), 4),
+        "drafted_per_step": round(num_drafted / max(1, num_steps), 4),
+        "acceptance_rate": round(num_accepted / max(1, num_drafted), 4),
+        "speedup": round(speedup, 4),
+    }
 
 
-def _classes(main: Outcome, judge: _Judge, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """The largest first; beyond the twentieth all in one."""
-    names = np.array(classes, object)[main.requests]
-    found, counts = np.unique(names.astype(str), return_counts=True)
+def _classes(main: Outcome, labels: Sequence[str] | None) -> Iterator[tuple[str, Flags]]:
+    """Which of the decoded requests are of each class, the largest first; beyond the twentieth all in one."""
+    if labels is None:
+        return
+    names = np.array(labels, object)[main.requests].astype(str)
+    found, counts = np.unique(names, return_counts=True)
     ordered = [str(found[place]) for place in np.argsort(-counts, kind="stable")]
-    groups = [(name, names == name) for name in ordered[:_MOST_CLASSES]]
+    for name in ordered[:_MOST_CLASSES]:
+        yield name, names == name
     if len(ordered) > _MOST_CLASSES:
-        groups.append((_OTHER_CLASSES, ~np.isin(names.astype(str), ordered[:_MOST_CLASSES])))
-    return [{"name": name, "requests": int(of.sum()), **judge.figures(main, of)} for name, of in groups]
+        yield _OTHER_CLASSES, ~np.isin(names, ordered[:_MOST_CLASSES])
 
 
-def _growth(main: Outcome, judge: _Judge) -> list[dict[str, Any]]:
-    """Tenths of the requests, in their order; each says how many had come by its end."""
-    places, count = np.arange(len(main.requests)), len(main.requests)
-    bounds = sorted({round(count * window / _WINDOWS) for window in range(_WINDOWS + 1)})
-    found = []
-    for begin, end in pairwise(bounds):
-        found.append({"requests": end, **judge.point(main, (places >= begin) & (places < end))})
-    return found
+def _tenths(count: int) -> Iterator[tuple[int, int]]:
+    """Where each tenth of so many requests begins and ends; fewer of few."""
+    return pairwise(sorted({round(count * tenth / 10) for tenth in range(11)}))
 
 
-def _rounded(value: float) -> float:
-    return round(value, 4)
+LEAST_REQUESTS: Final = 30
+"""Below which no figure is put on top of a report: chance is as large as what is to be shown."""
+Decoded = Mapping[str, Any]
+"""What one request took with drafts, "ssd", and without, "none"."""
+
+
+def measured(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCosts) -> dict[str, Any] | None:
+    """Requests of the log decoded with ``--measure MODEL``; what a replay predicts of the very same outputs is said
+    beside. Raises ModelError.
+    """
+    if options.measure is None or not options.measure_requests:
+        return None
+    numbers = log.with_prompt[: options.measure_requests].tolist()
+    given = {
+        "prompts": [log.row(number).context.tolist() for number in numbers],
+        "lengths": [int(min(options.measure_tokens, log.output_lengths[number])) for number in numbers],
+        "temperatures": options.temperature,
+        "minutes": options.measure_minutes,
+        "fingerprint": plan.fingerprint,
+        "draft_limit": plan.draft.num_speculative_tokens,
+        "warm": list(map(str, plan.warm)),
+        "learns": plan.cache == "growing",
+    }
+    found = run_program("log", options.measure, given)
+    same = log_of(found, log)
+    replayed = None if same is None else evaluate(same, plan, costs)
+    told = None if replayed is None else {key: replayed[key] for key in ("speedup", "tokens_per_step")}
+    return {**summarised(found), "replayed": told}
+
+
+def log_of(found: Mapping[str, Any], log: Log) -> Log | None:
+    """The requests that were decoded greedily with what the model said to them; None where none were."""
+    rows: Sequence[Decoded] = next((each["requests"] for each in found["temperatures"] if not each["temperature"]), [])
+    if not rows:
+        return None
+    numbers = log.with_prompt.tolist()
+    prompts = [log.row(numbers[row["request"]]).context for row in rows]
+    texts = [
+        np.concatenate([prompt, np.array(row["ssd"]["said"], np.int32)])
+        for prompt, row in zip(prompts, rows, strict=True)
+    ]
+    starts = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
+    return Log(np.concatenate(texts), starts, np.array([len(prompt) for prompt in prompts], np.int64))
+
+
+def summarised(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What decoding requests with drafts and without came to: in all and by part of the log."""
+    facts = {key: found[key] for key in ("model", "device", "dtype", "threads", "too_long")}
+    return {**facts, "temperatures": [_of_one(each) for each in found["temperatures"]]}
+
+
+def _of_one(found: Mapping[str, Any]) -> dict[str, Any]:
+    rows: Sequence[Decoded] = found["requests"]
+    return {
+        "temperature": found["temperature"],
+        **figures_of(rows),
+        "outputs_differ": sum(not row["same"] for row in rows),
+        "bits_compared": found["bits_compared"],
+        "bits_differ": found["bits_differ"],
+        "growth": [{"up_to": end, **figures_of(rows[begin:end])} for begin, end in _tenths(len(rows))],
+        "slower": [row["request"] + 1 for row in rows if row["ssd"]["seconds"] > row["none"]["seconds"]],
+    }
+
+
+def figures_of(rows: Sequence[Decoded]) -> dict[str, Any]:
+    """Of some requests: tokens a second both ways with prompts, their ratio, and that of the output alone."""
+    tokens = sum(row["ssd"]["tokens"] for row in rows)
+    off_s, on_s = (sum(row[way]["seconds"] for row in rows) for way in ("none", "ssd"))
+    output_off_s, output_on_s = (
+        sum(row[way]["seconds"] - row[way]["first_s"] for row in rows) for way in ("none", "ssd")
+    )
+    drafted, accepted = (sum(row["ssd"][key] for row in rows) for key in ("drafted", "accepted"))
+    passes = {way: sum(row[way]["passes"] for row in rows) for way in ("none", "ssd")}
+    return {
+        "requests": len(rows),
+        "output_tokens": tokens,
+        "without_per_s": round(tokens / off_s, 2) if off_s else 0.0,
+        "with_per_s": round(tokens / on_s, 2) if on_s else 0.0,
+        "speedup": round(off_s / on_s, 4) if on_s else 1.0,
+        "output_speedup": round(output_off_s / output_on_s, 4) if output_on_s > 0 and output_off_s > 0 else 1.0,
+        "passes_without": passes["none"],
+        "passes_with": passes["ssd"],
+        "drafted": drafted,
+        "accepted": accepted,
+    }

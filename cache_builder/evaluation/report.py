@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
-from cache_builder.evaluation.measured import LEAST_REQUESTS
+from cache_builder.evaluation.evaluate import LEAST_REQUESTS
 from cache_builder.held import plain
 
 Evaluation = Mapping[str, Any]
