@@ -3,7 +3,7 @@
 ``python -m benchmarks.contenders [MODEL] [--question sources|mechanisms|overhead] [--rounds N] [--out FILE]``
 
 - sources: what each source of drafts brings alone, and all together, on text that never repeats;
-- mechanisms: all of them, and all but one: "all over it" above 1 says that what is left out pays;
+- mechanisms: all of them, and all but one; "all_over" above 1 in the result says that what is left out pays;
 - overhead: is speculation ever slower? At temperature 1, cold (empty caches, no prompt twice) and adversarial (the
   cache holds other answers to the same prompts, so that long matches lie), at every batch size.
 
@@ -118,7 +118,6 @@ COLUMNS = (
     (">tokens a pass", "{tokens_per_pass[0]:.2f}"),
     (">tokens/s over off", "{over_off[0]:.2f}x"),
     (">95 %", "{over_off_95[0]:.2f}-{over_off_95[1]:.2f}"),
-    (">all over it, by CPU time", "{all_over[0]:.2f}x"),
 )
 NOTE = (
     "`python -m benchmarks.contenders`, float32, {environment[cpu]}, {environment[cores]} cores: prompts of at most "

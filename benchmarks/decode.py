@@ -147,7 +147,6 @@ COLUMNS = (
     (">positions a row", "{T}"),
     (">step ms", "{step_ms_p50:.2f}"),
     (">pass alone ms", "{pass_ms:.2f}"),
-    (">of copy rate", "{of_copy:.3f}"),
     (">drafting", "{drafting_share:.1%}"),
     (">tokens/s", "{tokens_per_s:,.0f}"),
 )
