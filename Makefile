@@ -132,7 +132,7 @@ $(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/build.py $(PEERS_P
 		&& python -m benchmarks.peers.build llama-cpp $(PEERS)/sources/*.tar.gz \
 		&& rm -r $(PEERS)/sources \
 		|| { echo "bench-peers: the installation failed, see above; needs Python >= 3.11 and a C++ compiler" >&2; exit 1; }
-	@for name in arctic vllm-ngram prompt-lookup sglang-ngram llama-cpp; do \
+	@for name in arctic vllm-ngram prompt-lookup-hf sglang llama-cpp; do \
 		$(PEERS)/bin/python -m benchmarks.peers.process check $$name \
 		|| { echo "bench-peers: $$name was installed but does not draft, see above" >&2; exit 1; }; \
 	done

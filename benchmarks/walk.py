@@ -76,40 +76,8 @@ def walk(text: Sequence[int], prompt_length: int, askers: Sequence[Asker]) -> li
     return [Steps(*np.array(log, np.int32).reshape(-1, 3).T.copy()) for log in logs]
 
 
-class Counts:
-    """Steps of all outputs under one setting."""
-
-    def __init__(self) -> None:
-        self.num_output_tokens = 0
-        self.num_accepted_tokens = 0
-        """The target's own token of each step is not among them."""
-        self.steps_by_drafted: npt.NDArray[np.int64] = np.zeros(1, np.int64)
-        """int64[k + 1], how many steps drafted 0, 1, ... k tokens."""
-        self._ns: list[Ints] = []
-
-    @property
-    def num_verify_steps(self) -> int:
-        """Forward passes of the target."""
-        return int(self.steps_by_drafted.sum())
-
-    @property
-    def num_drafted_tokens(self) -> int:
-        """Tokens the target had to check."""
-        return int((self.steps_by_drafted * np.arange(len(self.steps_by_drafted))).sum())
-
-    @property
-    def propose_us(self) -> npt.NDArray[np.float64]:
-        """float64[steps], the drafter's own calls."""
-        return np.concatenate([np.empty(0, np.int32), *self._ns]) / 1e3
-
-    def add(self, steps: Steps, num_output_tokens: int) -> None:
-        """One output. Its tokens must be those of its steps."""
-        emitted = int((steps.accepted + 1).sum())
-        if emitted != num_output_tokens:
-            raise AssertionError(f"{num_output_tokens} tokens came out of steps that emitted {emitted}")
-        self._ns.append(steps.ns)
-        added = np.bincount(steps.drafted, minlength=len(self.steps_by_drafted))
-        added[: len(self.steps_by_drafted)] += self.steps_by_drafted
-        self.steps_by_drafted = added
-        self.num_output_tokens += num_output_tokens
-        self.num_accepted_tokens += int(steps.accepted.sum())
+def together(outputs: Sequence[Steps]) -> Steps:
+    """The steps of outputs, one after another."""
+    if not outputs:
+        return Steps(*np.empty((3, 0), np.int32))
+    return Steps(*(np.concatenate(columns) for columns in zip(*outputs, strict=True)))

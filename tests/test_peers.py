@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.child import ChildEnded, ChildError
-from benchmarks.peers import PEER_NAMES, Peer, PeerUnavailable
-from benchmarks.peers.client import environment
+from benchmarks.peers.client import Peer, PeerUnavailable, environment
 from benchmarks.peers.local import Setting
-from benchmarks.peers.process import TEXT, WAYS, Server
+from benchmarks.peers.process import PEERS, TEXT, WAYS, Server
 from benchmarks.walk import Proposal, agreeing, walk
 from tests.reference import walk as reference
 
@@ -176,9 +175,9 @@ def test_what_fails_can_be_asked_again_and_who_dies_shows_only_its_last_words(fa
 
 
 @needs_peers
-@pytest.mark.parametrize("name", PEER_NAMES)
+@pytest.mark.parametrize("name", PEERS)
 def test_a_peer_continues_what_its_own_context_repeats_and_nothing_else(name: str) -> None:
-    capacity = {"capacity": 100_000} if name == "sglang-ngram" else {}  # its trie has all nodes from the beginning
+    capacity = {"capacity": 100_000} if name == "sglang" else {}  # its trie has all nodes from the beginning
     for options in WAYS.get(name, [{}]):
         with Peer(name, **options, **capacity) as peer:
             (steps,) = peer.replay("repeats", TEXT, 35, [(5, {})])
@@ -207,7 +206,7 @@ def test_arctic_and_sglang_draft_every_known_continuation_as_a_tree() -> None:
     asked = ids(70, 1, 2, 3, 4, 9)
     for name, options, setting in (
         ("arctic", {}, TREES),
-        ("sglang-ngram", {"capacity": 10_000}, NONE),
+        ("sglang", {"capacity": 10_000}, NONE),
     ):
         with Peer(name, **options) as peer:
             for number, text in enumerate(told):

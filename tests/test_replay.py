@@ -16,7 +16,7 @@ from benchmarks.replay import digest
 from benchmarks.replay.__main__ import main
 from benchmarks.replay.job import CONTENDER_NAMES, OURS, OurDrafter, PeerDrafter, replay_stream, settings_of
 from benchmarks.report.replay import others_section
-from benchmarks.walk import Counts
+from benchmarks.walk import Steps
 from cache_builder.evaluation.costs import CostCurve, StepCosts, flat
 from cache_builder.evaluation.log import Row
 from cache_builder.evaluation.oracle import oracle_steps
@@ -38,8 +38,8 @@ def as_rows(rows: list[tuple[list[int], list[int]]]) -> list[Row]:
     return [Row(np.array(context, np.int32), np.array(output, np.int32)) for context, output in rows]
 
 
-def figures(counts: Counts) -> tuple[Any, ...]:
-    return counts.steps_by_drafted.tolist(), counts.num_accepted_tokens
+def figures(steps: Steps) -> tuple[Any, ...]:
+    return steps.drafted.tolist(), steps.accepted.tolist()
 
 
 def test_settings_side_by_side_count_what_each_counts_alone() -> None:
@@ -47,10 +47,10 @@ def test_settings_side_by_side_count_what_each_counts_alone() -> None:
     options: dict[str, Any] = {"draft": DraftConfig(num_speculative_tokens=8), "index": IndexConfig(seal_tokens=64)}
     settings = settings_of(OURS, 8, tree=False, costs=[flat(32), flat(2)])
     with OurDrafter(settings, tree=False, **options) as contender:
-        together = [figures(counts) for counts in replay_stream(rows, contender)]
-    for setting, counts in zip(settings, together, strict=True):
+        together = [figures(steps) for steps in replay_stream(rows, contender)]
+    for setting, alone in zip(settings, together, strict=True):
         with OurDrafter([setting], tree=False, **options) as contender:
-            assert figures(replay_stream(rows, contender)[0]) == counts
+            assert figures(replay_stream(rows, contender)[0]) == alone
 
 
 @needs_peers
@@ -59,7 +59,7 @@ def test_settings_of_a_peer_side_by_side_count_what_each_counts_alone(drafter: s
     rows = as_rows(made_rows())
     settings = settings_of(drafter, 8, tree=False, costs=[])
     with PeerDrafter(settings) as contender:
-        together = [figures(counts) for counts in replay_stream(rows, contender)]
+        together = [figures(steps) for steps in replay_stream(rows, contender)]
     with PeerDrafter(settings[-1:]) as alone:
         assert figures(replay_stream(rows, alone)[0]) == together[-1]
 

@@ -3,8 +3,3 @@
 ``make bench-peers`` creates the environment. `client.Peer` starts one peer and asks it; `process` is the other end, run
 by the peers' own interpreter. Nothing here imports ``ssd``.
 """
-
-from benchmarks.peers.client import Peer, PeerUnavailable
-from benchmarks.peers.local import PEER_NAMES
-
-__all__ = ["PEER_NAMES", "Peer", "PeerUnavailable"]

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.child import ROOT, Child, ChildEnded, ChildError
-from benchmarks.peers.local import PEER_NAMES, Setting, TokenIds
+from benchmarks.peers.local import Setting, TokenIds
+from benchmarks.peers.process import PEERS
 from benchmarks.walk import Steps
 
 
@@ -25,13 +26,13 @@ class Peer(Child):
 
     - arctic: ``depth`` (64)
     - vllm-ngram: ``min_ngram`` (2), ``max_ngram`` (5), ``max_context_tokens`` (65,536), ``max_draft`` (256)
-    - prompt-lookup: ``max_matching_ngram_size`` (2)
-    - sglang-ngram: ``capacity`` (10,000,000), ``match_type`` (BFS), ``min_bfs_breadth`` (1), ``max_bfs_breadth`` (10),
+    - prompt-lookup-hf: ``max_matching_ngram_size`` (2)
+    - sglang: ``capacity`` (10,000,000), ``match_type`` (BFS), ``min_bfs_breadth`` (1), ``max_bfs_breadth`` (10),
       ``max_trie_depth`` (18), ``draft_tokens`` (12), ``padded`` (0), ``prompts`` (0)
     - llama-cpp: ``type`` (ngram-mod), and ``first``, ``second``, ``third``, its three sizes
 
     A setting of arctic holds ``max_spec_factor``, ``max_spec_offset``, ``min_token_prob`` and ``use_tree_spec``, one of
-    sglang-ngram or llama-cpp holds options, and has a peer of its own.
+    sglang or llama-cpp holds options, and has a peer of its own.
     """
 
     versions: dict[str, str]
@@ -39,8 +40,8 @@ class Peer(Child):
 
     def __init__(self, name: str, **options: int | str) -> None:
         """Start the peer and wait until it is warm. Raises PeerUnavailable, or ChildError where an option is wrong."""
-        if name not in PEER_NAMES:
-            raise ValueError(f"no peer is called {name!r}, only {', '.join(PEER_NAMES)}")
+        if name not in PEERS:
+            raise ValueError(f"no peer is called {name!r}, only {', '.join(PEERS)}")
         python = environment() / "bin" / "python"
         if not python.exists():
             raise PeerUnavailable(f"the peers are not installed in {environment()}: run `make bench-peers`")

@@ -1,4 +1,4 @@
-"""What both ends know: which peers there are, and what a peer looks like in its process."""
+"""What a peer looks like in its process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.walk import Proposal
-
-PEER_NAMES = ("arctic", "vllm-ngram", "prompt-lookup", "sglang-ngram", "llama-cpp")
 
 TokenIds = npt.NDArray[np.int32]
 

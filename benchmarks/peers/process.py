@@ -22,13 +22,14 @@ from benchmarks.peers.own_text import PromptLookup, VllmNgram
 from benchmarks.peers.sglang_ngram import SglangNgram
 from benchmarks.walk import Proposal, Steps, walk
 
-_MAKERS: Final[dict[str, Callable[..., LocalPeer]]] = {
+PEERS: Final[dict[str, Callable[..., LocalPeer]]] = {
     "arctic": Arctic,
     "vllm-ngram": VllmNgram,
-    "prompt-lookup": PromptLookup,
-    "sglang-ngram": SglangNgram,
+    "prompt-lookup-hf": PromptLookup,
+    "sglang": SglangNgram,
     "llama-cpp": LlamaCpp,
 }
+"""By the names that results have; nothing of a library is loaded before one is made."""
 
 
 class Server:
@@ -87,7 +88,7 @@ class Server:
 
 def open_peer(name: str, options: dict[str, Any]) -> Server:
     """A peer by its name and own options."""
-    return Server(_MAKERS[name](**options))
+    return Server(PEERS[name](**options))
 
 
 def _version(distribution: str) -> str:
@@ -98,7 +99,7 @@ def _version(distribution: str) -> str:
 
 
 WAYS: Final[dict[str, list[dict[str, Any]]]] = {
-    "sglang-ngram": [{"prompts": 1}, {"prompts": 1, "match_type": "PROB"}],
+    "sglang": [{"prompts": 1}, {"prompts": 1, "match_type": "PROB"}],
     "llama-cpp": [
         {"type": "lookup"},
         {"type": "ngram-cache"},

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from benchmarks.peers import Peer
+from benchmarks.peers.client import Peer
+from benchmarks.peers.process import PEERS
 from benchmarks.traces import read_rows, trace_name
-from benchmarks.walk import Counts, Steps
+from benchmarks.walk import Steps, together
 from cache_builder.evaluation.costs import CostCurve, StepCosts
 from cache_builder.evaluation.decoding import OutputDecoder, warm_up
 from cache_builder.evaluation.log import Row
@@ -27,15 +28,6 @@ T = TypeVar("T")
 OURS = "ssd"
 MEASURED_PATH = Path(__file__).parents[1] / "results" / "verify-cost.json"
 """The cost curve of passes that `benchmarks.evaluate --save-cost` measured."""
-PEERS = {
-    "arctic": "arctic",
-    "vllm-ngram": "vllm-ngram",
-    "prompt-lookup-hf": "prompt-lookup",
-    "sglang": "sglang-ngram",
-    "llama-cpp": "llama-cpp",
-}
-"""What other people's drafters are called here, and in `benchmarks.peers`."""
-
 CONTENDER_NAMES = (OURS, *PEERS)
 
 PRICED_BY = "priced by "
@@ -169,7 +161,7 @@ class PeerDrafter(AbstractContextManager["PeerDrafter"]):
     def __init__(self, settings: Sequence[Setting], **options: int | str) -> None:
         """``options`` : the peer's own, see `Peer`. Raises PeerUnavailable where it is not installed."""
         self.settings = settings
-        self._peer = Peer(PEERS[settings[0].drafter], **options)
+        self._peer = Peer(settings[0].drafter, **options)
         self.made_of: dict[str, Any] = {**self._peer.versions, **options}
         self._asked = [(setting.limit, setting.knobs) for setting in settings]
 
@@ -180,13 +172,15 @@ class PeerDrafter(AbstractContextManager["PeerDrafter"]):
         return self._peer.replay(request_id, row.text(), len(row.context), self._asked)
 
 
-def replay_stream(rows: Sequence[Row], contender: OurDrafter | PeerDrafter) -> list[Counts]:
-    """What each setting comes to on rows in their order."""
-    counts = [Counts() for _ in contender.settings]
+def replay_stream(rows: Sequence[Row], contender: OurDrafter | PeerDrafter) -> list[Steps]:
+    """The steps of each setting on rows in their order. Raises AssertionError where an output is not its steps'."""
+    of_settings: list[list[Steps]] = [[] for _ in contender.settings]
     for number, row in enumerate(rows):
-        for one, steps in zip(counts, contender.replay(str(number), row), strict=True):
-            one.add(steps, len(row.output))
-    return counts
+        for found, steps in zip(of_settings, contender.replay(str(number), row), strict=True):
+            found.append(steps)
+            if (emitted := int((steps.accepted + 1).sum())) != len(row.output):
+                raise AssertionError(f"{len(row.output)} tokens came out of steps that emitted {emitted}")
+    return [together(found) for found in of_settings]
 
 
 def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
@@ -196,7 +190,7 @@ def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
     oracle = oracle_of(rows, plan.draft.num_speculative_tokens)
     for contender in _contenders(plan, rows):
         with contender:
-            for setting, counts in zip(contender.settings, replay_stream(rows, contender), strict=True):
+            for setting, steps in zip(contender.settings, replay_stream(rows, contender), strict=True):
                 results.setdefault(setting.drafter, []).append(
                     {
                         "trace": trace_name(trace),
@@ -205,7 +199,7 @@ def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
                         "setting": setting.name,
                         "tree": plan.tree,
                         "max_draft": plan.draft.num_speculative_tokens,
-                        **(found := summary(counts, plan.costs)),
+                        **(found := summary(steps, plan.costs)),
                         "oracle_tokens_per_step": oracle,
                         "of_oracle": None if oracle is None else round(found["mean_acceptance_length"] / oracle, 4),
                         "made_of": contender.made_of,
@@ -272,22 +266,22 @@ def _new_tokens(rows: Sequence[Row]) -> Iterator[int]:
         known = text
 
 
-def summary(counts: Counts, costs: Sequence[CostCurve]) -> Result:
+def summary(steps: Steps, costs: Sequence[CostCurve]) -> Result:
     """The figures of one setting, as they stand in the JSON; steps counts as 1 where there is none."""
-    steps = max(1, counts.num_verify_steps)
-    times_us = counts.propose_us if counts.num_verify_steps else np.zeros(1)
+    num_steps, num_drafted, num_accepted = len(steps.drafted), int(steps.drafted.sum()), int(steps.accepted.sum())
+    num_output, at_least_one = num_steps + num_accepted, max(1, num_steps)
+    times_us = steps.ns / 1e3 if num_steps else np.zeros(1)
+    by_drafted = np.bincount(steps.drafted, minlength=1)
     return {
-        "output_tokens": counts.num_output_tokens,
-        "verify_steps": counts.num_verify_steps,
-        "drafted_tokens": counts.num_drafted_tokens,
-        "accepted_tokens": counts.num_accepted_tokens,
-        "mean_acceptance_length": counts.num_output_tokens / steps,
-        "drafted_per_step": counts.num_drafted_tokens / steps,
-        "accepted_per_step": counts.num_accepted_tokens / steps,
-        "acceptance_rate": counts.num_accepted_tokens / max(1, counts.num_drafted_tokens),
-        "speed_up": {
-            cost.name: StepCosts(cost, "").speed_up(counts.num_output_tokens, counts.steps_by_drafted) for cost in costs
-        },
+        "output_tokens": num_output,
+        "verify_steps": num_steps,
+        "drafted_tokens": num_drafted,
+        "accepted_tokens": num_accepted,
+        "mean_acceptance_length": num_output / at_least_one,
+        "drafted_per_step": num_drafted / at_least_one,
+        "accepted_per_step": num_accepted / at_least_one,
+        "acceptance_rate": num_accepted / max(1, num_drafted),
+        "speed_up": {cost.name: StepCosts(cost, "").speed_up(num_output, by_drafted) for cost in costs},
         "propose_us_p50": round(float(np.percentile(times_us, 50)), 1),
         "propose_us_p99": round(float(np.percentile(times_us, 99)), 1),
     }
