@@ -5,9 +5,8 @@ Names of classes and files come from logs, and may have been written by anybody:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from cache_builder.evaluation.evaluate import LEAST_REQUESTS
 from cache_builder.held import plain
@@ -59,12 +58,12 @@ def summary(evaluation: Evaluation) -> str:
     if evaluation.get("measured") is not None:
         lines.append(_measured_with(evaluation["measured"]))
     lines += [_headline(evaluation), _drafts(evaluation), f"costs: {evaluation['cost']['source']}"]
-    for table in _MEASURED + _TABLES:
-        if rows := table.rows(evaluation):
-            cells = [[write(row[key]) for _, key, write in table.columns] for row in rows[:_MOST_LINES]]
-            heads = [head for head, _, _ in table.columns]
+    for title, columns, rows in _tables(evaluation):
+        if rows:
+            cells = [[_cell(template, row) for _, template in columns] for row in rows[:_MOST_LINES]]
+            heads = [head for head, _ in columns]
             widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-            lines += ["", table.title]
+            lines += ["", title]
             for line in (heads, *cells):
                 padded = [f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)]
                 lines.append("  ".join(["", f"{line[0]:<{widths[0]}}", *padded[1:]]))
@@ -125,80 +124,46 @@ def _bytes(count: int) -> str:
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _two(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
-
-
-def _number_of(values: Sequence[int]) -> str:
-    return _count(len(values))
-
-
-_Columns = tuple[tuple[str, str, Callable[[Any], str]], ...]
+_Columns = tuple[tuple[str, str], ...]
+"""Headings, and how a row is written below each."""
 _STEPS: Final[_Columns] = (
-    ("tokens a step", "tokens_per_step", _two), ("of the best", "of_oracle", _share), ("speed-up", "speedup", _two),
+    ("tokens a step", "{tokens_per_step:.2f}"), ("of the best", "{of_oracle:.0%}"), ("speed-up", "{speedup:.2f}"),
 )  # fmt: skip
-
-
-class _Table(NamedTuple):
-    """``rows`` : of an evaluation. ``columns`` : their names, keys and how a value is written."""
-
-    title: str
-    rows: Callable[[Evaluation], Sequence[Evaluation]]
-    columns: _Columns
-
-
-def _ways(key: str) -> Callable[[Evaluation], Sequence[Evaluation]]:
-    """Rows of every temperature that was measured, each with its name; ``key`` "": of all of it."""
-
-    def rows(evaluation: Evaluation) -> list[Evaluation]:
-        ways = (evaluation.get("measured") or {"temperatures": ()})["temperatures"]
-        return [{**row, "way": _way(way)} for way in ways for row in ([way] if not key else way[key])]
-
-    return rows
-
-
-_WAY: Final[_Columns] = (("sampling", "way", str),)
+_WAY: Final[_Columns] = (("sampling", "{way}"),)
+_REQUESTS: Final[_Columns] = (("requests", "{requests:,}"),)
 _RATES: Final[_Columns] = (
-    ("tokens", "output_tokens", _count), ("passes without", "passes_without", _count), ("with", "passes_with", _count),
-    ("tokens/s without", "without_per_s", _two), ("with", "with_per_s", _two), ("speed-up", "speedup", _two),
+    ("tokens", "{output_tokens:,}"), ("passes without", "{passes_without:,}"), ("with", "{passes_with:,}"),
+    ("tokens/s without", "{without_per_s:.2f}"), ("with", "{with_per_s:.2f}"),
 )  # fmt: skip
-_REQUESTS: Final[_Columns] = (("requests", "requests", _count),)
-_MEASURED: Final = (
-    _Table(
-        "Measured", _ways(""),
-        (
-            *_WAY, *_REQUESTS, *_RATES[:-1], ("of output", "output_speedup", _two),
-            ("outputs that differ", "outputs_differ", _count), ("slower requests", "slower", _number_of), _RATES[-1],
-        ),
-    ),
-    _Table(
-        "Measured, as it is used: parts of the requests in their order, the cache empty at first", _ways("growth"),
-        (("up to request", "up_to", _count), *_WAY, *_REQUESTS, *_RATES),
-    ),
-)  # fmt: skip
-_TABLES: Final = (
-    _Table(
-        "By class of traffic", itemgetter("classes"),
-        (("class", "name", str), *_REQUESTS, ("output tokens", "output_tokens", _count), *_STEPS),
-    ),
-    _Table("It grows with use", itemgetter("growth"), (("after requests", "requests", _count), *_STEPS)),
-    _Table(
-        "What the cache adds to a request's own text", itemgetter("by_cache"),
-        (("searched", "cache", lambda use: _CACHES[use]), *_STEPS),
-    ),
-    _Table(
-        "Where drafts come from", itemgetter("by_source"),
-        (
-            ("source", "source", lambda name: str(_SOURCES.get(name, name))), ("drafted", "drafted", _count),
-            ("accepted", "accepted", _count),
-        ),
-    ),
-)  # fmt: skip
+_SPEED_UP: Final[_Columns] = (("speed-up", "{speedup:.2f}"),)
+
+
+def _tables(evaluation: Evaluation) -> Iterator[tuple[str, _Columns, Sequence[Evaluation]]]:
+    """Title, columns and rows of each."""
+    measured = (evaluation.get("measured") or {"temperatures": ()})["temperatures"]
+    ways = [{**way, "way": _way(way), "num_slower": len(way["slower"])} for way in measured]
+    alone: _Columns = (
+        ("of output", "{output_speedup:.2f}"), ("outputs that differ", "{outputs_differ:,}"),
+        ("slower requests", "{num_slower:,}"),
+    )  # fmt: skip
+    yield "Measured", (*_WAY, *_REQUESTS, *_RATES, *alone, *_SPEED_UP), ways
+    parts = [{**part, "way": way["way"]} for way in ways for part in way["growth"]]
+    yield (
+        "Measured, as it is used: parts of the requests in their order, the cache empty at first",
+        (("up to request", "{up_to:,}"), *_WAY, *_REQUESTS, *_RATES, *_SPEED_UP), parts,
+    )  # fmt: skip
+    of_class: _Columns = (("class", "{name}"), *_REQUESTS, ("output tokens", "{output_tokens:,}"), *_STEPS)
+    yield "By class of traffic", of_class, evaluation["classes"]
+    yield "It grows with use", (("after requests", "{requests:,}"), *_STEPS), evaluation["growth"]
+    uses = [{**use, "searched": _CACHES[use["cache"]]} for use in evaluation["by_cache"]]
+    yield "What the cache adds to a request's own text", (("searched", "{searched}"), *_STEPS), uses
+    sources = [{**row, "source": _SOURCES.get(row["source"], row["source"])} for row in evaluation["by_source"]]
+    of_source: _Columns = (("source", "{source}"), ("drafted", "{drafted:,}"), ("accepted", "{accepted:,}"))
+    yield "Where drafts come from", of_source, sources
+
+
+def _cell(template: str, row: Evaluation) -> str:
+    try:
+        return template.format_map(row)
+    except TypeError:  # a figure that nobody knows is None
+        return "-"
