@@ -92,7 +92,7 @@ def test_a_servers_own_cache_and_a_built_one_become_one(tmp_path: Path, capsys: 
     assert manifest is not None
     assert manifest.namespace == "all"
     assert all(segment.start is None for segment in load_static_directory(tmp_path / "out", fingerprint=FINGERPRINT))
-    assert inspect(tmp_path / "out", deep=True).faults == []
+    assert inspect(tmp_path / "out", deep=True)["faults"] == []
 
 
 def test_equal_sequences_are_stored_once_where_that_is_asked_for(
@@ -187,21 +187,21 @@ def test_what_checksums_cannot_see_is_a_fault_that_says_what_to_do(tmp_path: Pat
         segment.text, order, build_fence(segment.text, order, segment.width), segment.width, None, segment.segment_id
     )
     rewritten(path, unsorted)
-    (fault,) = inspect(path, deep=True).faults
+    (fault,) = inspect(path, deep=True)["faults"]
     assert "is not that of its text" in fault
     assert "build the directory again" in fault
     fence = segment.fence + np.uint64(1)
     rewritten(path, Segment(segment.text, segment.order.copy(), fence, segment.width, None, segment.segment_id))
-    assert "is not that of its text" in inspect(path, deep=True).faults[0]
+    assert "is not that of its text" in inspect(path, deep=True)["faults"][0]
     rewritten(path, build_segment(segment.tokens[:25], start=None, segment_id=segment.segment_id))
-    assert "tokens from position" in inspect(path, deep=True).faults[0]
-    foreign = inspect(path, deep=True, codec=TextCodec.load(str(model))).faults
+    assert "tokens from position" in inspect(path, deep=True)["faults"][0]
+    foreign = inspect(path, deep=True, codec=TextCodec.load(str(model)))["faults"]
     assert any("made with tokenizer" in fault for fault in foreign)
 
 
 def test_ids_that_the_tokenizer_has_not_are_a_fault(tmp_path: Path, model: Path, codec: TextCodec) -> None:
     path = write_cache(tmp_path / "a", [[1, codec.vocab_size]], fingerprint=codec.fingerprint)
-    assert "the tokenizer's are below" in inspect(path, deep=True, codec=codec).faults[0]
+    assert "the tokenizer's are below" in inspect(path, deep=True, codec=codec)["faults"][0]
     assert main(["inspect", "--deep", str(path), "--tokenizer", str(model)]) == 1
 
 
@@ -215,12 +215,12 @@ def test_leftovers_are_named_and_what_was_learned_is_looked_at(
         (path / name).write_bytes(b"")
     (path / "learned.bin").write_bytes(AcceptanceModel().to_bytes()[:-1] + b"x")
     report = inspect(path, deep=True)
-    assert len(report.notes) == 4
-    assert "learned anew" in report.faults[0]
+    assert len(report["notes"]) == 4
+    assert "learned anew" in report["faults"][0]
     assert main(["inspect", "--deep", str(path)]) == 1
     (path / "learned.bin").unlink()
     file.unlink()
-    assert any("is missing" in fault for fault in inspect(path, deep=True).faults)
+    assert any("is missing" in fault for fault in inspect(path, deep=True)["faults"])
     (path / MANIFEST_NAME).unlink()
     capsys.readouterr()
     assert main(["inspect", "--deep", str(path)]) == 2
@@ -241,7 +241,7 @@ def test_names_that_a_terminal_would_obey_are_shown_as_escapes(
         said = capsys.readouterr().out
         assert "\x1b" not in said
         said.encode()
-    faults = inspect(path, deep=True).faults
+    faults = inspect(path, deep=True)["faults"]
     assert any("holds text of namespace 'default'" in fault for fault in faults)
 
 
@@ -263,7 +263,7 @@ def test_a_byte_that_flips_anywhere_is_found_or_harmless(
     for command in (["inspect", "--deep"], ["inspect", "--sequences"], ["explain", "--prompt", str(ids)]):
         assert main([*command, str(path)]) in (0, 1, 2)
     try:
-        sound = not inspect(path, deep=True).faults
+        sound = not inspect(path, deep=True)["faults"]
     except SSDError:
         sound = False
     if sound:

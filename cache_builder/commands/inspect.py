@@ -6,8 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ from ssd.compiled.addresses import TokenIds, address, int32_array, kernel, load_
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError
 from ssd.retrieval.directory import LEARNED_NAME
-from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, Manifest
+from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME
 from ssd.retrieval.ring import blocks_of, sequences_of
 from ssd.retrieval.segment import GUARD_BYTES, SEPARATOR, Segment, open_segment
 from ssd.retrieval.suffix_array import build_fence
@@ -60,66 +59,34 @@ def run(options: argparse.Namespace) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     with progress_bar(0, " tokens") as bar:
-        report = inspect(options.directory, deep=options.deep, codec=codec, progress=bar.update)
-    print(json.dumps(report.as_json(), indent=1) if options.json else report.as_text())
-    return 1 if report.faults else 0
+        facts = inspect(options.directory, deep=options.deep, codec=codec, progress=bar.update)
+    print(json.dumps(facts, indent=1) if options.json else as_text(facts))
+    return 0 if facts["is_intact"] else 1
 
 
-@dataclass(slots=True, kw_only=True)
-class Report:
-    """A directory; token counts are of text, without what ends sequences.
+Facts = dict[str, Any]
 
-    ``segments`` : the facts of each; its ``error`` is None where its file is there and every checksum matches.
-    ``faults`` : what is wrong, and what to do. Of ``--deep`` alone: ``notes``, what may stay as it is;
-    ``num_sequences``; ``learned_from``, candidates that learned.bin rests on.
-    """
 
-    path: Path
-    manifest: Manifest
-    segments: list[dict[str, Any]] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    num_sequences: int | None = None
-    learned_from: int | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "path": str(self.path),
-            "namespace": self.manifest.namespace,
-            "fingerprint": self.manifest.fingerprint,
-            "generation": self.manifest.generation,
-            "num_tokens": sum(segment["num_tokens"] for segment in self.segments),
-            "num_bytes": sum(segment["num_bytes"] for segment in self.segments),
-            "num_sequences": self.num_sequences,
-            "learned_from": self.learned_from,
-            "is_intact": not self.faults,
-            "segments": self.segments,
-            "faults": self.faults,
-            "notes": self.notes,
-        }
-
-    def as_text(self) -> str:
-        """For people."""
-        facts = self.as_json()
-        sequences = "" if self.num_sequences is None else f" in {self.num_sequences:,} sequences"
-        lines = [
-            f"{self.path}",
-            f"  namespace    {plain(self.manifest.namespace)}",
-            f"  tokenizer    {plain(self.manifest.fingerprint)}",
-            f"  generation   {self.manifest.generation}",
-            f"  tokens       {facts['num_tokens']:,}{sequences}",
-            f"  bytes        {facts['num_bytes']:,}",
-            f"  segments     {len(self.segments)}",
-        ]
-        for segment in self.segments:
-            state = "checksums ok" if segment["error"] is None else "DAMAGED"
-            lines.append(f"    {segment['id']:40}{segment['num_tokens']:>14,} tokens   {state}")
-        if self.learned_from is not None:
-            lines.append(f"  {LEARNED_NAME}: learned from {self.learned_from:,} candidates")
-        lines += [f"  note: {plain(note)}" for note in self.notes]
-        lines += [f"  FAULT: {plain(fault)}" for fault in self.faults]
-        return "\n".join(lines)
+def as_text(facts: Facts) -> str:
+    """For people."""
+    sequences = "" if facts["num_sequences"] is None else f" in {facts['num_sequences']:,} sequences"
+    lines = [
+        f"{facts['path']}",
+        f"  namespace    {plain(facts['namespace'])}",
+        f"  tokenizer    {plain(facts['fingerprint'])}",
+        f"  generation   {facts['generation']}",
+        f"  tokens       {facts['num_tokens']:,}{sequences}",
+        f"  bytes        {facts['num_bytes']:,}",
+        f"  segments     {len(facts['segments'])}",
+    ]
+    for segment in facts["segments"]:
+        state = "checksums ok" if segment["error"] is None else "DAMAGED"
+        lines.append(f"    {segment['id']:40}{segment['num_tokens']:>14,} tokens   {state}")
+    if facts["learned_from"] is not None:
+        lines.append(f"  {LEARNED_NAME}: learned from {facts['learned_from']:,} candidates")
+    lines += [f"  note: {plain(note)}" for note in facts["notes"]]
+    lines += [f"  FAULT: {plain(fault)}" for fault in facts["faults"]]
+    return "\n".join(lines)
 
 
 def inspect(
@@ -128,83 +95,82 @@ def inspect(
     deep: bool = False,
     codec: TextCodec | None = None,
     progress: Callable[[int], object] = lambda num_tokens: None,
-) -> Report:
-    """Read all of a directory and check it. Changes nothing.
+) -> Facts:
+    """Read all of a directory and check it, as ``--json`` prints it. Changes nothing.
+
+    Token counts are of text, without what ends sequences. ``segments`` : the facts of each; its ``error`` is None where
+    its file is there and every checksum matches. ``faults`` : what is wrong, and what to do. Of ``deep`` alone:
+    ``notes``, what may stay as it is; ``num_sequences``; ``learned_from``, candidates that learned.bin rests on.
 
     ``codec`` : what it should have been made with, for ``deep``; None does not look. ``progress`` is told of tokens.
     O(tokens); with ``deep`` 4 bytes a token of the largest segment. Raises CacheError where there is no cache.
     """
     manifest = manifest_of(path)
-    report = Report(path=path, manifest=manifest)
-    if deep:
-        report.num_sequences = 0
-        if codec is not None and codec.fingerprint != manifest.fingerprint:
-            report.faults.append(
-                f"it was made with tokenizer {manifest.fingerprint}, this one is {codec.fingerprint}: use the "
-                "tokenizer it was made with, or build it again"
-            )
-            codec = None
+    segments, faults, notes = list[Facts](), list[str](), list[str]()
+    learned_from = None
+    if deep and codec is not None and codec.fingerprint != manifest.fingerprint:
+        faults.append(
+            f"it was made with tokenizer {manifest.fingerprint}, this one is {codec.fingerprint}: use the "
+            "tokenizer it was made with, or build it again"
+        )
+        codec = None
+    num_sequences = 0
     for entry in manifest.segments:
-        _inspect_segment(entry, report, deep, codec)
-        progress(report.segments[-1]["num_tokens"])
+        file = path / f"{entry['id']}.seg"  # read_manifest checked the name
+        found = {"id": entry["id"], "num_tokens": 0, "num_bytes": 0, "is_static": entry.get("start") is None}
+        error = None
+        try:
+            found["num_bytes"] = file.stat().st_size
+            namespace = manifest.namespace if deep else None
+            segment = open_segment(file, fingerprint=manifest.fingerprint, namespace=namespace)
+            found["num_tokens"] = sum(int(np.count_nonzero(block != SEPARATOR)) for block in blocks_of(segment))
+            num_sequences += len(segment) - found["num_tokens"]
+            faults += _faults_of(segment, entry, codec) if deep else ()
+        except FileNotFoundError:
+            error = f"{file} is missing"
+        except (CacheError, OSError) as failure:
+            error = str(failure)
+        faults += [] if error is None else [error]
+        segments.append({**found, "error": error})
+        progress(found["num_tokens"])
     if deep:
-        _check_learned(report)
-        parts = {MANIFEST_NAME, LEARNED_NAME, LOCK_NAME}
-        parts |= {f"{segment['id']}.seg" for segment in report.segments}
-        report.notes += [f"{file.name} is no part of it" for file in sorted(path.iterdir()) if file.name not in parts]
-    return report
+        try:
+            stored = learned_of(path)
+            learned_from = None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
+        except (CacheError, ValueError) as wrong:
+            faults.append(f"{LEARNED_NAME} is not used ({wrong}): remove it, what it held is learned anew")
+        parts = {MANIFEST_NAME, LEARNED_NAME, LOCK_NAME, *(f"{segment['id']}.seg" for segment in segments)}
+        notes += [f"{file.name} is no part of it" for file in sorted(path.iterdir()) if file.name not in parts]
+    return {
+        "path": str(path),
+        "namespace": manifest.namespace,
+        "fingerprint": manifest.fingerprint,
+        "generation": manifest.generation,
+        "num_tokens": sum(segment["num_tokens"] for segment in segments),
+        "num_bytes": sum(segment["num_bytes"] for segment in segments),
+        "num_sequences": num_sequences if deep else None,
+        "learned_from": learned_from,
+        "is_intact": not faults,
+        "segments": segments,
+        "faults": faults,
+        "notes": notes,
+    }
 
 
-def _inspect_segment(entry: dict[str, Any], report: Report, deep: bool, codec: TextCodec | None) -> None:
-    manifest, file = report.manifest, report.path / f"{entry['id']}.seg"  # read_manifest checked the name
-    num_bytes = num_tokens = 0
-    error = None
-    try:
-        num_bytes = file.stat().st_size
-        namespace = manifest.namespace if deep else None
-        segment = open_segment(file, fingerprint=manifest.fingerprint, namespace=namespace)
-        num_tokens = sum(int(np.count_nonzero(block != SEPARATOR)) for block in blocks_of(segment))
-        if deep:
-            _check_segment(segment, entry, num_tokens, report, codec)
-    except FileNotFoundError:
-        error = f"{file} is missing"
-    except (CacheError, OSError) as failure:
-        error = str(failure)
-    if error is not None:
-        report.faults.append(error)
-    found = {"id": entry["id"], "num_tokens": num_tokens, "num_bytes": num_bytes}
-    report.segments.append({**found, "is_static": entry.get("start") is None, "error": error})
-
-
-def _check_segment(
-    segment: Segment, entry: dict[str, Any], num_tokens: int, report: Report, codec: TextCodec | None
-) -> None:
+def _faults_of(segment: Segment, entry: Facts, codec: TextCodec | None) -> Iterator[str]:
+    """What no checksum sees."""
     name = f"{segment.segment_id}.seg"
-    assert report.num_sequences is not None
-    report.num_sequences += len(segment) - num_tokens
     if (said := (entry.get("num_tokens"), entry.get("start"))) != (len(segment), segment.start):
-        report.faults.append(
+        yield (
             f"{MANIFEST_NAME} says of {name} that it has {said[0]!r:.20} tokens from position {said[1]!r:.20} on, the "
             f"file has {len(segment)} from {segment.start}: restore one of the two"
         )
     largest = max(int(block.max()) for block in blocks_of(segment))
     if codec is not None and largest >= codec.vocab_size:
-        report.faults.append(
-            f"{name} holds token id {largest}, the tokenizer's are below {codec.vocab_size}: {_REBUILD}"
-        )
+        yield f"{name} holds token id {largest}, the tokenizer's are below {codec.vocab_size}: {_REBUILD}"
     fence = build_fence(segment.text, segment.order, segment.width) if first_wrong(segment) == RIGHT else None
     if fence is None or not np.array_equal(fence, segment.fence):
-        report.faults.append(
-            f"the order of {name} is not that of its text: lookups miss what it holds, outputs stay right; {_REBUILD}"
-        )
-
-
-def _check_learned(report: Report) -> None:
-    try:
-        stored = learned_of(report.path)
-        report.learned_from = None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
-    except (CacheError, ValueError) as error:
-        report.faults.append(f"{LEARNED_NAME} is not used ({error}): remove it, what it held is learned anew")
+        yield f"the order of {name} is not that of its text: lookups miss what it holds, outputs stay right; {_REBUILD}"
 
 
 RIGHT: Final = -1
