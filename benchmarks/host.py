@@ -30,13 +30,13 @@ from transformers import PreTrainedModel
 
 from benchmarks.run import Option, Run
 from benchmarks.steps import PARTS as METHODS
-from benchmarks.steps import texts_of
+from benchmarks.steps import Rows, Tokens, texts_of
 from ssd.bundled import MODEL_PATH
 from ssd.compiled.addresses import Int64s
-from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.config import CacheConfig, DraftConfig, EngineConfig
 from ssd.drafting import make_drafter
 from ssd.drafting.successors import SUCCESSORS
-from ssd.engine import Engine, Request
+from ssd.engine import Engine
 from ssd.model.kv.kv_cache import SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.loading.load_target import load_model
@@ -150,8 +150,6 @@ class RecitingTarget(SlotTarget):
         return output
 
 
-Text = npt.NDArray[np.int32]
-
 TRAFFIC: Final = ("off", "new", "again", "sampled")
 """Speculation off; on where nothing of the text is stored; where all is; the same at temperature 1."""
 
@@ -188,7 +186,7 @@ class Steps:
 
 
 def time_steps(
-    model: PreTrainedModel, codec: TextCodec, texts: Sequence[Text], traffic: str, num_steps: int, limit: int
+    model: PreTrainedModel, codec: TextCodec, texts: Sequence[Tokens], traffic: str, num_steps: int, limit: int
 ) -> Steps:
     """``num_steps`` steps of one request for each of ``texts``, which must be as long as `tokens_said`."""
     batch, length = len(texts), PROMPT_TOKENS + tokens_said(num_steps, limit)
@@ -217,26 +215,22 @@ def tokens_said(num_steps: int, limit: int) -> int:
     return (num_steps + _FIRST_STEPS) * (limit + 1)
 
 
-def _timed(engine: Engine, target: RecitingTarget, texts: Sequence[Text], temperature: float, num_steps: int) -> Steps:
+def _timed(
+    engine: Engine, target: RecitingTarget, texts: Sequence[Tokens], temperature: float, num_steps: int
+) -> Steps:
     for row, text in enumerate(texts):  # free slots are given from the lowest on
         target.recite(row, text)
-        sampling = SamplingParams(
-            max_tokens=len(text) - PROMPT_TOKENS, temperature=temperature, seed=row, ignore_eos=True
-        )
-        engine.submit(
-            Request(request_id=str(row), prompt_token_ids=tuple(text[:PROMPT_TOKENS].tolist()), sampling=sampling)
-        )
-    said: list[list[int]] = [[] for _ in texts]
+    length = len(texts[0]) - PROMPT_TOKENS
+    rows = Rows(engine, [text[:PROMPT_TOKENS] for text in texts], length, temperature)
     found, clock = Steps(), _Clock(engine, target)
-    while not all(said):
-        _step(engine, said)
+    rows.read_prompts()
     for number in range(_FIRST_STEPS + num_steps):
-        if min(len(text) - PROMPT_TOKENS - len(tokens) for text, tokens in zip(texts, said, strict=True)) < 1:
+        if max(map(len, rows.outputs)) >= length:
             break
         before = engine.metrics.num_draft_tokens, engine.metrics.num_accepted_tokens
         clock.begin()
         began = time.perf_counter()
-        _step(engine, said)
+        rows.step()
         took = time.perf_counter() - began
         if number < _FIRST_STEPS:
             continue
@@ -245,15 +239,8 @@ def _timed(engine: Engine, target: RecitingTarget, texts: Sequence[Text], temper
         found.exposed.append(clock.launched - clock.verifying - clock.device)
         found.drafted += engine.metrics.num_draft_tokens - before[0]
         found.accepted += engine.metrics.num_accepted_tokens - before[1]
-    while engine.has_work():
-        _step(engine, said)
-    found.is_right = all(tokens == text[PROMPT_TOKENS:].tolist() for tokens, text in zip(said, texts, strict=True))
+    found.is_right = rows.finish() == [text[PROMPT_TOKENS:].tolist() for text in texts]
     return found
-
-
-def _step(engine: Engine, said: list[list[int]]) -> None:
-    for output in engine.step():
-        said[int(output.request_id)] += output.token_ids
 
 
 class _Clock:
@@ -337,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run.end(is_right=is_right, rows=run.rows, is_wrong=not is_right)
 
 
-def pieces_of(text: Text, count: int, length: int) -> list[Text]:
+def pieces_of(text: Tokens, count: int, length: int) -> list[Tokens]:
     """So many pieces of a text, each of another beginning; those that are many overlap."""
     begins = np.linspace(0, len(text) - length, count).astype(int)
     return [text[begin : begin + length] for begin in begins]

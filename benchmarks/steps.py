@@ -165,13 +165,13 @@ class Clock:
 
 
 class Rows:
-    """A request for each prompt, greedy and as long as asked for, and what each has said so far in ``outputs``."""
+    """A request for each prompt, as long as asked for, and what each has said so far in ``outputs``."""
 
-    def __init__(self, engine: Engine, prompts: Sequence[Tokens], num_tokens: int) -> None:
+    def __init__(self, engine: Engine, prompts: Sequence[Tokens], num_tokens: int, temperature: float = 0.0) -> None:
         self._engine = engine
         self.outputs: list[list[int]] = [[] for _ in prompts]
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         for row, prompt in enumerate(prompts):
+            sampling = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=row, ignore_eos=True)
             engine.submit(Request(request_id=str(row), prompt_token_ids=tuple(prompt.tolist()), sampling=sampling))
 
     def step(self) -> int:
