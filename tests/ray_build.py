@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cache_builder.building.block import BuildOptions
-from cache_builder.building.build import build
+from cache_builder.building.build import BuildOptions, build
 from cache_builder.building.ray_executor import ray_executor
 from ssd.retrieval.files import read_manifest
 

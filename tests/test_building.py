@@ -22,15 +22,17 @@ import pytest
 
 import ssd
 from cache_builder.__main__ import main
-from cache_builder.building.block import (
+from cache_builder.building.build import (
     Block,
     BlockResult,
     BuildOptions,
+    build,
     build_block,
     codec_of,
+    joined_id,
+    neighbours_of,
     plan_of,
 )
-from cache_builder.building.build import build, joined_id, neighbours_of
 from cache_builder.building.unfinished import unfinished_directory, working_directory
 from cache_builder.inputs.record import InputError
 from cache_builder.inputs.sources import find_sources
@@ -234,8 +236,7 @@ def test_a_worker_that_is_killed_ends_the_build_with_one_line(corpus: Path, mode
 SCRIPT = f"""
 import sys
 from pathlib import Path
-from cache_builder.building.block import BuildOptions
-from cache_builder.building.build import build
+from cache_builder.building.build import BuildOptions, build
 from ssd.text.load_tokenizer import hide_torch
 if __name__ == "__main__":
     hide_torch()

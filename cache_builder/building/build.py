@@ -1,36 +1,297 @@
-"""``ssd-cache build``: inputs to a directory of static segments, which appears whole or not at all."""
+"""``ssd-cache build``: inputs to a directory of static segments, which appears whole or not at all.
+
+It is made in blocks: each is read, tokenised, sorted and written in any process that reaches the directory.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
+import numpy as np
 import xxhash
 
-from cache_builder.building.block import (
-    Block,
-    BlockResult,
-    BuildOptions,
-    BuildResult,
-    build_block,
-    codec_of,
-    plan_of,
-    write_new_segment,
-)
 from cache_builder.building.unfinished import check_new, replace_directory, working_directory
-from cache_builder.inputs.record import STANDARD_INPUT, InputError
-from cache_builder.inputs.sources import Source, find_sources
+from cache_builder.inputs.record import AS_WE_CALL_THEM, STANDARD_INPUT, FieldNames, Format, InputError, Record
+from cache_builder.inputs.records import Found, examples_of, read_part
+from cache_builder.inputs.sources import Source, find_sources, parts_of, weight_of
 from cache_builder.inputs.streams import is_regular
 from cache_builder.workers import Progress, run
 from ssd import __version__
-from ssd.errors import ConfigError
-from ssd.retrieval.files import Manifest, sync_directory, write_manifest
-from ssd.retrieval.segment import concatenate, open_segment
+from ssd.config import IndexConfig
+from ssd.errors import CacheError, ConfigError
+from ssd.retrieval.files import Manifest, is_segment_id, sync_directory, write_file, write_manifest
+from ssd.retrieval.prefixes import PrefixFilter, split_sequence
+from ssd.retrieval.segment import SEPARATOR, Tokens, concatenate, open_segment, write_segment
+from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
+from ssd.retrieval.suffix_array import build_segment
 from ssd.text.codec import TextCodec
+
+MOST_BLOCK_BYTES: Final = 48 << 20
+"""Of text, some 12 million tokens: a block is one segment, and what is lost where a build is killed."""
+
+LEAST_BLOCK_BYTES: Final = 1 << 20
+BLOCKS: Final = 16
+"""A small corpus is cut into so many, so that there is work for several cores; small segments are merged at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some inputs or parts of inputs, in order.
+
+    ``key`` : of what is read, when it was last changed, and how it is stored; a block with the same key gives the same
+    segments. ``place`` : of what is read alone. ``weight`` : bytes of text, roughly.
+    """
+
+    number: int
+    parts: tuple[Source, ...]
+    key: str
+    place: str
+    weight: int
+
+
+def plan_of(sources: Sequence[Source], how: str, block_bytes: int | None = None) -> list[Block]:
+    """All of ``sources`` as blocks, in order. ``how`` : whatever else decides what becomes of them. Raises InputError.
+
+    Small inputs share a block; a large one that can be cut is several.
+    """
+    if block_bytes is None:
+        total = sum(map(weight_of, sources))
+        block_bytes = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, total // BLOCKS))
+    blocks: list[Block] = []
+    held: list[Source] = []
+    weight = 0
+    for source in sources:
+        for part, part_weight in parts_of(source, block_bytes):
+            if held and weight + part_weight > block_bytes * 5 // 4:
+                blocks.append(_block(len(blocks), held, how, weight))
+                held, weight = [], 0
+            held.append(part)
+            weight += part_weight
+    if held:
+        blocks.append(_block(len(blocks), held, how, weight))
+    return blocks
+
+
+def _block(number: int, parts: list[Source], how: str, weight: int) -> Block:
+    places = json.dumps([(part.name, part.format, part.start, part.stop, part.requests) for part in parts])
+    stamps = [f"{part.size} {part.stamp}" for part in parts]
+    key = xxhash.xxh3_128_hexdigest(json.dumps([how, places, stamps]).encode())
+    return Block(number, tuple(parts), key, xxhash.xxh3_64_hexdigest(places.encode()), weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """How a build is done; pickles to a few hundred bytes.
+
+    ``force`` : in place of a cache that is there. ``fields`` : how records call theirs. ``jobs`` : processes, None for
+    one a core. ``block_bytes`` : of text in a block, None as ``plan_of`` chooses. Said by ``build`` itself:
+    ``directory``, where ``segments`` and ``journal`` lie, both there already; ``fingerprint``, the tokenizer's.
+    """
+
+    namespace: str
+    tokenizer: str
+    chat_template: str | None = None
+    format: Format = "auto"
+    force: bool = False
+    skip_invalid: bool = False
+    fields: FieldNames = AS_WE_CALL_THEM
+    jobs: int | None = None
+    segment_tokens: int = DEFAULT_SEGMENT_TOKENS
+    block_bytes: int | None = None
+    directory: Path = Path()
+    fingerprint: str = ""
+
+    @property
+    def segments(self) -> Path:
+        """Where segment files are written."""
+        return self.directory / "new"
+
+    @property
+    def journal(self) -> Path:
+        """Where journals are written."""
+        return self.directory / "journal"
+
+
+@dataclass(slots=True)
+class BuildResult:
+    """What went into the directory. Tokens are without separators."""
+
+    num_records: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_skipped_prompt_tokens: int = 0
+    """Prompt tokens not stored, because an earlier sequence of the segment begins with the same blocks."""
+    num_invalid: int = 0
+    """Lines left out by ``skip_invalid``."""
+    num_without_prompt: int = 0
+    """Records of which only the answer is known."""
+    num_without_answer: int = 0
+    """Records of calls that say no answer: nothing of them is stored."""
+    num_segments: int = 0
+    num_reused_tokens: int = 0
+    """Of blocks that an earlier build which did not end had finished."""
+
+    def add(self, other: BuildResult) -> None:
+        """Count what ``other`` counted as well."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockResult:
+    """The segments of a block, in order: (id, tokens with separators)."""
+
+    number: int
+    segments: tuple[tuple[str, int], ...]
+    counts: BuildResult
+
+
+@lru_cache(maxsize=2)
+def codec_of(tokenizer: str, chat_template: str | None) -> TextCodec:
+    """The codec of a build, loaded once a process. Raises ModelError."""
+    return TextCodec.load(tokenizer, chat_template=chat_template)
+
+
+def build_block(
+    block: Block, options: BuildOptions, progress: Progress = lambda num_bytes, num_tokens: None
+) -> BlockResult:
+    """Write the segments of ``block`` into ``options.segments``, unless its journal says they are there.
+
+    The same block and options give the same files, named by what they hold, in whatever process and however often it
+    is begun. Memory: 4 bytes a token of a segment, and 14 more while it is sorted. Raises InputError, CacheError,
+    ModelError, OSError.
+    """
+    journal = options.journal / block.key
+    known = _finished(journal, block, options)
+    if known is not None:
+        known.counts.num_reused_tokens = known.counts.num_tokens
+        progress(0, known.counts.num_tokens)
+        return known
+    result = _Builder(block, options, progress).run()
+    write_file(journal, [json.dumps([result.segments, asdict(result.counts)]).encode()], durable=True)
+    return result
+
+
+def _finished(journal: Path, block: Block, options: BuildOptions) -> BlockResult | None:
+    """What an earlier build made of a block; None where it did not, or where a file is not whole. O(tokens)."""
+    try:
+        segments, counts = json.loads(journal.read_bytes())
+        for segment_id, num_tokens in segments:
+            if not is_segment_id(segment_id):
+                return None
+            file = options.segments / f"{segment_id}.seg"
+            segment = open_segment(file, fingerprint=options.fingerprint, namespace=options.namespace)
+            if (segment.segment_id, len(segment)) != (segment_id, num_tokens):
+                return None
+        return BlockResult(block.number, tuple(map(tuple, segments)), BuildResult(**counts))
+    except (CacheError, OSError, ValueError, TypeError):
+        return None
+
+
+class _Builder:
+    """A block at work. What repeats is looked for within a segment, so that each is a function of its own records."""
+
+    def __init__(self, block: Block, options: BuildOptions, progress: Progress) -> None:
+        self._block = block
+        self._options = options
+        self._progress = progress
+        self._codec = codec_of(options.tokenizer, options.chat_template)
+        self._held = np.empty(options.segment_tokens, np.int32)
+        self._segments: list[tuple[str, int]] = []
+        self._begin()
+
+    def run(self) -> BlockResult:
+        """Raises as ``build_block``."""
+        counts = BuildResult()
+        for record in self._records():
+            found = self._examples(record)
+            kept, of_record = self._pieces(found)
+            if self._num_held and self._num_held + sum(map(len, kept)) + len(kept) > len(self._held):
+                self._write()
+                kept, of_record = self._pieces(found)
+            for piece in kept:
+                if self._num_held + len(piece) + 1 > len(self._held):
+                    self._write()
+                self._held[self._num_held : self._num_held + len(piece)] = piece
+                self._num_held += len(piece) + 1
+                self._held[self._num_held - 1] = SEPARATOR
+            counts.add(of_record)
+            self._progress(0, of_record.num_tokens)
+        self._write()
+        counts.num_segments = len(self._segments)
+        return BlockResult(self._block.number, tuple(self._segments), counts)
+
+    def _records(self) -> Iterator[Record]:
+        for part in self._block.parts:
+            yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.fields)
+
+    def _examples(self, record: Record) -> Found | None:
+        """None for an invalid line that is left out."""
+        try:
+            return examples_of(record, self._codec, self._options.fields)
+        except InputError:
+            if not (self._options.skip_invalid and record.is_json):
+                raise
+            return None
+
+    def _pieces(self, found: Found | None) -> tuple[list[Tokens], BuildResult]:
+        """What of a record is to be stored in the segment that is held."""
+        if found is None:
+            return [], BuildResult(num_invalid=1)
+        counts = BuildResult(
+            num_records=1, num_without_prompt=not found.has_prompt, num_without_answer=not found.has_answer
+        )
+        kept: list[Tokens] = []
+        for token_ids, prompt_length in found.examples:
+            tokens = np.array(token_ids, np.int32)
+            pieces = self._known.pieces(tokens, prompt_length, 0)
+            num_stored = sum(map(len, pieces))
+            counts.num_sequences += len(pieces)
+            counts.num_tokens += num_stored
+            counts.num_skipped_prompt_tokens += len(tokens) - num_stored
+            for piece in pieces:
+                kept += split_sequence(piece, len(self._held) - 1, self._lead_in)
+        return kept, counts
+
+    def _begin(self) -> None:
+        """A new segment, of which nothing is known."""
+        index = IndexConfig()
+        self._lead_in = index.lead_in_tokens
+        self._known = PrefixFilter(index.dedup_block_tokens, index.lead_in_tokens)
+        self._num_held = 0
+
+    def _write(self) -> None:
+        if self._num_held:
+            tokens = self._held[: self._num_held]
+            segment_id = content_id(tokens, f"{self._block.place}-{len(self._segments)}")
+            write_new_segment(tokens, segment_id, self._options)
+            self._segments.append((segment_id, len(tokens)))
+        self._begin()
+
+
+def content_id(tokens: Tokens, place: str) -> str:
+    """A segment's name: of what it holds, and of where that stood, for a directory may hold the same text twice."""
+    digest = xxhash.xxh3_128(tokens.data)
+    digest.update(place.encode())
+    return f"static-{digest.hexdigest()}"
+
+
+def write_new_segment(tokens: Tokens, segment_id: str, options: BuildOptions) -> None:
+    """Sort ``tokens`` and put them on disk. Raises CacheError, OSError."""
+    segment = build_segment(tokens, start=None, segment_id=segment_id)
+    write_segment(
+        options.segments / f"{segment_id}.seg",
+        segment,
+        fingerprint=options.fingerprint,
+        namespace=options.namespace,
+    )
+
 
 SMALL_SHARE = 4
 """A segment is small that holds less than a fourth of what one may."""

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from cache_builder.building.block import Block, BlockResult, BuildOptions, build_block
-from cache_builder.building.build import Executor
+from cache_builder.building.build import Block, BlockResult, BuildOptions, Executor, build_block
 from cache_builder.workers import Progress, prepare
 from ssd.errors import ConfigError, SSDError
 

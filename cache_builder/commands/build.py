@@ -6,8 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from cache_builder.building.block import BuildOptions
-from cache_builder.building.build import build
+from cache_builder.building.build import BuildOptions, build
 from cache_builder.building.unfinished import unfinished_directory
 from cache_builder.commands.options import add_log_arguments, chat_template_of, progress_bar
 from cache_builder.inputs.record import FieldNames

@@ -98,9 +98,9 @@ def inspect(
 ) -> Facts:
     """Read all of a directory and check it, as ``--json`` prints it. Changes nothing.
 
-    Token counts are of text, without what ends sequences. ``segments`` : the facts of each; its ``error`` is None where
-    its file is there and every checksum matches. ``faults`` : what is wrong, and what to do. Of ``deep`` alone:
-    ``notes``, what may stay as it is; ``num_sequences``; ``learned_from``, candidates that learned.bin rests on.
+    Token counts are of text, without what ends sequences. The "error" of a segment is None where its file is there and
+    every checksum matches; "faults" say what is wrong, and what to do. Of ``deep`` alone: "notes", what may stay as it
+    is; "num_sequences"; "learned_from", candidates that learned.bin rests on.
 
     ``codec`` : what it should have been made with, for ``deep``; None does not look. ``progress`` is told of tokens.
     O(tokens); with ``deep`` 4 bytes a token of the largest segment. Raises CacheError where there is no cache.
