@@ -130,9 +130,11 @@ def section(results: Found) -> str:
     )
     where += "steps of the large shape, 1,024 tokens a row, every draft accepted:"
     shown = table(columns, [mark.cells() for mark in marks(results) if mark.value is not None])
-    missing = "; ".join(mark.name for mark in marks(results) if mark.value is None)
+    cut = ", ".join(part for part in PARTS if {"cut", "skipped"} & results.get(part, {}).keys())
+    absent = ", ".join(part for part in PARTS if part not in {*results, "kernels"})
+    missing = f"Parts that were cut: {cut or 'none'}; not run: {absent or 'none'}."
     steps_shown = table(steps, rows_of(results, "speed-large", "decode"))
-    return "\n".join([*shown, "", f"Not measured, or cut: {missing}.", "", where.format_map(results), "", *steps_shown])
+    return "\n".join([*shown, "", missing, "", where.format_map(results), "", *steps_shown])
 
 
 _LEAST_SHARE = 0.4

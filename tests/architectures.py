@@ -175,7 +175,7 @@ def table() -> Iterator[str]:
     for kind in (SLOTS, ROWS, REPLAY, SINGLE, WHOLE):
         found = sorted((each.name for each in _ALL if each.kind is kind), key=str.lower)
         drafts = "yes" if kind.can_roll_back else "no"
-        heads = "no: hidden states are read in the slot path"
+        heads = "no"
         if kind is SLOTS:
             heads = "yes; " + "; ".join(
                 f"{name} {'only' if layers == (FINAL,) else 'but not'} behind the final norm: {reason}"
