@@ -3,7 +3,7 @@
 ``python -m benchmarks.contenders [MODEL] [--question sources|mechanisms|overhead] [--rounds N] [--out FILE]``
 
 - sources: what each source of drafts brings alone, and all together, on text that never repeats;
-- mechanisms: all of them, and all but one; "all_over" above 1 in the result says that what is left out pays;
+- mechanisms: all of them, and all but one: "all together over it" above 1 says that what is left out pays;
 - overhead: is speculation ever slower? At temperature 1, cold (empty caches, no prompt twice) and adversarial (the
   cache holds other answers to the same prompts, so that long matches lie), at every batch size.
 
@@ -120,9 +120,9 @@ COLUMNS = (
     (">95 %", "{over_off_95[0]:.2f}-{over_off_95[1]:.2f}"),
 )
 NOTE = (
-    "`python -m benchmarks.contenders`, float32, {environment[cpu]}, {environment[cores]} cores: prompts of at most "
-    "{parameters[prompt_tokens]} tokens, outputs of at most {parameters[max_tokens]}, {parameters[rounds]} rounds that "
-    "begin with empty caches, ways in turn, all outputs equal; medians, prompts included. {measured}."
+    "`python -m benchmarks.contenders`, float32, {environment[cpu]}, {environment[cores]} cores: at most "
+    "{parameters[prompt_tokens]} prompt and {parameters[max_tokens]} output tokens, {parameters[rounds]} rounds from "
+    "empty caches, ways in turn, all outputs equal; medians, prompts included. {measured}."
 )
 
 
@@ -152,7 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for name in engines:
                     if name != OFF:
                         where = {"traffic": traffic, "batch": batch, "temperature": temperature}
-                        run.row({**where, "way": name, **row_of(rounds, name)})
+                        row = run.row({**where, "way": name, **row_of(rounds, name)})
+                        if args.question == "mechanisms":
+                            run.say(f"  {ALL} over it, by CPU time: {row['all_over'][0]:.2f}x")
     run.say(f"{comparison.num_tokens} tokens compared, {comparison.num_mismatches} mismatches")
     return run.end(
         draft_head=None if head is None else head.name,
