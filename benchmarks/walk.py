@@ -7,12 +7,16 @@ walked by this code, in their own process: nothing here imports ``ssd``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int32]
+TokenIds = npt.NDArray[np.int32]
+
+Setting = dict[str, float | str]
+"""Names and values of somebody else's own knobs; a boolean counts as a number."""
 
 
 class Proposal(NamedTuple):
@@ -74,6 +78,29 @@ def walk(text: Sequence[int], prompt_length: int, askers: Sequence[Asker]) -> li
                 logs[number].append((len(proposal.token_ids), accepted, min(proposal.ns, 2**31 - 1)))
                 positions[number] = position + accepted + 1
     return [Steps(*np.array(log, np.int32).reshape(-1, 3).T.copy()) for log in logs]
+
+
+class LocalPeer(Protocol):
+    """One drafter. Token ids are contiguous, writable int32[n]; the caller may not change them later."""
+
+    distributions: tuple[str, ...]
+    """What it is made of: the installed packages whose versions identify it."""
+
+    def apart(self, max_tokens: int, setting: Setting) -> Self:
+        """Who drafts under a setting: itself where what it knows depends on texts alone, else a new peer that knows
+        nothing."""
+
+    def start(self, request_id: str, prompt: TokenIds) -> None:
+        """Begin a request."""
+
+    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Proposal:
+        """Draft for a running request whose prompt and output so far are ``context``; its own call is timed inside."""
+
+    def add(self, request_id: str, token_ids: TokenIds) -> None:
+        """Tell a running request what was accepted."""
+
+    def stop(self, request_id: str) -> None:
+        """End a request, whose output stays for later ones where the peer keeps any."""
 
 
 def together(outputs: Sequence[Steps]) -> Steps:

@@ -18,8 +18,7 @@ from benchmarks import gpu_check
 from benchmarks.contenders import ALL
 from benchmarks.coupled import REPEATS
 from benchmarks.growth import repeat
-from benchmarks.index.measures import CONTEXT_TOKENS, sample_contexts
-from benchmarks.made_text import completions
+from benchmarks.index.measures import CONTEXT_TOKENS, completions, sample_contexts
 from benchmarks.profile import summary
 from benchmarks.run import Option, Run, bootstrap, in_turn, table
 from benchmarks.workloads import MIXED, NO_REPEATS, checksum, stream

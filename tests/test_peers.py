@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.child import ChildEnded, ChildError
 from benchmarks.peers.client import Peer, PeerUnavailable, environment
-from benchmarks.peers.local import Setting
 from benchmarks.peers.process import PEERS, TEXT, WAYS, Server
-from benchmarks.walk import Proposal, agreeing, walk
+from benchmarks.walk import Proposal, Setting, agreeing, walk
 from tests.reference import walk as reference
 
 needs_peers = pytest.mark.skipif(

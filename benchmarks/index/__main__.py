@@ -26,14 +26,15 @@ import numpy as np
 from benchmarks.index.measures import (
     FINGERPRINT,
     LAST_COMPLETIONS,
+    LONGEST,
     TOKENS_PER_S,
+    completions,
     fill,
     measure,
     sample_contexts,
     warm_up,
     watch_traffic,
 )
-from benchmarks.made_text import LONGEST, completions
 from benchmarks.run import Option, Run
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DraftRequest, make_drafter

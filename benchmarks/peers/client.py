@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.child import ROOT, Child, ChildEnded, ChildError
-from benchmarks.peers.local import Setting, TokenIds
 from benchmarks.peers.process import PEERS
-from benchmarks.walk import Steps
+from benchmarks.walk import Setting, Steps, TokenIds
 
 
 class PeerUnavailable(ChildEnded):

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.build import FOLDER, LLAMA_CPP_LIBRARY, require
-from benchmarks.peers.local import Setting, TokenIds
-from benchmarks.walk import Proposal
+from benchmarks.walk import Proposal, Setting, TokenIds
 
 _LOOKUP = "lookup"
 _POOL = "ngram-mod"

@@ -13,8 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from benchmarks.peers.local import Setting, TokenIds
-from benchmarks.walk import Proposal
+from benchmarks.walk import Proposal, Setting, TokenIds
 
 
 class OwnContext:

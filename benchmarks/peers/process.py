@@ -17,10 +17,9 @@ import numpy as np
 from benchmarks.child import serve
 from benchmarks.peers.arctic import Arctic
 from benchmarks.peers.llama_cpp import LlamaCpp
-from benchmarks.peers.local import LocalPeer, Setting, TokenIds
 from benchmarks.peers.own_text import PromptLookup, VllmNgram
 from benchmarks.peers.sglang_ngram import SglangNgram
-from benchmarks.walk import Proposal, Steps, walk
+from benchmarks.walk import LocalPeer, Proposal, Setting, Steps, TokenIds, walk
 
 PEERS: Final[dict[str, Callable[..., LocalPeer]]] = {
     "arctic": Arctic,

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.build import load_corpus_class
-from benchmarks.peers.local import Setting, TokenIds
-from benchmarks.walk import Proposal
+from benchmarks.walk import Proposal, Setting, TokenIds
 
 _DRAFT_TOKENS = 12
 _SHIFT = 1  # of token ids, so that no real one is the 0 that it fills drafts with
