@@ -44,7 +44,7 @@ WATCH = vllm_plugin.watch_v1
 @pytest.fixture(autouse=True)
 def _steps_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the tests, where vLLM's runner would be watched."""
-    monkeypatch.setattr(vllm_plugin, "watch_v1", lambda _is_ours: True)
+    monkeypatch.setattr(vllm_plugin, "watch_v1", lambda: True)
 
 
 @pytest.fixture
@@ -61,9 +61,7 @@ def learned_by(proposer: SuffixProposer) -> list[Text]:
     """
     sequences: list[Text] = []
     assert proposer._core is not None
-    proposer._core.learner.cache.add_listener(
-        lambda pieces: sequences.extend(tuple(piece.tolist()) for piece in pieces)
-    )
+    proposer._core.cache.add_listener(lambda pieces: sequences.extend(tuple(piece.tolist()) for piece in pieces))
     return sequences
 
 
@@ -387,7 +385,7 @@ def test_a_redis_log_is_shared_with_our_server(redis_server: RedisServer) -> Non
         core = proposer._core
         assert core is not None
         caches.get().append(ours.prompt + ours.output, prompt_length=len(ours.prompt))
-        wait_until(lambda: core.learner.cache.snapshot().num_tokens > 0)
+        wait_until(lambda: core.cache.snapshot().num_tokens > 0)
         batch = VllmBatch()
         batch.add("a", ours)
         batch.step(proposer)

@@ -21,8 +21,8 @@ from benchmarks.vllm.client import interpreter
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ConfigError
 from ssd.integrations import vllm_plugin
-from ssd.integrations.requests import StopRules, before_stop
 from ssd.integrations.vllm import SuffixProposer
+from ssd.integrations.vllm_core import StopRules, before_stop
 from ssd.integrations.vllm_hooks import Hook, missing
 from ssd.integrations.vllm_v2 import Speculator
 from ssd.text.codec import TextCodec
@@ -49,7 +49,7 @@ def learned_by(speculator: Speculator) -> list[tuple[int, ...]]:
     """Fills while the speculator learns."""
     sequences: list[tuple[int, ...]] = []
     assert speculator._core is not None
-    cache = speculator._core.learner.cache
+    cache = speculator._core.cache
     cache.add_listener(lambda pieces: sequences.extend(tuple(piece.tolist()) for piece in pieces))
     return sequences
 
@@ -87,7 +87,7 @@ def test_drafts_and_chances_are_those_of_the_twin(seed: int, lag: int, data: st.
     core = fast._core
     assert core is not None
     slow = SlowSpeculator(
-        width=WIDTH, max_length=LENGTH, vocab_size=VOCAB_SIZE, ends=sorted(core.learner.end_of_text_ids), lag=lag
+        width=WIDTH, max_length=LENGTH, vocab_size=VOCAB_SIZE, ends=sorted(core.end_of_text_ids), lag=lag
     )
     stays: dict[str, str] = {}  # the twin's name of a stay in the slots
     away: dict[str, Scripted] = {}
@@ -121,7 +121,7 @@ def test_drafts_and_chances_are_those_of_the_twin(seed: int, lag: int, data: st.
         said = [Said(stays[name], runner.requests[name].said[before[name] :]) for name in names]
         texts = {stays[name]: runner.requests[name].text for name in names}
         # What ended and had not arrived is learned within the step, before it drafts: look again.
-        snapshot = core.learner.cache.snapshot()
+        snapshot = core.cache.snapshot()
         want = slow.step(said, [bool(new) for _, new in said], texts, snapshot)
         chances = fast.draft_token_confidence_probs[: len(names)]
         for row, (draft, estimates) in enumerate(want):
@@ -300,7 +300,7 @@ def test_steps_that_are_none_and_requests_that_were_never_seen_are_taken() -> No
     assert dummy.shape == (2, WIDTH)
     runner.begin({"a": scripted(1)})
     assert speculator._core is not None
-    speculator._core.requests.end(["a"])
+    speculator._core.forget(["a"])
     runner.step(["a"])
     assert speculator.stats().num_failures == 0
     speculator.close()

@@ -117,7 +117,7 @@ class Engine:
         if self.drafter is not None:
             self._watch(self.drafter, runner)
         if getattr(self.drafter, "_core", None) is not None:
-            self.drafter._core.learner.cache.add_listener(
+            self.drafter._core.cache.add_listener(
                 lambda pieces: self.learned.extend(piece.tolist() for piece in pieces)
             )
 

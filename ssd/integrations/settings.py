@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import ConfigError
@@ -52,77 +52,69 @@ class IntegrationSettings:
         """Whether anything outside this process is read or written, so that ids must mean the same there."""
         return self.cache_dir is not None or self.redis_url is not None or bool(self.warm_dirs)
 
-    def below(self, name: str) -> IntegrationSettings:
-        """The same with the directory ``name`` in ``cache_dir``: a directory has one writer."""
-        return self if self.cache_dir is None else replace(self, cache_dir=self.cache_dir / name)
-
     def cache_config(self) -> CacheConfig:
         """The cache's part. Raises ConfigError for values it cannot use."""
         index = IndexConfig(capacity_tokens=self.capacity_tokens, rebuild_interval_s=self.rebuild_interval_s)
         return CacheConfig(index=index, directory=self.cache_dir, redis_url=self.redis_url)
 
 
-def read_settings(overrides: Mapping[str, Any] | None = None) -> IntegrationSettings:
-    """The environment's, but for ``overrides`` by field name. Raises ConfigError for an unknown key or a bad value."""
-    known = {field.name for field in fields(IntegrationSettings)}
-    given = dict(overrides or {})
-    if unknown := sorted(map(str, given.keys() - known)):
-        raise ConfigError(f"unknown setting {', '.join(unknown)}; settings are {', '.join(sorted(known))}")
+def read_settings(vllm_config: Any) -> IntegrationSettings:
+    """The environment's, but for those of the engine's ``additional_config``. Raises ConfigError for an unknown key or
+    a bad value."""
+    additional = getattr(vllm_config, "additional_config", None)
+    given = additional.get("ssd") if isinstance(additional, dict) else None
+    given = {} if given is None else given
+    if not isinstance(given, dict):
+        raise ConfigError(f'additional_config["ssd"] must be an object of settings, got {given!r}')
+    if unknown := sorted(map(str, given.keys() - _KINDS.keys())):
+        raise ConfigError(f"unknown setting {', '.join(unknown)}; settings are {', '.join(sorted(_KINDS))}")
     values: dict[str, Any] = {}
-    for name in sorted(known):
+    for name, kind in sorted(_KINDS.items()):
         variable = ENVIRONMENT_PREFIX + name.upper()
         if given.get(name) is not None:
-            values[name] = _READERS[name](name, given[name])
+            values[name] = kind.read(name, given[name])
         elif value := os.environ.get(variable):
-            values[name] = _READERS[name](variable, value)
+            values[name] = kind.read(variable, value)
+    parallel = getattr(vllm_config, "parallel_config", None)
+    if "cache_dir" in values and getattr(parallel, "data_parallel_size", 1) > 1:  # a directory has one writer
+        values["cache_dir"] /= f"rank-{getattr(parallel, 'data_parallel_rank', 0)}"
     return IntegrationSettings(**values)
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} must be a string, got {value!r}")
-    return value
+class _Kind(NamedTuple):
+    """What a value may be, what that is called, and what it is made to."""
+
+    name: str
+    types: tuple[type, ...]
+    make: Callable[[Any], Any]
+
+    def read(self, name: str, value: Any) -> Any:
+        """Raises ConfigError."""
+        try:
+            if isinstance(value, self.types) and not isinstance(value, bool):
+                return self.make(value)
+        except (TypeError, ValueError):
+            pass
+        raise ConfigError(f"{name} must be {self.name}, got {value!r}")
 
 
-def _path(name: str, value: Any) -> Path:
-    if not isinstance(value, str | Path):
-        raise ConfigError(f"{name} must be a path, got {value!r}")
+def _path(value: str | Path) -> Path:
     return Path(value).expanduser()
 
 
-def _paths(name: str, value: Any) -> tuple[Path, ...]:
-    if isinstance(value, str):
-        value = [part for part in value.split(os.pathsep) if part]
-    if not isinstance(value, Sequence):
-        raise ConfigError(f"{name} must be a list of paths, got {value!r}")
-    return tuple(_path(name, part) for part in value)
+def _paths(value: str | Sequence[Any]) -> tuple[Path, ...]:
+    return tuple(map(_path, [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value))
 
 
-def _integer(name: str, value: Any) -> int:
-    try:
-        if isinstance(value, str | int) and not isinstance(value, bool):
-            return int(value)
-    except ValueError:
-        pass
-    raise ConfigError(f"{name} must be a whole number, got {value!r}")
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            return float(value)
-    except ValueError:
-        pass
-    raise ConfigError(f"{name} must be a number, got {value!r}")
-
-
-_READERS: Mapping[str, Callable[[str, Any], Any]] = {
-    "cache_dir": _path,
-    "redis_url": _text,
-    "namespace": _text,
-    "capacity_tokens": _integer,
-    "rebuild_interval_s": _number,
-    "warm_dirs": _paths,
-    "max_match_length": _integer,
-    "tokenizer": _text,
+_TEXT = _Kind("a string", (str,), str)
+_INTEGER = _Kind("a whole number", (str, int), int)
+_KINDS: Mapping[str, _Kind] = {
+    "cache_dir": _Kind("a path", (str, Path), _path),
+    "redis_url": _TEXT,
+    "namespace": _TEXT,
+    "capacity_tokens": _INTEGER,
+    "rebuild_interval_s": _Kind("a number", (str, int, float), float),
+    "warm_dirs": _Kind("a list of paths", (str, Sequence), _paths),
+    "max_match_length": _INTEGER,
+    "tokenizer": _TEXT,
 }

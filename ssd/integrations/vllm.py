@@ -30,8 +30,7 @@ import numpy.typing as npt
 from ssd.drafting.ask import MAX_DRAFT
 from ssd.drafting.rows import NUM_HEAD, Tokens
 from ssd.integrations import vllm_plugin
-from ssd.integrations.requests import Request, stop_rules_of
-from ssd.integrations.vllm_core import Core, VllmDrafter
+from ssd.integrations.vllm_core import Core, Request, VllmDrafter, stop_rules_of
 from ssd.integrations.vllm_hooks import lengths_of
 
 
@@ -53,7 +52,7 @@ class SuffixProposer(VllmDrafter):
         super().__init__(vllm_config, longest=self._limit)
         if self._core is not None:
             self._words = self._core.drafter.new_words(16)
-            if not vllm_plugin.watch_v1(lambda drafter: isinstance(drafter, SuffixProposer)):
+            if not vllm_plugin.watch_v1():
                 self.close()
 
     def load_model(self, target_model: object) -> None:
@@ -96,7 +95,7 @@ class SuffixProposer(VllmDrafter):
                         request.end = lengths.get(name)
                         request.stop = stop_rules_of(getattr(state, "sampling_params", None))
                 self._names = None
-                core.end(core.requests.end(names))
+                core.end(core.forget(names))
         except Exception:
             self._note_failure("learning")
 
@@ -116,7 +115,7 @@ class SuffixProposer(VllmDrafter):
         wanted[self._take(core, matrix, totals, sizes)] = False
         if count > len(self._words):
             self._words = core.drafter.new_words(2 * count)
-        core.drafter.draft(wanted, core.learner.cache.snapshot(), self._words, self._limit, seconds)
+        core.drafter.draft(wanted, core.cache.snapshot(), self._words, self._limit, seconds)
         drafted = self._words[:count, 1].tolist()
         tokens = self._words[:count, NUM_HEAD : NUM_HEAD + max(drafted, default=0)].tolist()
         self._ended = time.perf_counter()
@@ -129,7 +128,7 @@ class SuffixProposer(VllmDrafter):
             request = core.requests.get(name)
             if request is None and 0 <= length <= width:
                 tokens, prompt_length = batch.token_ids_cpu[row, :length], int(batch.num_prompt_tokens[row])
-                request, _ = core.requests.begin(name, tokens, prompt_length)
+                request = core.begin(name, tokens, prompt_length)
             self._texts.append(request)
         core.drafter.seat(self._texts)
         self._names = list(batch.req_ids)

@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+import bisect
 import importlib
 import multiprocessing.util
 import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
 from ssd.config import DraftConfig
-from ssd.drafting.rows import RowDrafter
+from ssd.drafting.rows import RowDrafter, Text
 from ssd.errors import ConfigError, ModelError
-from ssd.integrations.requests import Learner, Request, RequestTable
 from ssd.integrations.settings import IntegrationSettings, read_settings
 from ssd.integrations.vllm_hooks import TESTED_VERSIONS, log
+from ssd.retrieval.cache import CacheSet, SuffixCache
+from ssd.retrieval.segment import Tokens
 
 if TYPE_CHECKING:
     from ssd.text.codec import TextCodec
+
+
+class StopRules(NamedTuple):
+    """Strings that end an output, looked for behind its first ``min_tokens`` tokens."""
+
+    strings: tuple[str, ...]
+    min_tokens: int
+    skip_special_tokens: bool
+
+
+def stop_rules_of(params: Any) -> StopRules | None:
+    """Of vLLM's sampling parameters; None where no string stops."""
+    strings = getattr(params, "stop", None)
+    if not strings:
+        return None
+    given = (strings,) if isinstance(strings, str) else tuple(strings)
+    return StopRules(given, params.min_tokens, params.skip_special_tokens)
+
+
+class Request(Text):
+    """What is known of one request.
+
+    ``end`` : tokens that its client got, prompt included, where the engine said so. ``stop`` : what ended it besides.
+    """
+
+    __slots__ = ("end", "stop")
+
+    def __init__(self, tokens: Tokens, prompt_length: int, room: int) -> None:
+        super().__init__(tokens, prompt_length, room)
+        self.end: int | None = None
+        self.stop: StopRules | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,54 +71,94 @@ class ProposerStats:
 
 
 class Core:
-    """Opened for one engine of vLLM."""
+    """Opened for one engine of vLLM: a namespace as ``ssd-serve`` with the same settings would open it (files, warm-up
+    directories, Redis), the requests on their way into it, and a drafter. Holds all that must be closed, and nothing of
+    the engine."""
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
         """``longest`` : most tokens that are drafted at once. ``drafting`` : other settings of `RowDrafter`.
 
-        Raises ConfigError and CacheError, and ModelError where text is shared and the tokenizer cannot be loaded.
+        Raises ConfigError and CacheError, and ModelError where text is shared and the tokenizer cannot be loaded: what
+        is wrong with the settings is to be heard at the start.
         """
-        model, settings = vllm_config.model_config, settings_of(vllm_config)
+        model, settings = vllm_config.model_config, read_settings(vllm_config)
         draft = DraftConfig(
             num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
             max_match_length=settings.max_match_length,
         )
-        vocab_size, max_length = int(model.get_vocab_size()), int(model.max_model_len)
-        codec = _load_codec(settings.tokenizer or model.tokenizer or model.model, settings)
-        self.requests = RequestTable(max_length)
-        self.learner = Learner(
-            settings, self.requests, codec,
-            fingerprint=codec.fingerprint if codec else xxhash.xxh3_128_hexdigest(str(model.model).encode()),
-            vocab_size=codec.vocab_size if codec else vocab_size,
-        )  # fmt: skip
-        self.drafter = RowDrafter(
-            longest=longest,
-            max_length=max_length,
-            vocab_size=vocab_size,
-            end_of_text_ids=self.learner.end_of_text_ids,
-            max_match_length=draft.max_match_length,
-            min_match_length=draft.min_match_length,
-            learned=self.learner.cache.learned,
-            **drafting,
-        )
-        self.drafter.warm_up()
-        # Closed when vLLM drops its runner, and at the end of the process; a forked worker runs the first kind only.
-        at_exit = multiprocessing.util.Finalize(None, _close, (self.learner, self.drafter), exitpriority=10)
-        self.close = weakref.finalize(self, at_exit)
-        """Learn what is in flight and close the cache. May be called twice."""
+        vocab_size = int(model.get_vocab_size())
+        self._max_length = int(model.max_model_len)
+        self.requests: dict[str, Request] = {}
+        """Those that have not ended, by vLLM's ids."""
+        self.num_learned = 0
+        """Requests that were given to the cache."""
+        self._codec = codec = _load_codec(settings.tokenizer or model.tokenizer or model.model, settings)
+        self.end_of_text_ids = frozenset(codec.eos_token_ids if codec else ())
+        fingerprint = codec.fingerprint if codec else xxhash.xxh3_128_hexdigest(str(model.model).encode())
+        config = settings.cache_config()
+        with ExitStack() as opening:
+            share = None
+            if settings.redis_url is not None:
+                from ssd.sharing.redis_log import RedisLog  # needs redis-py, which not everybody has installed
+
+                known = codec.vocab_size if codec else vocab_size
+                log_of_replicas = RedisLog(settings.redis_url, fingerprint=fingerprint, vocab_size=known)
+                share = opening.enter_context(log_of_replicas).attach
+            caches = opening.enter_context(CacheSet(config, fingerprint, namespace=settings.namespace, on_open=share))
+            self.cache: SuffixCache = caches.get()
+            for directory in settings.warm_dirs:
+                self.cache.add_static_directory(directory)
+            self.drafter = RowDrafter(
+                longest=longest,
+                max_length=self._max_length,
+                vocab_size=vocab_size,
+                end_of_text_ids=self.end_of_text_ids,
+                max_match_length=draft.max_match_length,
+                min_match_length=draft.min_match_length,
+                learned=self.cache.learned,
+                **drafting,
+            )
+            self.drafter.warm_up()
+            self._resources = opening.pop_all()
         log.info("SSD drafts up to %d tokens from namespace=%s cache_dir=%s redis=%s", draft.num_speculative_tokens,
                  settings.namespace, settings.cache_dir, settings.redis_url is not None)  # fmt: skip
+
+    def begin(self, name: str, tokens: Tokens, prompt_length: int) -> Request:
+        """A request of ``tokens``, int32[n], in place of one that had the id."""
+        request = self.requests[name] = Request(tokens, min(prompt_length, len(tokens)), self._max_length)
+        return request
+
+    def forget(self, names: Iterable[str]) -> list[Request]:
+        """The requests of these ids, as far as they are known, which have ended."""
+        return [request for name in names if (request := self.requests.pop(name, None)) is not None]
 
     def end(self, ended: list[Request]) -> None:
         """These are over: learn them."""
         if ended:
             self.drafter.leave()
-            self.learner.learn(ended)
+            self._learn(ended)
 
+    def close(self) -> None:
+        """Learn what is in flight, keep everything, and let go of files and connections. May be called twice."""
+        self.drafter.publish()
+        self._learn(self.forget(list(self.requests)))
+        self._resources.close()
 
-def _close(learner: Learner, drafter: RowDrafter) -> None:
-    drafter.publish()
-    learner.close()
+    def _learn(self, ended: Iterable[Request]) -> None:
+        """Store each, as far as its client got it. O(text)."""
+        for request in ended:
+            tokens = request.tokens if request.end is None else request.tokens[: request.end]
+            # A draft may run on behind an end of text that the target agreed with; nobody got to see that.
+            start = min(len(tokens), request.length - request.num_new)
+            last = tokens[start:].tolist()
+            end = start + next((at + 1 for at, token in enumerate(last) if token in self.end_of_text_ids), len(last))
+            if request.stop is not None and self._codec is not None:
+                said = tokens[request.prompt_length : end].tolist()
+                end = request.prompt_length + before_stop(self._codec, said, request.stop)
+            if end <= request.prompt_length:
+                continue  # nothing was said
+            self.cache.append(tokens[:end], prompt_length=request.prompt_length)
+            self.num_learned += 1
 
 
 class VllmDrafter:
@@ -95,6 +170,10 @@ class VllmDrafter:
         self._num_failures = 0
         self._last_stats = ProposerStats()
         self._core = Core(vllm_config, longest=longest, **drafting) if checked(vllm_config) else None
+        if self._core is not None:
+            # When vLLM drops its runner, and at the end of the process; a forked worker runs the first kind only.
+            at_exit = multiprocessing.util.Finalize(None, self._core.close, exitpriority=10)
+            self._close_core = weakref.finalize(self, at_exit)
 
     def stats(self) -> ProposerStats:
         """The counters as they are now, or as they were when it was closed."""
@@ -104,15 +183,15 @@ class VllmDrafter:
                 num_proposals=proposals,
                 num_drafts=drafts,
                 num_draft_tokens=draft_tokens,
-                num_learned=core.learner.num_learned,
+                num_learned=core.num_learned,
                 num_failures=self._num_failures,
             )
         return self._last_stats
 
     def close(self) -> None:
         """Learn what is in flight and close the cache; nothing is drafted any more. May be called twice."""
-        if (core := self._core) is not None:
-            core.close()
+        if self._core is not None:
+            self._close_core()
             self.stats()
             self._core = None
 
@@ -121,6 +200,18 @@ class VllmDrafter:
         self._num_failures += 1
         if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only
             log.exception("%s failed, the step goes on without (%d times so far)", what, self._num_failures)
+
+
+def before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) -> int:
+    """How many of an output's tokens there are up to the one that completes the first stop string. O(n log n)."""
+
+    def stops(count: int) -> bool:
+        text = codec.decode(tokens[:count], skip_special_tokens=rules.skip_special_tokens)
+        return any(text.find(string, start) >= 0 for string in rules.strings)
+
+    first = min(rules.min_tokens, len(tokens))
+    start = len(codec.decode(tokens[:first], skip_special_tokens=rules.skip_special_tokens))
+    return first + bisect.bisect_left(range(first, len(tokens)), True, key=stops)
 
 
 def checked(vllm_config: Any) -> bool:
@@ -157,19 +248,6 @@ def _module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         return None
-
-
-def settings_of(vllm_config: Any) -> IntegrationSettings:
-    """From the environment and the engine's ``additional_config``. Raises ConfigError."""
-    additional = getattr(vllm_config, "additional_config", None)
-    overrides = additional.get("ssd") if isinstance(additional, dict) else None
-    if overrides is not None and not isinstance(overrides, dict):
-        raise ConfigError(f'additional_config["ssd"] must be an object of settings, got {overrides!r}')
-    settings = read_settings(overrides)
-    parallel = getattr(vllm_config, "parallel_config", None)
-    if settings.cache_dir is not None and getattr(parallel, "data_parallel_size", 1) > 1:
-        return settings.below(f"rank-{getattr(parallel, 'data_parallel_rank', 0)}")
-    return settings
 
 
 def _load_codec(name: str, settings: IntegrationSettings) -> TextCodec | None:

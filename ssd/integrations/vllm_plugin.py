@@ -50,121 +50,105 @@ def register() -> None:
                     f", and {len(lacks) - 1} more" if len(lacks) > 1 else "")  # fmt: skip
         return
     package = importlib.import_module(SPECULATOR)
-    package.init_speculator = wrapped = _making(package.init_speculator)  # type: ignore[attr-defined]
+    _wrap(package, init_speculator=_make)
     if V2_RUNNER in sys.modules:  # has its own name for it
-        sys.modules[V2_RUNNER].init_speculator = wrapped  # type: ignore[attr-defined]
+        sys.modules[V2_RUNNER].init_speculator = package.init_speculator  # type: ignore[attr-defined]
     scheduler = importlib.import_module(SCHEDULER).Scheduler
     if not hasattr(scheduler, _MARK):
-        scheduler.__init__ = _checking(scheduler.__init__)
-        scheduler._free_request = _noting(scheduler._free_request)
-        scheduler.schedule = _telling(scheduler.schedule)
+        _wrap(scheduler, __init__=_check, _free_request=_note, schedule=_tell)
         setattr(scheduler, _MARK, True)
 
 
-def watch_v1(is_ours: Callable[[object], bool]) -> bool:
-    """Tell drafters that ``is_ours`` accepts about steps and shutdown. Returns whether the runner could be watched."""
+def watch_v1() -> bool:
+    """Tell our drafters about steps and shutdown. Returns whether the runner could be watched."""
     try:
         runner = importlib.import_module(V1_RUNNER).GPUModelRunner
-        methods = runner._update_states, runner.shutdown
+        _watch(runner, "drafter", _update_states=_announce, shutdown=_close)
     except (ImportError, AttributeError) as error:
         log.warning("vLLM's model runner cannot be watched, nothing is drafted: %s", error)
         return False
-    if not hasattr(runner, _MARK):
-        runner._update_states = _announcing(methods[0], "drafter", is_ours)
-        runner.shutdown = _closing(methods[1], "drafter", is_ours)
-        setattr(runner, _MARK, True)
     return True
 
 
-# -- wrappers ------------------------------------------------------------------------------------------------------
+# -- wrappers -------------------------------------------------------------------------------------------------------
 
 
-def _making(init: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(init)
-    def wrapped(vllm_config: Any, device: Any, req_states: Any) -> Any:
-        if not is_asked_for(vllm_config):
-            return init(vllm_config, device, req_states)
-        from ssd.integrations.vllm_v2 import Speculator  # torch and numba: late, see above
+def _wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
+    """Put ``wrapper(original, *arguments)`` in the place of functions of ``owner``. Raises AttributeError."""
 
-        runner = importlib.import_module(V2_RUNNER).GPUModelRunner
-        if not hasattr(runner, _MARK):
-            runner.add_requests = _adding(runner.add_requests, Speculator)
-            runner.finish_requests = _announcing(runner.finish_requests, "speculator", _is_a(Speculator))
-            runner.shutdown = _closing(runner.shutdown, "speculator", _is_a(Speculator))
-            setattr(runner, _MARK, True)
-        return Speculator(vllm_config, device, req_states)
+    def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(original)(lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
-    return wrapped
+    made = {name: wrapped(getattr(owner, name), wrapper) for name, wrapper in wrappers.items()}
+    for name, function in made.items():
+        setattr(owner, name, function)
 
 
-def _is_a(kind: type) -> Callable[[object], bool]:
-    return lambda drafter: isinstance(drafter, kind)
+def _watch(runner: Any, attribute: str, **wrappers: Callable[..., Any]) -> None:
+    """`_wrap`, once, methods of a class of runners: ``wrapper(drafter, original, runner, *arguments)`` for those whose
+    ``attribute`` is a drafter of ours."""
+    from ssd.integrations.vllm_core import VllmDrafter  # numba: late, see above
+
+    def for_ours(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+            drafter = getattr(runner, attribute, None)
+            if not isinstance(drafter, VllmDrafter):
+                return original(runner, *args, **kwargs)
+            return wrapper(drafter, original, runner, *args, **kwargs)
+
+        return call
+
+    if not hasattr(runner, _MARK):
+        _wrap(runner, **{name: for_ours(wrapper) for name, wrapper in wrappers.items()})
+        setattr(runner, _MARK, True)
 
 
-def _adding(add: Callable[..., Any], kind: type) -> Callable[..., Any]:
-    @functools.wraps(add)
-    def wrapped(runner: Any, scheduler_output: Any) -> Any:
-        result = add(runner, scheduler_output)
-        speculator = getattr(runner, "speculator", None)
-        if isinstance(speculator, kind):
-            speculator.on_add(scheduler_output)  # type: ignore[attr-defined]
-        return result
+def _make(init: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
+    if not is_asked_for(vllm_config):
+        return init(vllm_config, device, req_states)
+    from ssd.integrations.vllm_v2 import Speculator  # torch and numba: late, see above
 
-    return wrapped
+    runner = importlib.import_module(V2_RUNNER).GPUModelRunner
+    _watch(runner, "speculator", add_requests=_add, finish_requests=_announce, shutdown=_close)
+    return Speculator(vllm_config, device, req_states)
 
 
-def _announcing(step: Callable[..., Any], name: str, is_ours: Callable[[object], bool]) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def wrapped(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        drafter: Any = getattr(runner, name, None)
-        if is_ours(drafter):
-            drafter.on_step(runner, scheduler_output)
-        return step(runner, scheduler_output, *args, **kwargs)
-
-    return wrapped
+def _add(speculator: Any, add: Callable[..., Any], runner: Any, scheduler_output: Any) -> Any:
+    result = add(runner, scheduler_output)
+    speculator.on_add(scheduler_output)
+    return result
 
 
-def _closing(shutdown: Callable[..., Any], name: str, is_ours: Callable[[object], bool]) -> Callable[..., Any]:
-    @functools.wraps(shutdown)
-    def wrapped(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        drafter: Any = getattr(runner, name, None)
-        try:
-            return shutdown(runner, *args, **kwargs)
-        finally:
-            if is_ours(drafter):
-                drafter.close()
-
-    return wrapped
+def _announce(
+    drafter: Any, step: Callable[..., Any], runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    drafter.on_step(runner, scheduler_output)
+    return step(runner, scheduler_output, *args, **kwargs)
 
 
-def _checking(init: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(init)
-    def wrapped(scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        if is_asked_for(vllm_config) and not vllm_config.use_v2_model_runner:
-            raise ConfigError(
-                'vLLM runs its V1 model runner here, and "model": "ssd" is for V2: ask for "method": "custom_class", '
-                '"model": "ssd.integrations.vllm.SuffixProposer" instead'
-            )
-        init(scheduler, vllm_config, *args, **kwargs)
-
-    return wrapped
+def _close(drafter: Any, shutdown: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return shutdown(runner, *args, **kwargs)
+    finally:
+        drafter.close()
 
 
-def _noting(free: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(free)
-    def wrapped(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        scheduler.__dict__.setdefault(LENGTHS, {})[request.request_id] = request.num_tokens
-        return free(scheduler, request, *args, **kwargs)
+def _check(init: Callable[..., Any], scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    if is_asked_for(vllm_config) and not vllm_config.use_v2_model_runner:
+        raise ConfigError(
+            'vLLM runs its V1 model runner here, and "model": "ssd" is for V2: ask for "method": "custom_class", '
+            '"model": "ssd.integrations.vllm.SuffixProposer" instead'
+        )
+    init(scheduler, vllm_config, *args, **kwargs)
 
-    return wrapped
+
+def _note(free: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    scheduler.__dict__.setdefault(LENGTHS, {})[request.request_id] = request.num_tokens
+    return free(scheduler, request, *args, **kwargs)
 
 
-def _telling(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(schedule)
-    def wrapped(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        output = schedule(scheduler, *args, **kwargs)
-        if lengths := scheduler.__dict__.pop(LENGTHS, None):
-            setattr(output, LENGTHS, lengths)
-        return output
-
-    return wrapped
+def _tell(schedule: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    output = schedule(scheduler, *args, **kwargs)
+    if lengths := scheduler.__dict__.pop(LENGTHS, None):
+        setattr(output, LENGTHS, lengths)
+    return output

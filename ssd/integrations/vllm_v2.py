@@ -32,8 +32,7 @@ from torch import Tensor
 
 from ssd.drafting.ask import MAX_DRAFT
 from ssd.drafting.rows import NUM_HEAD
-from ssd.integrations.requests import Request, stop_rules_of
-from ssd.integrations.vllm_core import Core, VllmDrafter, tensor_rank
+from ssd.integrations.vllm_core import Core, Request, VllmDrafter, stop_rules_of, tensor_rank
 from ssd.integrations.vllm_hooks import METHOD, lengths_of, log
 
 OFF_COURSE: Final = 0.5
@@ -193,10 +192,9 @@ class Speculator(VllmDrafter):
                 if new.sampling_params is None:  # pooling
                     continue
                 tokens = np.array(new.prefill_token_ids, np.int32)
-                request, before = core.requests.begin(new.req_id, tokens, new.prompt_len)
-                request.stop = stop_rules_of(new.sampling_params)
-                if before is not None:
+                if new.req_id in core.requests:
                     core.drafter.leave()
+                core.begin(new.req_id, tokens, new.prompt_len).stop = stop_rules_of(new.sampling_params)
         except Exception:
             self._note_failure("following requests")
 
@@ -208,7 +206,7 @@ class Speculator(VllmDrafter):
         try:
             self._seated, lengths = None, lengths_of(scheduler_output)
             for name in names:
-                for request in core.requests.end([name]):
+                for request in core.forget([name]):
                     request.end = lengths.get(name)
                     self._ending.append(request)
             self._take_over(core)
@@ -252,7 +250,7 @@ class Speculator(VllmDrafter):
         self.num_steps += 1
         self.num_behind += bool(self._steps)
         limit = self._longest if self._steps else self._width
-        core.drafter.draft(says, core.learner.cache.snapshot(), step.told_np, limit)
+        core.drafter.draft(says, core.cache.snapshot(), step.told_np, limit)
         return step.told[:count].to(self._device, non_blocking=True)
 
     def _new_step(self) -> _Step:
@@ -290,7 +288,7 @@ class Speculator(VllmDrafter):
     def _lose(self, core: Core, texts: Sequence[Request]) -> None:
         """Tokens of these are missing: they are not drafted for any more, and not learned."""
         lost = [name for name, request in core.requests.items() if request in texts]
-        core.requests.end(lost)
+        core.forget(lost)
         core.drafter.leave()
         self._ending = [request for request in self._ending if request not in texts]
         self._texts, self._seated = [None if text in texts else text for text in self._texts], None
