@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_port
 from server.command.arguments import Options, parse_arguments
-from ssd.sharing.stats import SharingStats, StreamStats
+from ssd.sharing.redis_log import SharingStats, StreamStats
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import ask, get, wait_until
 from tests.server.failing_engine import RunningServer, serving

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from ssd.engine import Engine
     from ssd.retrieval.cache import CacheSet
     from ssd.sharing.noise_root import SharedRoot
-    from ssd.sharing.redis_log import RedisLog
-    from ssd.sharing.stats import SharingStats
+    from ssd.sharing.redis_log import RedisLog, SharingStats
     from ssd.text.codec import TextCodec
 
 log = logging.getLogger(__name__)

@@ -2,6 +2,6 @@
 
 ``redis_log`` is the whole of it and writes the streams, ``reader`` reads them, ``entry`` is their format, ``stream``
 pages of them, ``cursor`` how far one was read, over restarts too. ``connection`` and ``clients`` lead to a server, to
-the master that sentinels name or to a cluster; ``background`` is a thread that lives with it, ``stats`` count how it
-goes. ``noise_root`` is what replicas draw coupled noise from.
+the master that sentinels name or to a cluster; ``background`` is a thread that lives with it. ``noise_root`` is
+what replicas draw coupled noise from.
 """

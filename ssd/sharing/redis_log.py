@@ -6,6 +6,8 @@ import contextlib
 import secrets
 import threading
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from ssd.errors import ConfigError
@@ -17,7 +19,6 @@ from ssd.sharing.connection import connect
 from ssd.sharing.cursor import Cursor, sequence_id_of
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry, stream_key
 from ssd.sharing.reader import LogReader
-from ssd.sharing.stats import SharingStats, StreamStats
 from ssd.sharing.stream import append, is_cluster
 
 DEFAULT_MAX_TOKENS: Final = 1 << 22
@@ -227,6 +228,40 @@ class LogWriter:
             dropped = max(self._queues.values(), key=lambda queue: queue.num_tokens).take(1)
             num_tokens -= len(dropped[0].tokens)
             self.num_dropped += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStats:
+    """Of one namespace since it was opened."""
+
+    lag_seconds: float = 0.0
+    """How long this replica has not known that it read all that the stream holds, beyond the half second a read may
+    wait; 0 while all is well. It grows while Redis is away, refuses, or is read more slowly than it is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingStats:
+    """Counters since the log was opened. Entries are sequences or parts of at most 4,096 tokens."""
+
+    is_connected: bool
+    """Redis answers, and refused neither what was last read nor what was last written of any namespace."""
+    num_published: int = 0
+    num_published_tokens: int = 0
+    num_queued: int = 0
+    num_received: int = 0
+    """Entries that were stored here: of other replicas, and our own that a crash had lost."""
+    num_received_tokens: int = 0
+    num_known: int = 0
+    """Entries read that are in the cache already: our own, second copies, and those from before a restart."""
+    num_dropped: int = 0
+    """Entries of ours that were given up: Redis was away, or refused, for longer than the queue could hold them."""
+    num_invalid: int = 0
+    """Entries that failed a check, or were too large to be fetched, and were skipped."""
+    num_failures: int = 0
+    """Calls that failed; the log says why, once a minute."""
+    num_reconnects: int = 0
+    streams: Mapping[str, StreamStats] = field(default_factory=dict)
+    """Of each namespace that is open."""
 
 
 class RedisLog:
