@@ -14,7 +14,7 @@ from ssd.drafting.lookup import MAX_SAMPLES
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.errors import ConfigError
 from ssd.retrieval.segment import SEPARATOR
-from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
+from ssd.retrieval.snapshot import SegmentTable, Snapshot
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference import drafting as reference
 
@@ -41,7 +41,7 @@ def test_suffix_says_in_which_part_of_the_index_it_found_a_draft(tree: bool) -> 
     ring = np.full(64, 7, np.int32)
     ring[51:61] = range(200, 210)
     segments = (static, born)
-    snapshot = make_snapshot(1, segments, segment_table(segments), ring, 51, 61)
+    snapshot = Snapshot(1, SegmentTable(segments), ring, 51, 61)
     for first, source in ((0, "warm"), (100, "segment"), (200, "tail")):
         request = ask([*range(first, first + 5)], snapshot, 4)
         request.tree = tree

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from ssd.config import CacheConfig, IndexConfig
+from ssd.retrieval import directory, suffix_cache
 from ssd.retrieval import directory as directories
-from ssd.retrieval import durable, suffix_cache
 from ssd.retrieval import files as manifests
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
@@ -110,7 +110,7 @@ def test_what_is_sealed_while_nothing_can_be_written_is_searched_and_written_lat
         read_only.is_on = False
         caches.maintain()
         assert len(caplog.records) == 1  # too soon
-        clock[0] += durable.RETRY_S
+        clock[0] += directory.RETRY_S
         caches.maintain()
         assert caches.get().stats().num_failures == stats.num_failures
         assert [level for level, _ in messages(caplog)] == [logging.ERROR, logging.WARNING]
@@ -131,11 +131,11 @@ def test_an_outage_is_told_once_and_a_second_one_again(
             read_only.is_on = True
             learn(caches, range(first, first + 60))
             for _ in range(5):
-                clock[0] += durable.RETRY_S
+                clock[0] += directory.RETRY_S
                 caches.maintain()
             caches.flush()
             read_only.is_on = False
-            clock[0] += durable.RETRY_S
+            clock[0] += directory.RETRY_S
             caches.flush()
             caches.maintain()
         assert [level for level, _ in messages(caplog)] == [logging.ERROR, logging.WARNING] * 2
@@ -160,11 +160,11 @@ def test_an_outage_lasts_while_anything_is_missing(
     monkeypatch.setattr(SegmentDirectory, "write", write)
     with opened(tmp_path) as caches:
         learn(caches, range(60))
-        clock[0] += durable.RETRY_S
+        clock[0] += directory.RETRY_S
         learn(caches, range(60, 80))
         assert [level for level, _ in messages(caplog)] == [logging.ERROR]
         largest = 1 << 30
-        clock[0] += durable.RETRY_S
+        clock[0] += directory.RETRY_S
         caches.flush()
     assert [level for level, _ in messages(caplog)] == [logging.ERROR, logging.WARNING]
     with opened(tmp_path) as caches:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from ssd.compiled.addresses import address, dtype_of
 from ssd.errors import CacheError
-from ssd.retrieval import snapshot as snapshots_module
 from ssd.retrieval.lanes import (
     MAX_MATCH_LENGTH,
     PATTERNS_BYTES,
@@ -28,7 +27,7 @@ from ssd.retrieval.lanes import (
 )
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import FENCE_STEP, GUARD_BYTES, SEPARATOR
-from ssd.retrieval.snapshot import Snapshot, segment_table
+from ssd.retrieval.snapshot import SegmentTable, Snapshot
 from ssd.retrieval.suffix_array import build_order, build_segment
 from tests.reference.drafting import make_snapshot
 from tests.reference.retrieval import longest_agreement, naive_order, num_agreeing
@@ -189,8 +188,7 @@ def test_one_token_repeated_a_million_times() -> None:
     text[-1] = SEPARATOR
     snapshot = make_snapshot([])
     segment = build_segment(text, start=0, segment_id="a")
-    table = segment_table([segment])
-    snapshot = snapshots_module.make_snapshot(1, (segment,), table, snapshot.ring, len(text), len(text))
+    snapshot = Snapshot(1, SegmentTable([segment]), snapshot.ring, len(text), len(text))
     match = longest_match(snapshot, np.zeros(100, np.int32), 32)
     assert (match.length, match.support) == (32, 1_000_000 - 31)
 

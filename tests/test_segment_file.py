@@ -27,7 +27,7 @@ from ssd.retrieval.segment import (
     segment_file_size,
     write_segment,
 )
-from ssd.retrieval.snapshot import make_snapshot, segment_table
+from ssd.retrieval.snapshot import SegmentTable, Snapshot
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference import drafting as reference
 
@@ -176,7 +176,7 @@ def test_no_forged_file_leads_a_lookup_outside_it(
     assert segment.order.min() >= 1 and segment.order.max() <= n and len(segment.fence) == num_posts(n)
     assert len(segment.text) == packed_size(n, segment.width) and segment.tokens[-1] == SEPARATOR
     empty = reference.make_snapshot([])
-    snapshot = make_snapshot(1, (segment,), segment_table([segment]), empty.ring, 0, 0)
+    snapshot = Snapshot(1, SegmentTable([segment]), empty.ring, 0, 0)
     match = longest_match(snapshot, np.array(context, np.int32), 32)
     assert match.length <= len(context) and match.support <= n
     request = DraftRequest("a", np.array(context, np.int32), 0, snapshot, 16)

@@ -23,7 +23,7 @@ from ssd.errors import ConfigError
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.ring import blocks_of
 from ssd.retrieval.segment import SEPARATOR, Tokens, unpack
-from ssd.retrieval.snapshot import make_snapshot, segment_table
+from ssd.retrieval.snapshot import SegmentTable, Snapshot
 from ssd.text.codec import TextCodec
 
 _DESCRIPTION = """\
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("there is no text to go on from: give a prompt of at least one token")
     cache = open_one(options.directory, codec)
     learned, learned_from = _learned(options.directory)
-    snapshot = make_snapshot(0, cache.segments, segment_table(list(cache.segments)), np.zeros(1, np.int32), 0, 0)
+    snapshot = Snapshot(0, SegmentTable(cache.segments), np.zeros(1, np.int32), 0, 0)
     request = DraftRequest(
         "explained", context, len(prompt), snapshot, options.draft_limit, tree=options.shape == "tree", learned=learned
     )

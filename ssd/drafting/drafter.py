@@ -22,7 +22,7 @@ from ssd.drafting.successors import NamespaceSuccessors
 from ssd.errors import ConfigError
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.lanes import MAX_MATCH_LENGTH, PATTERNS_BYTES, Lane, Walker, as_context
-from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
+from ssd.retrieval.snapshot import SegmentTable, Snapshot
 
 _MOST_KEPT: Final = 4096  # requests remembered; when there are more, all begin anew
 _MOST_SPARE: Final = 64
@@ -31,7 +31,7 @@ _COOL: Final = 0.5
 """Temperature up to which the target mostly chooses what it holds most probable."""
 
 _INT32: Final = np.dtype(np.int32)
-NO_SNAPSHOT = make_snapshot(0, (), segment_table(()), np.zeros(1, np.int32), 0, 0)
+NO_SNAPSHOT = Snapshot(0, SegmentTable(()), np.zeros(1, np.int32), 0, 0)
 
 
 class Workspace:

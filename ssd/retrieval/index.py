@@ -12,7 +12,7 @@ from ssd.retrieval.files import is_kept
 from ssd.retrieval.prefixes import PrefixFilter, split_sequence
 from ssd.retrieval.ring import TokenRing
 from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
-from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
+from ssd.retrieval.snapshot import SegmentTable, Snapshot
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS
 from ssd.retrieval.usage import Leaving, Outputs, warm_up_usage
 
@@ -112,9 +112,11 @@ class SuffixIndex:
         stops = [segment.stop or 0 for segment in segments]
         self._ring = TokenRing(limit, max([next_position, *stops]))
         self._sealing_stop = 0  # positions below it have been copied out by tail_to_seal
-        self._borrowed: tuple[Segment, ...] = ()
-        self._static: tuple[Segment, ...] = ()
-        self._ring_born = tuple(segments)
+        self.borrowed: Segments = ()
+        """Segments of another namespace that are searched too."""
+        self._static: Segments = ()
+        self.ring_born: Segments = tuple(segments)
+        """Sealed segments, kept ones among them, in order of position."""
         self._num_ring_born_tokens = sum(map(len, segments))
         self._num_kept = sum(1 for _ in takewhile(lambda segment: is_kept(segment.segment_id), segments))
         self._generation = 0
@@ -127,21 +129,6 @@ class SuffixIndex:
         return self._snapshot
 
     @property
-    def ring_born(self) -> tuple[Segment, ...]:
-        """Sealed segments, kept ones among them, in order of position."""
-        return self._ring_born
-
-    @property
-    def borrowed(self) -> tuple[Segment, ...]:
-        """Segments of another namespace that are searched too."""
-        return self._borrowed
-
-    @property
-    def own(self) -> tuple[Segment, ...]:
-        """All segments but the borrowed ones."""
-        return (*self._static, *self._ring_born)
-
-    @property
     def next_position(self) -> int:
         """Where the next appended token will lie."""
         return self._ring.tail_stop
@@ -149,13 +136,13 @@ class SuffixIndex:
     @property
     def recent_position(self) -> int:
         """Of what was stored before this position, only what was of use may be stored still."""
-        recent = self._ring_born[self._num_kept :]
+        recent = self.ring_born[self._num_kept :]
         return recent[0].start or 0 if recent else self._ring.tail_start
 
     @property
     def num_kept_tokens(self) -> int:
         """Tokens that are stored because they were of use, though their age is over."""
-        return sum(map(len, self._ring_born[: self._num_kept]))
+        return sum(map(len, self.ring_born[: self._num_kept]))
 
     @property
     def num_tail_tokens(self) -> int:
@@ -212,9 +199,7 @@ class SuffixIndex:
         ring = self._ring
         self._generation += 1
         # One assignment of an immutable object: a reader has either the old one or the new one, whole.
-        self._snapshot = make_snapshot(
-            self._generation, self._searched, self._table, ring.tokens, ring.tail_start, ring.tail_stop
-        )
+        self._snapshot = Snapshot(self._generation, self._table, ring.tokens, ring.tail_start, ring.tail_stop)
 
     # Sealing
 
@@ -230,7 +215,7 @@ class SuffixIndex:
         """The text of ``tail_to_seal`` is in ``segment`` from now on. Publishes."""
         assert segment.stop is not None
         self._ring.release(segment.stop)
-        self._ring_born = (*self._ring_born, segment)
+        self.ring_born = (*self.ring_born, segment)
         self._num_ring_born_tokens += len(segment)
         self._evict(0)
         self._publish_segments()
@@ -239,17 +224,17 @@ class SuffixIndex:
 
     def merge_plan(self, apart: Collection[str] = ()) -> tuple[Segment, ...] | None:
         """Neighbouring segments to be merged next, or None; none of the ids ``apart``. O(number of segments)."""
-        kept, recent = self._ring_born[: self._num_kept], self._ring_born[self._num_kept :]
+        kept, recent = self.ring_born[: self._num_kept], self.ring_born[self._num_kept :]
         plans = (merge_plan(part, apart, self.config, self.max_segment_tokens) for part in (recent, kept))
         return next(filter(None, plans), None)
 
     def install_merged(self, inputs: Sequence[Segment], merged: Segment) -> bool:
         """Put ``merged`` in the place of ``inputs`` and publish; False, changing nothing, if one of them is gone."""
-        first = next((i for i, segment in enumerate(self._ring_born) if segment is inputs[0]), len(self._ring_born))
-        there = self._ring_born[first : first + len(inputs)]
+        first = next((i for i, segment in enumerate(self.ring_born) if segment is inputs[0]), len(self.ring_born))
+        there = self.ring_born[first : first + len(inputs)]
         if len(there) < len(inputs) or any(a is not b for a, b in zip(there, inputs, strict=True)):
             return False
-        self._ring_born = (*self._ring_born[:first], merged, *self._ring_born[first + len(inputs) :])
+        self.ring_born = (*self.ring_born[:first], merged, *self.ring_born[first + len(inputs) :])
         if first < self._num_kept:
             self._num_kept -= len(inputs) - 1
         self._publish_segments()
@@ -264,7 +249,7 @@ class SuffixIndex:
         """
         if not self._leaving:
             return None
-        kept, newer = self._ring_born[: self._num_kept], self._ring_born[self._num_kept :]
+        kept, newer = self.ring_born[: self._num_kept], self.ring_born[self._num_kept :]
         ring = self._ring
         tail = ring.read(ring.tail_start, ring.tail_stop)
         return Leaving(tuple(self._leaving), kept, newer, ring.tail_start, tail, self._outputs.places())
@@ -279,7 +264,7 @@ class SuffixIndex:
         found = tuple(segment for of, segment in kept if id(of) in there)
         gone = set(map(id, left))
         self._leaving = deque(segment for segment in self._leaving if id(segment) not in gone)
-        self._ring_born = (*self._ring_born[: self._num_kept], *found, *self._ring_born[self._num_kept :])
+        self.ring_born = (*self.ring_born[: self._num_kept], *found, *self.ring_born[self._num_kept :])
         self._num_kept += len(found)
         num_tokens = sum(map(len, found))
         self._num_ring_born_tokens += num_tokens
@@ -299,12 +284,12 @@ class SuffixIndex:
     def borrow(self, segments: tuple[Segment, ...]) -> None:
         """Search ``segments`` of another namespace too, without a position, in place of those borrowed before."""
         assert all(segment.start is None for segment in segments)
-        self._borrowed = segments
+        self.borrowed = segments
         self._publish_segments()
 
     def clear(self) -> None:
         """Nothing is stored any more, and nothing borrowed. Publishes."""
-        self._borrowed = self._static = self._ring_born = ()
+        self.borrowed = self._static = self.ring_born = ()
         self._num_ring_born_tokens = self._num_kept = 0
         self._leaving.clear()
         self._ring.release(self._ring.tail_stop)
@@ -313,10 +298,10 @@ class SuffixIndex:
 
     def _evict(self, num_new_tokens: int) -> bool:
         """Drop the oldest segments until ``num_new_tokens`` more tokens fit; kept ones where there are no others."""
-        capacity, before = self.config.capacity_tokens, len(self._ring_born)
-        while self._ring_born and self._num_ring_born_tokens + len(self._ring) + num_new_tokens > capacity:
-            self._drop(self._num_kept if self._num_kept < len(self._ring_born) else 0)
-        return len(self._ring_born) < before
+        capacity, before = self.config.capacity_tokens, len(self.ring_born)
+        while self.ring_born and self._num_ring_born_tokens + len(self._ring) + num_new_tokens > capacity:
+            self._drop(self._num_kept if self._num_kept < len(self.ring_born) else 0)
+        return len(self.ring_born) < before
 
     def _trim_kept(self) -> None:
         """Drop the oldest kept segments until the others are no more than their share."""
@@ -325,8 +310,8 @@ class SuffixIndex:
 
     def _drop(self, number: int) -> None:
         """Take a segment out of the search; what is of use of a recent one may come back."""
-        segment, was_kept = self._ring_born[number], number < self._num_kept
-        self._ring_born = (*self._ring_born[:number], *self._ring_born[number + 1 :])
+        segment, was_kept = self.ring_born[number], number < self._num_kept
+        self.ring_born = (*self.ring_born[:number], *self.ring_born[number + 1 :])
         self._num_ring_born_tokens -= len(segment)
         self._num_kept -= was_kept
         self.num_evicted_segments += 1
@@ -337,8 +322,7 @@ class SuffixIndex:
                 self._leaving.popleft()
 
     def _publish_segments(self) -> None:
-        self._searched = (*self._borrowed, *self._static, *self._ring_born)
-        self._table = segment_table(self._searched)
+        self._table = SegmentTable((*self.borrowed, *self._static, *self.ring_born))
         left = self._leaving[0].start if self._leaving else None
         self._outputs.forget_before(self.recent_position if left is None else left)
         self.publish()

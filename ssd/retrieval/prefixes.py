@@ -155,7 +155,12 @@ class PrefixFilter:
 
         Blocks of the completion are remembered too: the next turn of a conversation brings them back in its prompt.
         """
-        skipped = self._remember(tokens, prompt_length, position) if self._block_tokens else 0
+        skipped = 0  # leading tokens that are stored already: whole blocks within the prompt
+        if self._block_tokens:
+            hashes, ends = block_hashes(tokens, 0, 0, self._block_tokens, self._lead_in_tokens)
+            num_known = self._blocks.num_known(hashes[: prompt_length // self._block_tokens])
+            self._keep(hashes[num_known:], ends[num_known:], position)
+            skipped = num_known * self._block_tokens
         if skipped == len(tokens):
             return []
         return [tokens[max(0, skipped - self._lead_in_tokens) :]]
@@ -180,13 +185,6 @@ class PrefixFilter:
         self._blocks.forget_before(position)
         if self._ends is not None:
             self._ends.forget_before(position)
-
-    def _remember(self, tokens: Tokens, prompt_length: int, position: int) -> int:
-        """Returns how many leading tokens are stored already, a multiple of the block length within the prompt."""
-        hashes, ends = block_hashes(tokens, 0, 0, self._block_tokens, self._lead_in_tokens)
-        num_known = self._blocks.num_known(hashes[: prompt_length // self._block_tokens])
-        self._keep(hashes[num_known:], ends[num_known:], position)
-        return num_known * self._block_tokens
 
     def _keep(self, hashes: Int64s, ends: Int64s, position: int) -> None:
         """Blocks that follow each other, as ``block_hashes`` gives them."""

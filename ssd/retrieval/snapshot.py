@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -49,24 +48,26 @@ segments_at = views_of(SegmentRecord)
 snapshot_at = view_of(SnapshotRecord)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SegmentTable:
-    """Segments as kernels find them; valid while these are alive.
+    """Segments as kernels find them; valid while this is alive.
 
-    ``number`` : no other table has it; 0 of one without segments. ``num_static`` : how many, the first, are static.
+    ``segments`` : static ones first, ``num_static`` of them. ``number`` : no other table has it; 0 of one without
+    segments.
     """
 
-    records: Records[SegmentRecord]
-    number: int
-    num_static: int
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segments)
+        self.records = Records(SegmentRecord, len(segments))
+        for at, segment in zip(self.records, segments, strict=True):
+            at.text, at.order = address(segment.text) + GUARD_BYTES, address(segment.order)
+            at.fence = address(segment.fence)
+            at.num_tokens, at.width = len(segment), segment.width
+        self.number = next(_table_numbers) if segments else 0
+        self.num_static = sum(segment.start is None for segment in segments)
 
-    def __len__(self) -> int:
-        return len(self.records)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """One generation of an index. Safe to read from any thread.
+    """One generation of an index. Immutable, safe to read from any thread.
 
     Segments never change. The tail lies in the ring, which is overwritten about ``len(ring)`` tokens later: a snapshot
     held that long reads newer tokens there, never anything that was not a token. Take a fresh one for every lookup.
@@ -75,50 +76,26 @@ class Snapshot:
     ``segment_table`` : of ``segments``, for the kernels.
     ``ring`` : int32[power of two]. Absolute position p lies at ``ring[p & (len(ring) - 1)]``. Positions
         [tail_start, tail_stop) are the tail: stored, whole sequences, in no segment yet.
-    ``record`` : what a kernel needs to find all this; it lies at ``address``.
+    ``address`` : of the record by which a kernel finds all this.
     """
 
-    generation: int
-    segments: tuple[Segment, ...]
-    segment_table: SegmentTable
-    ring: npt.NDArray[np.int32]
-    tail_start: int
-    tail_stop: int
-    record: Records[SnapshotRecord]
-    address: int
+    __slots__ = (
+        "_record", "address", "generation", "ring", "segment_table", "segments", "tail_start", "tail_stop",
+    )  # fmt: skip
+
+    def __init__(
+        self, generation: int, table: SegmentTable, ring: npt.NDArray[np.int32], tail_start: int, tail_stop: int
+    ) -> None:
+        self.generation, self.segment_table, self.segments = generation, table, table.segments
+        self.ring, self.tail_start, self.tail_stop = ring, tail_start, tail_stop
+        self._record = Records(SnapshotRecord)
+        self.address = self._record.address
+        at = self._record[0]
+        at.segments, at.num_segments = table.records.address, len(table.segments)
+        at.num_static, at.table_number = table.num_static, table.number
+        at.ring, at.ring_size, at.tail_start, at.tail_stop = address(ring), len(ring), tail_start, tail_stop
 
     @property
     def num_tokens(self) -> int:
         """Tokens that can be matched, separators included."""
         return sum(len(segment) for segment in self.segments) + self.tail_stop - self.tail_start
-
-
-def make_snapshot(
-    generation: int,
-    segments: tuple[Segment, ...],
-    table: SegmentTable,
-    ring: npt.NDArray[np.int32],
-    tail_start: int,
-    tail_stop: int,
-) -> Snapshot:
-    """A snapshot of these; ``table`` is ``segment_table(segments)``."""
-    record = Records(SnapshotRecord)
-    at = record[0]
-    at.segments, at.num_segments, at.num_static = table.records.address, len(table), table.num_static
-    at.table_number = table.number
-    at.ring, at.ring_size, at.tail_start, at.tail_stop = address(ring), len(ring), tail_start, tail_stop
-    return Snapshot(generation, segments, table, ring, tail_start, tail_stop, record, record.address)
-
-
-def segment_table(segments: Sequence[Segment]) -> SegmentTable:
-    """The table of ``segments``, static ones first."""
-    records = Records(SegmentRecord, len(segments))
-    for at, segment in zip(records, segments, strict=True):
-        at.text, at.order, at.fence = (
-            address(segment.text) + GUARD_BYTES,
-            address(segment.order),
-            address(segment.fence),
-        )
-        at.num_tokens, at.width = len(segment), segment.width
-    number = next(_table_numbers) if segments else 0
-    return SegmentTable(records, number, sum(segment.start is None for segment in segments))

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from ssd.config import IndexConfig
 from ssd.retrieval.cache_state import CacheStats, LearnedState, PendingCheckpoints, SourcePosition
-from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.durable import RETRY_S, DurableSegments
+from ssd.retrieval.directory import RETRY_S, DurableSegments, SegmentDirectory
 from ssd.retrieval.files import is_kept, new_segment_id
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.prefixes import as_sequence
@@ -126,11 +125,6 @@ class SuffixCache:
     def snapshot(self) -> Snapshot:
         """What can be searched now, the last append included. O(1)."""
         return self._index.snapshot()
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Most tokens of its own text."""
-        return self._config.capacity_tokens
 
     # Learning
 
@@ -243,7 +237,7 @@ class SuffixCache:
         with self._lock:
             snapshot, index = self._index.snapshot(), self._index
             num_borrowed = sum(map(len, index.borrowed))
-            num_static = sum(len(segment) for segment in index.own if segment.start is None)
+            num_static = sum(len(segment) for segment in snapshot.segments if segment.start is None) - num_borrowed
             return CacheStats(
                 num_tokens=snapshot.num_tokens - num_static - num_borrowed,
                 num_kept_tokens=index.num_kept_tokens,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -83,12 +84,12 @@ class Windows(NamedTuple):
     keys: Int64s
 
 
-def windows(tokens: TokenIds) -> Windows:
-    """About one in 4 of the windows of ``tokens``, int32[n]; none that holds a separator. O(n)."""
+def windows(tokens: TokenIds, start: int = 0) -> Windows:
+    """About one in 4 of the windows of ``tokens``, int32[n] from position ``start`` on; none with a separator. O(n)."""
     room = max(0, len(tokens) - WINDOW_TOKENS + 1)
     ends, keys = np.empty(room, np.int64), np.empty(room, np.int64)
     count = _find(tokens, ends, keys)
-    return Windows(ends[:count], keys[:count])
+    return Windows(ends[:count] + start, keys[:count])
 
 
 @kernel
@@ -137,19 +138,16 @@ def used_texts(due: Leaving) -> list[tuple[Segment, Tokens]]:
     """
     if not len(due.outputs):
         return []
-    found = [_placed(segment.start or 0, windows(concatenate((segment,)))) for segment in due.left]
+    found = [windows(concatenate((segment,)), segment.start or 0) for segment in due.left]
     wanted, first = np.unique(np.concatenate([each.keys for each in found]), return_index=True)
     places = np.concatenate([each.ends for each in found])[first]
     del found
     said, is_known = np.zeros(len(wanted), np.bool_), np.zeros(len(wanted), np.bool_)
-    for segment in (*due.left, *due.newer):
-        for ends, keys in _windows_of(segment):
-            _mark(ends, keys, _within(due.outputs, ends), wanted, places, said)
-    ends, keys = _placed(due.tail_start, windows(due.tail))
-    _mark(ends, keys, _within(due.outputs, ends), wanted, places, said)
-    for segment in due.kept:
-        for ends, keys in _windows_of(segment):
-            _mark(ends, keys, _EVERYWHERE, wanted, places, is_known)
+    newer = chain.from_iterable(map(_windows_of, (*due.left, *due.newer)))
+    for ends, keys in chain(newer, [windows(due.tail, due.tail_start)]):
+        _mark(ends, keys, _within(due.outputs, ends), wanted, places, said)
+    for ends, keys in chain.from_iterable(map(_windows_of, due.kept)):
+        _mark(ends, keys, _EVERYWHERE, wanted, places, is_known)
     used = np.unique(places[said & ~is_known] // BLOCK_TOKENS)
     texts: list[tuple[Segment, Tokens]] = []
     for segment in due.left:
@@ -158,10 +156,6 @@ def used_texts(due: Leaving) -> list[tuple[Segment, Tokens]]:
         if flags.any() and len(text := used_text(concatenate((segment,)), start, flags)):
             texts.append((segment, text))
     return texts
-
-
-def _placed(start: int, found: Windows) -> Windows:
-    return Windows(found.ends + start, found.keys)
 
 
 def _within(outputs: Int64s, ends: Int64s) -> Int64s:
@@ -174,7 +168,7 @@ def _windows_of(segment: Segment) -> Iterator[Windows]:
     position, before = segment.start or 0, np.empty(0, np.int32)
     for block in blocks_of(segment):
         text = np.concatenate([before, block])
-        yield _placed(position - len(before), windows(text))
+        yield windows(text, position - len(before))
         position += len(block)
         before = text[1 - WINDOW_TOKENS :]
 

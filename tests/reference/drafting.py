@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ssd.retrieval import snapshot as snapshots
 from ssd.retrieval.segment import SEPARATOR, Segment
-from ssd.retrieval.snapshot import Snapshot, segment_table
+from ssd.retrieval.snapshot import SegmentTable, Snapshot
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import longest_agreement
 
@@ -24,7 +23,7 @@ def make_snapshot(
     ring = np.full(ring_size, 7, np.int32)
     for i, token in enumerate(tail):
         ring[(start + i) & (ring_size - 1)] = token
-    return snapshots.make_snapshot(1, tuple(built), segment_table(built), ring, start, start + len(tail))
+    return Snapshot(1, SegmentTable(built), ring, start, start + len(tail))
 
 
 def texts(snapshot: Snapshot) -> list[list[int]]:
