@@ -214,6 +214,8 @@ def check(runner: str) -> str:
     from ssd.integrations.vllm_hooks import V1_HOOKS, V2_HOOKS, missing
     from ssd.text.codec import TextCodec
 
+    if runner == "v2":
+        prepare()  # looking for what hooks need imports vLLM
     if lacks := missing(V1_HOOKS + V2_HOOKS):
         raise ValueError("; ".join(lacks))
     codec = TextCodec.load(str(MODEL_PATH))
