@@ -163,6 +163,7 @@ def test_a_warm_directory_is_searched(tmp_path: Path, capsys: pytest.CaptureFixt
         (["log.jsonl", "--warm", "x"], "x holds no cache"),
         (["log.jsonl", "--draft-limit", "200"], "num_speculative_tokens must be within"),
         (["log.jsonl", "--cost", "log.jsonl"], "no cost curve in log.jsonl"),
+        (["log.jsonl", "--save-cost", "x.json"], "name the model"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -228,17 +229,6 @@ def test_a_whole_output_at_once_is_decoded_as_step_by_step(
             assert int(found.accepted.sum()) + len(found.accepted) == len(row.output)
             cache.append(row.text(), prompt_length=len(row.context))
             cache.maintain()
-
-
-def test_what_was_drafted_is_counted_by_source() -> None:
-    decoder = OutputDecoder(flat(64), draft=DraftConfig(), sure=0.0)
-    phrase = np.arange(1, 33, dtype=np.int32)
-    with small_cache() as cache:
-        cache.append(np.concatenate([phrase, phrase]))
-        steps = decoder.decode(Row(phrase, np.append(phrase, np.int32(99))), cache.snapshot())
-    by_source = decoder.by_source()
-    assert sum(each[1] for each in by_source.values()) == steps.drafted.sum()
-    assert sum(each[2] for each in by_source.values()) == steps.accepted.sum()
 
 
 @pytest.mark.parametrize("limit", [0, 64])

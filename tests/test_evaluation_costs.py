@@ -63,25 +63,6 @@ def test_proposals_are_charged_where_no_overhead_was_measured() -> None:
     assert StepCosts(flat(4), "made").speed_up(0, np.zeros(1, np.int64)) == 1.0
 
 
-def test_without_a_word_passes_are_taken_as_free_and_the_report_says_so() -> None:
-    costs = costs_of(chosen(), list)
-    assert costs.curve.name == "flat 32"
-    assert costs.source.startswith("an assumption")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--save-cost", "x.json"], "name the model"),
-        (["--cost", "/nowhere/x.json"], "no cost curve in x.json"),
-    ],
-)
-def test_what_cannot_be_used_is_said_in_one_line(arguments: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as raised:
-        costs_of(chosen(*arguments), list)
-    assert "\n" not in str(raised.value)
-
-
 def test_a_saved_measurement_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_sources, "measure", lambda model, prompts: MEASURED)
     kept = tmp_path / "cost.json"

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from benchmarks.replay import digest
 from benchmarks.replay.__main__ import main
 from benchmarks.replay.job import CONTENDER_NAMES, OURS, OurDrafter, PeerDrafter, replay_stream, settings_of
-from benchmarks.report.replay import others_section
 from benchmarks.walk import Steps
-from cache_builder.evaluation.costs import CostCurve, StepCosts, flat
+from cache_builder.evaluation.costs import flat
 from cache_builder.evaluation.log import Row
 from cache_builder.evaluation.oracle import oracle_steps
 from ssd.config import DraftConfig, IndexConfig
@@ -124,42 +123,6 @@ def test_a_drafter_of_trees_alone_and_a_run_without_a_tokenizer_are_refused(
     assert "add --tree" in said and "name a tokenizer" in said
 
 
-def test_the_page_lays_every_drafter_beside_ours_at_its_best_and_as_it_comes() -> None:
-    def result(drafter: str, setting: str, measured: float, flat: float) -> dict[str, Any]:
-        return {
-            "trace": "code",
-            "tokenizer": "t",
-            "drafter": drafter,
-            "setting": setting,
-            "speed_up": {"measured": measured, "flat 32": flat},
-            "mean_acceptance_length": 2.0,
-            "drafted_per_step": 4.0,
-            "propose_us_p50": 5.0,
-        }
-
-    ours = [result("ssd", "priced by measured", 3.0, 3.1), result("ssd", "priced by flat 32", 2.0, 4.0)]
-    arctic = [result("arctic", "factor 1, p 0.1", 1.5, 1.6), result("arctic", "factor 4, p 0.1", 1.4, 1.9)]
-    llama_cpp = [result("llama-cpp", "default ngram-mod", 1.1, 1.2), result("llama-cpp", "lookup, draft 8", 1.7, 1.3)]
-    sglang = [result("sglang", "default", 1.3, 1.2), result("sglang", "BFS 10, 7 nodes", 1.2, 1.4)]
-    parameters = {"tokenizers": ["t"], "max_output_tokens": 8000, "draft": {"num_speculative_tokens": 64}}
-    found = others_section(
-        {"rows": [*ours, *arctic, *llama_cpp], "parameters": parameters},
-        {"rows": [*ours, *sglang], "parameters": parameters},
-    )
-    lines = found.splitlines()
-    assert "| arctic, paths | 1.50x | factor 1, p 0.1 | 1.50x | 2.00 | 5.0 |" in lines
-    assert "Ahead of ours: none." in found
-    assert "| llama.cpp, paths | 1.70x | default ngram-mod | 1.10x | 2.00 | 5.0 |" in lines
-    assert "| SGLang, trees | 1.30x | default | 1.30x | 2.00 | 5.0 |" in lines
-    assert "lookup, draft 8" not in found and "the first 8,000 output tokens" in found
-
-
-def test_speed_up_is_plain_cost_over_the_cost_of_the_steps() -> None:
-    line = CostCurve("line", np.array([1.0, 2.0]), np.array([1.0, 1.5]))
-    # Ten tokens in two steps without a draft (cost 1 each) and one that drafted four (cost 1 + 4 / 2).
-    assert StepCosts(line, "").speed_up(10, np.array([2, 0, 0, 0, 1])) == pytest.approx(10 / 5)
-
-
 @pytest.mark.parametrize("drafter", CONTENDER_NAMES)
 def test_settings_have_names_of_their_own_and_stay_within_the_limit(drafter: str) -> None:
     settings = settings_of(drafter, 12, tree=True, costs=[flat(32)])
@@ -188,13 +151,6 @@ def steps_of(requests: list[tuple[list[int], list[int]]], limit: int) -> list[in
 @given(REQUESTS, st.integers(0, 9))
 def test_it_is_what_trying_every_earlier_place_finds(requests: list[tuple[list[int], list[int]]], limit: int) -> None:
     assert steps_of(requests, limit) == slow_steps(requests, limit)
-
-
-def test_what_was_answered_before_takes_the_fewest_steps_and_new_text_one_a_token() -> None:
-    first, again = ([1, 2, 3], [*range(10, 42)]), ([1, 2, 3], [*range(10, 42)])
-    assert steps_of([first, again], 7) == [32, 4]
-    assert steps_of([([5], [5] * 33)], 32) == [2]  # of one token repeated the second step knows all
-    assert steps_of([], 7) == []
 
 
 def slow_steps(requests: list[tuple[list[int], list[int]]], limit: int) -> list[int]:
