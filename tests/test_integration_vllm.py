@@ -28,7 +28,7 @@ from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
 from tests.server.client import wait_until
 from tests.sharing_replica import stored
-from tests.vllm_batch import MAX_MODEL_LEN, Scripted, VllmBatch, vllm_config
+from tests.vllm_runners import MAX_MODEL_LEN, Scripted, VllmBatch, learned_by, scripted, vllm_config
 
 __all__ = ["redis_server"]
 
@@ -54,53 +54,12 @@ def proposer() -> Iterator[SuffixProposer]:
     made.close()
 
 
-def learned_by(proposer: SuffixProposer) -> list[Text]:
-    """Fills while the proposer learns: every sequence that its cache stored.
-
-    Prompts of these tests are shorter than a block, so that none is left out as known.
-    """
-    sequences: list[Text] = []
-    assert proposer._core is not None
-    proposer._core.cache.add_listener(lambda pieces: sequences.extend(tuple(piece.tolist()) for piece in pieces))
-    return sequences
-
-
 def finishing(names: Iterable[str]) -> SimpleNamespace:
     """What a scheduler says to the runner."""
     return SimpleNamespace(finished_req_ids=set(names))
 
 
-def scripted(seed: int, *, num_prompt: int = 20, num_output: int = 60, max_tokens: int = 12) -> Scripted:
-    random = np.random.default_rng(seed)
-    tokens = random.integers(1, 4096, num_prompt + num_output).tolist()
-    return Scripted(tokens[:num_prompt], tokens[num_prompt:], max_tokens)
-
-
-def run_to_the_end(batch: VllmBatch, proposer: SuffixProposer) -> list[Text]:
-    """Steps until all requests are over; returns their texts."""
-    texts = []
-    while batch.req_ids:
-        over = batch.finished()
-        proposer.on_step(batch.runner, finishing(over))
-        texts += [tuple(batch.finish(name).text) for name in over]
-        if batch.req_ids:
-            batch.step(proposer)
-    return texts
-
-
 # Drafting and learning
-
-
-def test_a_request_asked_again_is_drafted_from_the_first(proposer: SuffixProposer) -> None:
-    steps = []
-    for _ in range(2):
-        batch = VllmBatch()
-        batch.add("a", scripted(1, max_tokens=40))
-        run_to_the_end(batch, proposer)
-        steps.append(batch.num_steps)
-    assert steps[0] == 40
-    assert steps[1] < 12
-    assert proposer.stats().num_failures == 0
 
 
 def test_drafts_end_with_the_end_of_text_and_so_does_what_is_learned(proposer: SuffixProposer) -> None:

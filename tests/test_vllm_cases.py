@@ -32,6 +32,7 @@ from benchmarks.vllm.client import VllmEngine, interpreter
 from benchmarks.vllm.engines import ENVIRONMENT, METHODS, in_every_process
 from ssd.bundled import MODEL_PATH
 from ssd.text.codec import TextCodec
+from tests.statistics import assert_follows
 
 pytestmark = [
     pytest.mark.slow,
@@ -193,7 +194,7 @@ def completed(port: int, prompt: str) -> str:
 
 @pytest.mark.parametrize("switch", ["async", "adaptive"])
 def test_a_sampled_answer_has_the_law_of_the_model(switch: str, tmp_path: Path) -> None:
-    """A random model of 8 tokens: counts of the second and third place beside the exact law, by chi-square."""
+    """A random model of 8 tokens: counts of the second and third place beside the exact law."""
     size, count, prompt = 8, 4000, [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -213,12 +214,5 @@ def test_a_sampled_answer_has_the_law_of_the_model(switch: str, tmp_path: Path) 
     with VllmEngine(tmp_path, "ssd", batch=64, max_model_len=64, runner="v2", switches=[switch], options=options) as e:
         outputs, _, counters = e.complete([prompt] * count, 3, sampling)
     assert counters["num_accepted_tokens"] > 0
-    seen = np.zeros_like(law)
-    np.add.at(seen, tuple(np.array(outputs)[:, 1:3].T), 1)
-    rare = count * law < 5  # together, as chi-square wants them
-    expected = np.append(count * law[~rare], (count * law[rare]).sum())
-    found = np.append(seen[~rare], seen[rare].sum())
-    kept = expected > 0
-    statistic = float((((found - expected) ** 2)[kept] / expected[kept]).sum())
-    half = torch.tensor([(kept.sum() - 1) / 2, statistic / 2], dtype=torch.float64)
-    assert torch.special.gammaincc(half[0], half[1]) > 0.001  # the upper tail
+    found = Counter((b, c) for _, b, c in (map(int, output[:3]) for output in outputs))
+    assert_follows(found, {(b, c): float(law[b, c]) for b, c in pairs})

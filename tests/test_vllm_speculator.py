@@ -27,10 +27,9 @@ from ssd.integrations.vllm_hooks import Hook, missing
 from ssd.integrations.vllm_v2 import Speculator
 from ssd.text.codec import TextCodec
 from tests.reference.speculator import Said, SlowSpeculator
-from tests.vllm_batch import vllm_config as v1_config
-from tests.vllm_states import HandMadeRunner, LateEvent, Scripted, vllm_config
+from tests.vllm_runners import VOCAB_SIZE, HandMadeRunner, LateEvent, Scripted, learned_by, scripted, vllm_config
 
-WIDTH, LENGTH, REQUESTS, VOCAB_SIZE = 4, 96, 6, 4096
+WIDTH, LENGTH, REQUESTS = 4, 96, 6
 CPU = torch.device("cpu")
 
 
@@ -38,26 +37,10 @@ def made(lag: int = 0, **ssd_settings: Any) -> tuple[HandMadeRunner, Speculator]
     """A runner and its speculator."""
     runner = HandMadeRunner(max_num_reqs=REQUESTS, max_model_len=LENGTH, width=WIDTH, lag=lag)
     config = vllm_config(
-        str(MODEL_PATH), width=WIDTH, max_num_reqs=REQUESTS, max_model_len=LENGTH, vocab_size=VOCAB_SIZE,
-        rebuild_interval_s=3600, **ssd_settings,
-    )  # fmt: skip
+        limit=WIDTH, max_num_reqs=REQUESTS, max_model_len=LENGTH, rebuild_interval_s=3600, **ssd_settings
+    )
     runner.speculator = Speculator(config, CPU, runner.states, lambda: LateEvent(runner))
     return runner, runner.speculator
-
-
-def learned_by(speculator: Speculator) -> list[tuple[int, ...]]:
-    """Fills while the speculator learns."""
-    sequences: list[tuple[int, ...]] = []
-    assert speculator._core is not None
-    cache = speculator._core.cache
-    cache.add_listener(lambda pieces: sequences.extend(tuple(piece.tolist()) for piece in pieces))
-    return sequences
-
-
-def scripted(seed: int, *, num_prompt: int = 10, num_output: int = 200, max_tokens: int = 12) -> Scripted:
-    """Tokens that do not repeat."""
-    tokens = np.random.default_rng(seed).integers(1, VOCAB_SIZE, num_prompt + num_output).tolist()
-    return Scripted(tokens[:num_prompt], tokens[num_prompt:], max_tokens)
 
 
 def repetitive(random: np.random.Generator) -> Scripted:
@@ -237,26 +220,6 @@ def test_a_restart_is_warm(tmp_path: Path) -> None:
 # A device that is late, and what goes wrong
 
 
-def test_what_was_heard_before_is_drafted_though_the_device_is_ahead() -> None:
-    """And after a token that was another, from where the text comes back to what was heard."""
-    for lag, most in ((0, 14), (1, 16), (2, 18)):
-        runner, speculator = made(lag)
-        first = scripted(9, max_tokens=60)
-        runner.begin({"first": first})
-        while len(first.said) < 62:
-            runner.step(["first"])
-        runner.end(["first"])
-        again = Scripted(first.prompt, list(first.output), 60)
-        again.output[30] = 7
-        runner.begin({"again": again})
-        before, runner.num_waits = runner.num_steps, 0
-        while len(again.said) < 60:
-            runner.step(["again"])
-        assert runner.num_steps - before <= most + 4
-        assert speculator.num_behind == (speculator.num_steps if lag else 0)
-        speculator.close()
-
-
 def test_failures_cost_drafts_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, speculator = made()
     runner.begin({"a": scripted(1)})
@@ -311,8 +274,7 @@ def test_steps_that_are_none_and_requests_that_were_never_seen_are_taken() -> No
 
 def test_models_with_a_running_state_are_refused_on_both_runners() -> None:
     for make in (lambda c: SuffixProposer(c), lambda c: Speculator(c, CPU, None)):
-        config = v1_config()
-        config.scheduler_config = SimpleNamespace(max_num_seqs=2)
+        config = vllm_config()
         config.model_config.is_hybrid = True
         with pytest.raises(ConfigError, match=r"running state .* issue 39273"):
             make(config)
