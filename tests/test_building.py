@@ -29,8 +29,6 @@ from cache_builder.building.build import (
     build,
     build_block,
     codec_of,
-    joined_id,
-    neighbours_of,
     plan_of,
 )
 from cache_builder.building.unfinished import unfinished_directory, working_directory
@@ -126,13 +124,6 @@ def test_segments_hold_no_more_than_they_may_and_few_are_small(corpus: Path, mod
     assert max(sizes) <= SEGMENT_TOKENS
     pairs = itertools.pairwise(sizes)
     assert all(one + other > SEGMENT_TOKENS or min(one, other) * 4 >= SEGMENT_TOKENS for one, other in pairs)
-
-
-def test_neighbours_are_joined_while_they_are_small() -> None:
-    sizes = [100, 200, 800, 900, 50, 40, 990, 5]
-    joined = list(neighbours_of([(str(place), size) for place, size in enumerate(sizes)], 1000))
-    assert [[size for _, size in one] for one in joined] == [[100, 200], [800], [900, 50, 40], [990, 5]]
-    assert joined_id(joined[1]) == "2" and len(set(map(joined_id, joined))) == 4
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

@@ -25,20 +25,15 @@ from ssd.model.sampling import target_tokens as choosing
 from ssd.model.sampling.sampler import host_tokens
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.namespace import Namespace
 from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState
-from tests.waiting import PATIENCE_S
+from tests.test_namespaces import Panic, SlowSet
 from tests.whole_answers import Answer, finish_all, tokens_of, whole
 
 CODEC = TextCodec.load(str(MODEL_PATH))
 POISON = "poison"
 SLOTS = 4
-
-
-class Panic(BaseException):
-    """As a library written in Rust raises it: no Exception."""
 
 
 class Failure(Exception):
@@ -300,29 +295,11 @@ def test_a_fault_in_drafting_or_learning_fails_nothing_and_silences_nobody_else(
         assert caches.get().stats().num_tokens > 0
 
 
-class Gate:
-    """The directory of one namespace, on a disk that does not answer until ``open`` is set."""
-
-    def __init__(self, caches: CacheSet, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open = threading.Event()
-        self.threads: list[str] = []
-        open_cache = caches._open
-
-        def slow(namespace: Namespace) -> SuffixCache:
-            self.threads.append(threading.current_thread().name)
-            if namespace.name == "slow":
-                assert self.open.wait(PATIENCE_S)
-            return open_cache(namespace)
-
-        monkeypatch.setattr(caches, "_open", slow)
-
-
-def test_a_namespace_whose_directory_does_not_answer_holds_up_nobody(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = CacheConfig(directory=tmp_path)
-    with CacheSet(config, fingerprint=CODEC.fingerprint) as caches:
-        gate, engine = Gate(caches, monkeypatch), engine_of(caches, overlap=False, shape="chain")
+def test_a_namespace_whose_directory_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
+    with SlowSet(tmp_path, fingerprint=CODEC.fingerprint) as caches:
+        engine = engine_of(caches, overlap=False, shape="chain")
+        caches.gate.clear()
+        caches.opened.clear()
 
         def ask(round: int) -> dict[str, Answer]:
             for request in requests_of():
@@ -333,13 +310,13 @@ def test_a_namespace_whose_directory_does_not_answer_holds_up_nobody(
         assert ask(1) == undisturbed()
         assert caches.names() == ["default"]
         assert caches.get().stats().num_appended_tokens > 0
-        gate.open.set()
+        caches.gate.set()
         slow = caches.get("slow")
         assert slow.stats().num_appended_tokens > 2 * 24, "what ended meanwhile is learned"
         before = engine.metrics.num_accepted_tokens
         assert ask(2) == undisturbed()
         assert engine.metrics.num_accepted_tokens - before > 24
-        assert threading.current_thread().name not in gate.threads
+        assert threading.current_thread().name not in dict(caches.opened).values()
         assert engine.metrics.drafter_failures == 0
         engine.close()
 

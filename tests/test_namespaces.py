@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from ssd.config import CacheConfig, IndexConfig
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.errors import ConfigError, SegmentCorrupt
+from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace, Namespace, NamespaceTerms
 from ssd.retrieval.snapshot import Snapshot
@@ -38,12 +37,14 @@ class SlowSet(CacheSet):
 
     error: type[BaseException] = RuntimeError
 
-    def __init__(self, directory: Path | None = None, *, max_namespaces: int = 256) -> None:
+    def __init__(
+        self, directory: Path | None = None, *, max_namespaces: int = 256, fingerprint: str = FINGERPRINT
+    ) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.opened: list[tuple[str, str]] = []
         self.closed: list[tuple[str, str]] = []
-        super().__init__(CacheConfig(directory=directory), FINGERPRINT, max_namespaces=max_namespaces)
+        super().__init__(CacheConfig(directory=directory), fingerprint, max_namespaces=max_namespaces)
 
     def _open(self, namespace: Namespace) -> SuffixCache:
         if namespace.name == "slow":
@@ -197,14 +198,6 @@ def test_only_the_least_used_that_nobody_holds_are_closed(operations: list[tuple
             used = [each for each in used if each not in free[: max(0, len(used) - 3)]]
             assert caches.names() == sorted(used)
             assert set(holders) <= set(used)
-
-
-def test_a_manifest_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
-    """A pipe, for one: whoever opens it to read waits for a writer."""
-    (tmp_path / "default").mkdir()
-    os.mkfifo(tmp_path / "default" / "manifest.json")
-    with pytest.raises(SegmentCorrupt, match="no regular file"):
-        CacheSet(CacheConfig(directory=tmp_path), FINGERPRINT)
 
 
 # Terms: what is lent to others, what is not, how many there are, and that one can be forgotten

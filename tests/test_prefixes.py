@@ -18,16 +18,6 @@ def _pieces(known: PrefixFilter, ids: list[int], prompt_length: int, position: i
     return [piece.tolist() for piece in known.pieces(_tokens(ids), prompt_length, position)]
 
 
-def test_an_evicted_block_is_forgotten() -> None:
-    known = PrefixFilter(4, 0)
-    _pieces(known, list(range(8)), 8, position=100)
-    known.forget_before(100)
-    assert len(known) == 2
-    known.forget_before(101)
-    assert len(known) == 0
-    assert _pieces(known, list(range(8)), 8, position=200) == [list(range(8))]
-
-
 @given(
     st.integers(0, 4),
     st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=14), st.integers(0, 16)), max_size=20),
