@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
 from ssd.drafting.drafter import SuffixDrafter
-from ssd.drafting.lookup import MAX_SAMPLES
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.errors import ConfigError
 from ssd.retrieval.segment import SEPARATOR
@@ -47,19 +46,6 @@ def test_suffix_says_in_which_part_of_the_index_it_found_a_draft(tree: bool) -> 
         request.tree = tree
         draft = SuffixDrafter(price=1e-4).propose([request])[0]
         assert (draft.token_ids[0], draft.source) == (first + 5, source)
-
-
-def test_suffix_takes_own_text_when_the_index_is_empty_and_continues_repetition() -> None:
-    draft = SuffixDrafter().propose([ask([7, 8, 9] * 8, None, 16)])[0]
-    assert draft.token_ids.tolist() == ([7, 8, 9] * 6)[:16]
-    assert draft.source == "own"
-
-
-def test_work_is_bounded_when_everything_matches_in_many_segments() -> None:
-    segments = [[0] * 50 + [SEPARATOR]] * (2 * MAX_SAMPLES)
-    snapshot = reference.make_snapshot(segments, [0] * 60 + [SEPARATOR])
-    draft = SuffixDrafter().propose([ask([0] * 8, snapshot, 8)])[0]
-    assert set(draft.token_ids.tolist()) <= {0}
 
 
 def test_more_requests_than_are_remembered_draft_as_well() -> None:

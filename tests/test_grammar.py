@@ -250,20 +250,6 @@ def test_structured_output_fits_and_speculation_changes_no_token(target: Any, ki
                 assert fewer < steps
 
 
-@pytest.mark.parametrize("k", [0, 6])
-def test_a_request_whose_grammar_becomes_too_complex_ends_with_an_error(
-    target: Any, k: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    draft = DraftConfig(num_speculative_tokens=k)
-    engine = Engine(target, drafter=RandomDrafter(CODEC.vocab_size), codec=CODEC, draft=draft)
-    sampling = SamplingParams(max_tokens=30, temperature=0.0, structured_output=too_complex())
-    outputs = [output for output in engine.generate([[5, 6, 7]], sampling) if output.finish_reason is not None]
-    assert [output.finish_reason for output in outputs] == ["error"]
-    assert outputs[0].refusal is not None and outputs[0].refusal.param == "guided_grammar"
-    assert outputs[0].error == str(outputs[0].refusal)
-    assert not caplog.records, "who asks for it is told, and no log"
-
-
 def test_weaker_rules_give_way_to_the_grammar(target: Any) -> None:
     pytest.importorskip("llguidance")
     yes = CODEC.encode_completion("yes")

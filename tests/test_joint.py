@@ -193,16 +193,6 @@ def test_what_an_asking_takes_beside_its_tokens_counts(beside_s: float, is_asked
     assert len(costly.asked) == (50 if is_asked else 0)
 
 
-def test_a_source_that_adds_what_it_costs_is_asked_at_every_step() -> None:
-    clock = Clock()
-    costly = Costly(chain([7, 8, 9], [0.8, 0.8, 0.8]), cost_s=STEP_S / 10)
-    arbiter = Arbiter([Judge({1: tree([5, 6], [-1, 0], [0.3, 0.9])}), costly], clock=clock)
-    run_steps(arbiter, clock, 50, [7, 8, 9])
-    costly.asked.clear()
-    run_steps(arbiter, clock, 50, [7, 8, 9])
-    assert len(costly.asked) == 50
-
-
 FOUR = chain([7, 8, 9, 10], [0.9] * 4)
 
 

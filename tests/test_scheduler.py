@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.config import EngineConfig, SamplingParams
+from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.protocol import NoDrafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.schedule import PrefixReuse, Scheduler
 from ssd.engine.sequence import Sequence
-from ssd.errors import ConfigError, RequestError
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
 from tests.models import tiny_model
@@ -153,19 +151,6 @@ def test_recurrent_models_are_preempted_and_resumed_too() -> None:
     assert engine.metrics.num_preemptions == 1
     plain = slow.plain_decode(tiny_model("mamba"), text(1, 10), greedy(12))
     assert tokens_of(outputs["slow"]) == plain
-
-
-def test_a_priority_out_of_range_and_one_that_is_not_served_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"-100\.\.100") as error:
-        make_engine().submit(request("a", text(1, 4), priority=101))
-    assert error.value.param == "priority"
-    target = open_target(model_of("llama"), num_slots=1, max_length=96)
-    engine = Engine(target, drafter=NoDrafter(), config=EngineConfig())  # first come, first served
-    engine.submit(request("a", text(1, 4), priority=0))
-    with pytest.raises(RequestError, match="priorities are off"):
-        engine.submit(request("b", text(1, 4), priority=1))
-    with pytest.raises(ConfigError, match="fcfs, priority"):
-        EngineConfig(scheduling_policy="lifo")  # type: ignore[arg-type]
 
 
 # -- the budget of prompts ---------------------------------------------------------------------------------------------
