@@ -71,9 +71,7 @@ def model_drafter(
     return target, DraftModelDrafter(draft, chunk_tokens=chunk_tokens)
 
 
-@cache
-def kept(name: str, dtype: torch.dtype = torch.float32) -> tuple[SlotTarget, NetworkDrafter]:
-    return kind_of(name, dtype, num_slots=4, max_length=96)
+kept = cache(kind_of)
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------
@@ -162,12 +160,8 @@ def test_a_full_house_with_reuse_and_preemption_says_what_plain_decoding_says(na
         assert engine.metrics.num_preemptions
         if name == "perfect":
             drafted = engine.metrics.by_source["head"]
-            assert drafted.num_accepted_tokens > 0.9 * leading(drafted.num_draft_tokens, shape)
-
-
-def leading(number: int, shape: str) -> float:
-    """How many of the tokens drafted a head that is right gets accepted: trees have leaves."""
-    return number if shape == "chain" else 0.3 * number
+            share = 0.9 if shape == "chain" else 0.27  # trees have leaves
+            assert drafted.num_accepted_tokens > share * drafted.num_draft_tokens
 
 
 # -- what a head says --------------------------------------------------------------------------------------------
@@ -181,17 +175,12 @@ def ask(
     )
 
 
-@cache
-def empty_house(name: str, dtype: torch.dtype) -> tuple[SlotTarget, NetworkDrafter]:
-    return kind_of(name, dtype, num_slots=SLOTS, max_length=LENGTH, chunk_tokens=5)
-
-
 class House:
     """A target and its drafter as an engine would use them, at random, beside what they should hold."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
-        self.target, self.drafter = empty_house(name, dtype)
+        self.target, self.drafter = kept(name, dtype, num_slots=SLOTS, max_length=LENGTH, chunk_tokens=5)
         for slot in range(SLOTS):
             self.target.rollback(slot, 0)
         self.drafter._slots.reread()
@@ -276,7 +265,7 @@ class House:
         return replace(ask(slot, self.names[slot], self.texts[slot], sampling), learned=SHARED)
 
     def _fresh(self, slot: int, temperature: float) -> Draft:
-        target, drafter = kept_fresh(self.name, self.dtype)
+        target, drafter = kept(self.name, self.dtype, num_slots=1, max_length=LENGTH)
         text = self.texts[slot]
         target.rollback(0, 0)
         if len(text) > 1:
@@ -315,11 +304,6 @@ def test_what_a_head_read_for_one_namespace_is_read_again_for_another(other: Lea
     assert slots._kv_cache.lengths[0] == len(text) - 2
     slots.follow(asked("other", other))
     assert slots._kv_cache.lengths[0] == (len(text) - 2 if other is SHARED else 0)
-
-
-@cache
-def kept_fresh(name: str, dtype: torch.dtype) -> tuple[SlotTarget, NetworkDrafter]:
-    return kind_of(name, dtype, num_slots=1, max_length=LENGTH)
 
 
 def assert_same_draft(found: Draft, wanted: Draft, *, exact: bool) -> None:
