@@ -35,8 +35,8 @@ _PROMISES = {
         "test_pricing", "test_segment_file", "test_scheduler", "test_text",
     ],
     "the cache cannot hurt": [
-        "test_crash", "test_directory_recovery", "test_recovery", "test_outage", "test_hostile_bytes", "test_integrity",
-        "test_isolation", "test_sharing",
+        "test_crash", "test_directory_recovery", "test_recovery", "test_outage", "test_segment_file",
+        "test_prefix_reuse", "test_isolation", "test_sharing",
     ],
     "a request harms nobody else": [
         "hostile/test_attacks", "hostile/test_fairness", "hostile/test_openapi", "server/test_limits",

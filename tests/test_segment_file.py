@@ -1,9 +1,17 @@
+"""Whatever stands in a cache directory: what was written, one of our errors, or something that can be used."""
+
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
 import struct
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +19,18 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.config import DraftConfig
+from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, DraftRequest, make_drafter
 from ssd.errors import CacheError, SegmentCorrupt
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.files import MANIFEST_NAME, read_manifest
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import (
     GUARD_BYTES,
+    HEADER_LENGTH,
     SEPARATOR,
     Segment,
+    SegmentHeader,
     num_posts,
     open_segment,
     own_tokens,
@@ -30,6 +42,7 @@ from ssd.retrieval.segment import (
 from ssd.retrieval.snapshot import SegmentTable, Snapshot
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference import drafting as reference
+from tests.reference.retrieval import sequences, snapshot_text
 
 FINGERPRINT = "0123456789abcdef" * 2
 
@@ -191,3 +204,226 @@ def test_pages_that_cannot_be_had_are_a_lack_of_memory() -> None:
     pages = own_tokens(3)
     pages[:] = 7
     assert pages.tolist() == [7, 7, 7]
+
+
+# Hostile bytes around the segments
+
+ROOT = Path(__file__).resolve().parents[1]
+
+HEADER = SegmentHeader(
+    width=2,
+    num_tokens=20,
+    start=1234,
+    text_checksum=1,
+    order_checksum=2,
+    fence_checksum=3,
+    fingerprint=FINGERPRINT,
+    namespace="default",
+    segment_id="some-segment",
+)
+
+
+# Headers of segments
+
+
+def signed(header: bytes) -> bytes:
+    return header[:248] + struct.pack("<Q", xxhash.xxh3_64_intdigest(header[:248]))
+
+
+def check_header(content: bytes) -> None:
+    try:
+        header = SegmentHeader.from_bytes(Path("a.seg"), content)
+    except CacheError as error:
+        assert "a.seg" in str(error) and len(str(error)) < 400
+        return
+    assert SegmentHeader.from_bytes(Path("a.seg"), header.to_bytes()) == header
+    assert header.num_tokens > 0 and (header.start is None or header.start >= 0)
+
+
+@given(st.binary(max_size=HEADER_LENGTH + 8))
+def test_any_bytes_are_a_header_or_a_cache_error(content: bytes) -> None:
+    check_header(content)
+    check_header(HEADER.to_bytes()[:8] + content)
+
+
+@given(st.lists(st.tuples(st.integers(0, 247), st.binary(min_size=1, max_size=9)), max_size=4))
+@settings(max_examples=300)
+def test_any_header_with_a_right_checksum_is_one_or_a_cache_error(changes: list[tuple[int, bytes]]) -> None:
+    content = bytearray(HEADER.to_bytes())
+    for offset, new in changes:
+        content[offset : offset + len(new)] = new
+    check_header(signed(bytes(content[:HEADER_LENGTH])))
+
+
+# Manifests
+
+_VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.integers(-(1 << 70), 1 << 70),
+        st.floats(),
+        st.text(max_size=8),
+        st.sampled_from(
+            ["..", "../../etc/passwd", "a/b", "", "\0", "ü", "a" * 100, FINGERPRINT, "default", 1 << 61, 1 << 62]
+        ),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where something stands in a JSON value."""
+    places = [path] if path else []
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        places += paths_in(inner, (*path, key))
+    return places
+
+
+def opened(home: Path) -> CacheSet:
+    index = IndexConfig(capacity_tokens=4000, seal_tokens=16, merge_fanout=2, dedup_block_tokens=0)
+    return CacheSet(CacheConfig(index=index, directory=home), FINGERPRINT, inline=True)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hostile")
+    with opened(path) as caches:
+        caches.get().set_source({"last": "1-0"})
+        for number in range(5):
+            caches.get().append([number] * 20)
+            caches.maintain()
+    return path
+
+
+def use(home: Path) -> None:
+    """Open, learn, close, open again: what was learned is there, whatever the directory held before."""
+    try:
+        caches = opened(home)
+    except CacheError as error:
+        assert "\n" not in str(error)
+        return
+    with caches:
+        caches.get().append([77] * 20)
+        caches.flush()
+        assert sequences(snapshot_text(caches.get().snapshot()))[-1] == [77] * 20
+    with opened(home) as caches:
+        assert sequences(snapshot_text(caches.get().snapshot()))[-1] == [77] * 20
+
+
+@given(st.data())
+@settings(max_examples=120)
+def test_any_manifest_with_a_right_checksum_is_refused_or_used(home: Path, data: st.DataObject) -> None:
+    outer = json.loads((home / "default" / MANIFEST_NAME).read_text())
+    content = copy.deepcopy(outer["manifest"])
+    for _ in range(data.draw(st.integers(1, 3))):
+        places = paths_in(content)
+        if not places:
+            break
+        *way, last = data.draw(st.sampled_from(places))
+        inner = content
+        for key in way:
+            inner = inner[key]
+        if data.draw(st.booleans()):
+            inner[last] = data.draw(_VALUES)
+        else:
+            del inner[last]
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+    text = json.dumps({**outer, "manifest": content, "xxh3": digest})
+    with tempfile.TemporaryDirectory() as place:
+        copied = Path(place) / "default"
+        copied.mkdir()
+        for file in (home / "default").iterdir():
+            (copied / file.name).write_bytes(file.read_bytes())
+        (copied / MANIFEST_NAME).write_text(text)
+        use(Path(place))
+
+
+@given(st.one_of(st.binary(max_size=60), _VALUES.map(lambda value: json.dumps(value).encode())))
+def test_any_bytes_are_a_manifest_or_a_cache_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.mktemp("manifest")
+    (path / MANIFEST_NAME).write_bytes(content)
+    with pytest.raises(CacheError):
+        read_manifest(path, fingerprint=FINGERPRINT)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "{}", '{"format": 1}', "[" * 100_000, "\0\xff", '{"format":1,"manifest":3}']
+)
+def test_a_damaged_manifest_says_what_to_do(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(text, encoding="latin-1")
+    with pytest.raises(SegmentCorrupt, match=r"delete the directory"):
+        read_manifest(tmp_path, fingerprint=FINGERPRINT)
+
+
+@given(st.integers(0, 500), st.integers(1, 255))
+def test_a_changed_manifest_is_noticed(home: Path, offset: int, flip: int) -> None:
+    content = bytearray((home / "default" / MANIFEST_NAME).read_bytes())
+    content[offset % len(content)] ^= flip
+    with tempfile.TemporaryDirectory() as place:
+        Path(place, MANIFEST_NAME).write_bytes(content)
+        with contextlib.suppress(CacheError):  # or else white space, perhaps
+            assert read_manifest(Path(place)) == read_manifest(home / "default")
+
+
+# What drafting learned. In a process of its own, for its kernels check nothing.
+
+_LEARNED = """
+import sys
+from pathlib import Path
+import numpy as np
+import xxhash
+from ssd.config import CacheConfig, DraftConfig, IndexConfig
+from ssd.drafting import DraftRequest, make_drafter
+from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.retrieval.cache import CacheSet
+
+home, fingerprint = Path(sys.argv[1]), "0123456789abcdef" * 2
+config = CacheConfig(index=IndexConfig(capacity_tokens=4096, seal_tokens=16, dedup_block_tokens=0), directory=home)
+file = home / "default" / "learned.bin"
+random = np.random.default_rng(0)
+good = AcceptanceModel().to_bytes()
+
+def variants():
+    yield b""
+    yield good[:-1]
+    yield good + b"x"
+    for _ in range(6):
+        yield random.bytes(int(random.integers(1, 200)))
+        changed = bytearray(good)
+        changed[int(random.integers(len(good)))] ^= 1 << int(random.integers(8))
+        yield bytes(changed)
+    for value in (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 1e30, -1e30, 1e-40, 0.999999, None):
+        for share in (1.0, 0.01):
+            floats = np.frombuffer(good[32:-8], np.float32).copy()
+            chosen = random.random(len(floats)) < share
+            floats[chosen] = random.standard_normal(int(chosen.sum())) if value is None else value
+            for number in (0.0, -1.0, np.nan, 2.0**60):
+                body = good[:24] + np.float64(number).tobytes() + floats.tobytes()
+                yield body + np.uint64(xxhash.xxh3_64_intdigest(body)).tobytes()
+
+num = 0
+for content in variants():
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    with CacheSet(config, fingerprint, inline=True) as caches:
+        cache, drafter = caches.get(), make_drafter("ssd", DraftConfig())
+        text = [5, 6, 7, 8] * 12
+        cache.append(text)
+        for stop in range(8, 40, 4):
+            context = np.array(text[:stop], np.int32)
+            request = DraftRequest("a", context, 0, cache.snapshot(), 16, learned=cache.learned)
+            assert len(drafter.propose([request])[0].token_ids) <= 16
+        assert cache.stats().num_failures == 0
+    num += 1
+print(num)
+"""
+
+
+def test_any_learned_numbers_are_used_or_learned_anew(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", _LEARNED, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    assert int(done.stdout) > 90 and "Traceback" not in done.stderr
