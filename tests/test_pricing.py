@@ -397,3 +397,24 @@ def test_asking_rows_that_get_nothing_takes_its_share_and_no_longer_pause_than_t
         assert share <= 0.0075 * (1 + 1e-6)
     if pause > 1:
         assert share * pause / (pause - 1) > 0.0075 * (1 - 1e-6), "one step less would take too much"
+
+
+@given(
+    st.lists(row_chances, min_size=1, max_size=3),
+    st.floats(1e-4, 0.1),
+    st.floats(1e-4, 0.1),
+    st.lists(st.integers(1, 9), max_size=9),
+)
+def test_no_other_beginnings_give_more_tokens_per_second(
+    rows: list[list[float]], fixed: float, per_position: float, seen: list[int]
+) -> None:
+    prices = learned(fixed, per_position)
+    for num_tokens in seen:
+        prices.observe(num_tokens, num_tokens, fixed + per_position * num_tokens)
+    weights = slow.fading(len(seen), 0.99)
+    tokens = float(np.average(seen, weights=weights)) if seen else 0.0
+    recent = tokens, (fixed + per_position * tokens) if seen else 0.0
+    gains = [np.cumprod(row).tolist() for row in rows]
+    seconds = [fixed + per_position * (len(rows) + n) for n in range(sum(map(len, rows)) + 1)]
+    got = slow.joint_rate(gains, cut(prices, rows), seconds, recent)
+    assert got >= slow.best_joint_rate(gains, seconds, recent) * (1 - 1e-6)
