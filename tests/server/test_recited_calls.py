@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -74,13 +74,17 @@ def result(content: str, reasoning: str, calls: list[Any]) -> ParseResult:
     return ParseResult(content, reasoning, tuple(ParsedToolCall(name, arguments(given)) for name, given in calls))
 
 
-def chat_of(client: openai.OpenAI, messages: Any, tools: Any, stream: bool) -> tuple[ParseResult, dict[str, Any]]:
-    """What was found, and the message to go on with."""
+Told = tuple[ParseResult, list[Any], list[str]]
+"""What was found, what of it goes on in the conversation, and the ids of its calls."""
+
+
+def chat_of(client: openai.OpenAI, messages: Any, tools: Any, stream: bool) -> Told:
     fields: Any = {"model": MODEL, "messages": messages, "tools": tools}
     if not stream:
         said: Any = client.chat.completions.create(**fields).choices[0].message
         called = [(call.function.name, call.function.arguments) for call in said.tool_calls or ()]
-        return result(said.content or "", getattr(said, "reasoning", ""), called), said.model_dump(exclude_none=True)
+        found = result(said.content or "", getattr(said, "reasoning", ""), called)
+        return found, [said.model_dump(exclude_none=True)], [call.id for call in said.tool_calls or ()]
     content = reasoning = ""
     calls: dict[int, Any] = {}
     for chunk in client.chat.completions.create(**fields, stream=True):
@@ -94,11 +98,11 @@ def chat_of(client: openai.OpenAI, messages: Any, tools: Any, stream: bool) -> t
             calls[call.index]["function"]["arguments"] += call.function.arguments
     in_order = [calls[index] for index in sorted(calls)]
     whole = {"role": "assistant", "content": content, **({"tool_calls": in_order} if calls else {})}
-    return result(content, reasoning, [[*call["function"].values()] for call in in_order]), whole
+    found = result(content, reasoning, [[*call["function"].values()] for call in in_order])
+    return found, [whole], [call["id"] for call in in_order]
 
 
-def response_of(client: openai.OpenAI, given: Any, tools: Any, stream: bool) -> tuple[ParseResult, list[Any]]:
-    """What was found, and the items to go on with."""
+def response_of(client: openai.OpenAI, given: Any, tools: Any, stream: bool) -> Told:
     functions = [{"type": "function", **tool["function"]} for tool in tools]
     fields: Any = {"model": MODEL, "input": given, "tools": functions, "store": False}
     if stream:
@@ -112,8 +116,10 @@ def response_of(client: openai.OpenAI, given: Any, tools: Any, stream: bool) -> 
         kind: [part.text for item in output if item.type == kind for part in item.content]
         for kind in ("message", "reasoning")
     }
-    calls = [(item.name, item.arguments) for item in output if item.type == "function_call"]
-    return result("".join(texts["message"]), "\n".join(texts["reasoning"]), calls), output
+    calls = [item for item in output if item.type == "function_call"]
+    called = [(call.name, call.arguments) for call in calls]
+    found = result("".join(texts["message"]), "\n".join(texts["reasoning"]), called)
+    return found, [item.model_dump(exclude_none=True) for item in output], [call.call_id for call in calls]
 
 
 def claude(port: int) -> anthropic.Anthropic:
@@ -127,8 +133,7 @@ def anthropic_tools(tools: Any) -> list[Any]:
     return [{names[key]: value for key, value in {**empty, **each}.items() if key in names} for each in functions]
 
 
-def message_of(client: anthropic.Anthropic, messages: Any, tools: Any, stream: bool) -> tuple[ParseResult, list[Any]]:
-    """What was found, and the blocks to go on with."""
+def message_of(client: anthropic.Anthropic, messages: Any, tools: Any, stream: bool) -> Told:
     fields: Any = {"model": MODEL, "messages": messages, "tools": anthropic_tools(tools), "max_tokens": 7000}
     if stream:
         with client.messages.stream(**fields) as events:
@@ -137,44 +142,53 @@ def message_of(client: anthropic.Anthropic, messages: Any, tools: Any, stream: b
         blocks = client.messages.create(**fields).content
     content = "".join(block.text for block in blocks if block.type == "text")
     reasoning = "\n".join(block.thinking for block in blocks if block.type == "thinking")
-    called = [(block.name, block.input) for block in blocks if block.type == "tool_use"]
-    return result(content, reasoning, called), blocks
+    calls = [block for block in blocks if block.type == "tool_use"]
+    said = {"role": "assistant", "content": [block.model_dump() for block in blocks]}
+    return result(content, reasoning, [(call.name, call.input) for call in calls]), [said], [call.id for call in calls]
+
+
+def message_results(given: list[tuple[str, str]]) -> list[Any]:
+    """All in one turn, and a turn there must be."""
+    content = [{"type": "tool_result", "tool_use_id": call, "content": text} for call, text in given]
+    return [{"role": "user", "content": content or "done"}]
+
+
+KINDS: dict[str, tuple[Callable[[int], Any], Callable[..., Told], Callable[[list[tuple[str, str]]], list[Any]]]] = {
+    "chat": (
+        official_client, chat_of,
+        lambda given: [{"role": "tool", "tool_call_id": call, "content": text} for call, text in given],
+    ),
+    "responses": (
+        official_client, response_of,
+        lambda given: [{"type": "function_call_output", "call_id": call, "output": text} for call, text in given],
+    ),
+    "messages": (claude, message_of, message_results),
+}  # fmt: skip
+"""Of each API the client, how a conversation is asked, and what functions returned as the client sends it."""
 
 
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "all"])
-@pytest.mark.parametrize("kind", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_call_arrives_as_the_suite_says(
     server: RunningServer, pair: tuple[str, str | None], kind: str, many: bool
 ) -> None:
-    with official_client(server.port) as client, claude(server.port) as other:
+    open_client, ask, _ = KINDS[kind]
+    with open_client(server.port) as client:
         for fixture in recorded(pair)[FEW if many else 0 : None if many else FEW]:
             said = [{"role": "user", "content": f"recite {fixture.id}"}]
             for stream in (False, True):
-                if kind == "chat":
-                    found: ParseResult = chat_of(client, said, fixture.tools, stream)[0]
-                elif kind == "responses":
-                    found = response_of(client, said, fixture.tools, stream)[0]
-                else:
-                    found = message_of(other, said, fixture.tools, stream)[0]
-                assert_is(found, fixture)
+                assert_is(ask(client, said, fixture.tools, stream)[0], fixture)
 
 
-def turns_of(pair: tuple[str, str | None], *, parallel: bool = True) -> list[Fixture]:
+def turns_of(pair: tuple[str, str | None]) -> list[Fixture]:
     """Five turns with one set of tools: four that call, and an answer."""
-    with_calls = [
-        each
-        for each in recorded(pair)
-        if each.expected and (each.expected.tool_calls if parallel else len(each.expected.tool_calls) == 1)
-    ]
+    with_calls = [each for each in recorded(pair) if each.expected and each.expected.tool_calls]
     tools = Counter(json.dumps(each.tools) for each in with_calls).most_common(1)[0][0]
     calling = [each for each in with_calls if json.dumps(each.tools) == tools]
     plain = [
         each for each in recorded(pair) if each.expected and not each.expected.tool_calls and each.expected.content
     ]
     return [*(calling * 4)[:4], *(plain or calling)[:1]]
-
-
-"""Models whose vocabulary may be there: their outputs are recited by the ids that were recorded."""
 
 
 def assert_is(found: ParseResult, fixture: Fixture) -> None:
@@ -190,46 +204,17 @@ def results_for(num_calls: int, following: Fixture | None) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_five_turns_of_chat_completions(server: RunningServer, pair: tuple[str, str | None], stream: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_five_turns(server: RunningServer, pair: tuple[str, str | None], kind: str, stream: bool) -> None:
+    open_client, ask, results = KINDS[kind]
     turns = turns_of(pair)
-    messages: list[Any] = [{"role": "user", "content": f"recite {turns[0].id}"}]
-    with official_client(server.port) as client:
+    conversation: list[Any] = [{"role": "user", "content": f"recite {turns[0].id}"}]
+    with open_client(server.port) as client:
         for fixture, following in zip(turns, [*turns[1:], None], strict=True):
-            found, said = chat_of(client, messages, fixture.tools, stream)
+            found, said, calls = ask(client, conversation, fixture.tools, stream)
             assert_is(found, fixture)
-            messages.append(said)
-            calls = said.get("tool_calls", ())
-            for call, returned in zip(calls, results_for(len(calls), following), strict=bool(calls)):
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": returned})
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_five_turns_of_responses(server: RunningServer, pair: tuple[str, str | None], stream: bool) -> None:
-    turns = turns_of(pair)
-    given: list[Any] = [{"role": "user", "content": f"recite {turns[0].id}"}]
-    with official_client(server.port) as client:
-        for fixture, following in zip(turns, [*turns[1:], None], strict=True):
-            found, output = response_of(client, given, fixture.tools, stream)
-            assert_is(found, fixture)
-            given += [item.model_dump(exclude_none=True) for item in output]
-            calls = [item for item in output if item.type == "function_call"]
-            for call, returned in zip(calls, results_for(len(calls), following), strict=bool(calls)):
-                given.append({"type": "function_call_output", "call_id": call.call_id, "output": returned})
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_five_turns_of_messages(server: RunningServer, pair: tuple[str, str | None], stream: bool) -> None:
-    turns = turns_of(pair)
-    messages: list[Any] = [{"role": "user", "content": f"recite {turns[0].id}"}]
-    with claude(server.port) as client:
-        for fixture, following in zip(turns, [*turns[1:], None], strict=True):
-            found, blocks = message_of(client, messages, fixture.tools, stream)
-            assert_is(found, fixture)
-            messages.append({"role": "assistant", "content": [block.model_dump() for block in blocks]})
-            calls = [block.id for block in blocks if block.type == "tool_use"]
-            results = zip(calls, results_for(len(calls), following), strict=bool(calls))
-            content = [{"type": "tool_result", "tool_use_id": call, "content": said} for call, said in results]
-            messages.append({"role": "user", "content": content or "done"})
+            returned = results_for(len(calls), following)
+            conversation += [*said, *results([*zip(calls, returned, strict=bool(calls))])]
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
