@@ -180,13 +180,6 @@ def test_a_phone_sees_all_of_it_without_scrolling_sideways(browser: Page, server
             assert control.size["height"] >= 34
 
 
-def luminance(colour: str) -> float:
-    """Relative luminance, as WCAG 2 defines it."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
 def test_errors_are_shown_as_the_api_words_them(browser: Page, server: RunningServer) -> None:
     open_page(browser, server)
     ask_for(browser, PROMPT, max_tokens=100_000)

@@ -51,12 +51,6 @@ def test_choices_of_one_prompt_do_not_count_each_other_as_cached(server: Running
     assert cached(several) == len(prompt) - 1 and several["usage"]["prompt_tokens"] == 2 * len(prompt)
 
 
-def test_salts_keep_requests_apart(server: RunningServer) -> None:
-    prompt = list(range(60, 110))
-    answers = [cached(complete(server, prompt=prompt, cache_salt=salt)) for salt in ("a", "b", "a")]
-    assert answers == [0, 0, len(prompt) - 1]
-
-
 def test_priorities_are_taken_and_checked(server: RunningServer) -> None:
     assert complete(server, priority=-3)["choices"][0]["text"] == complete(server)["choices"][0]["text"]
     refused = post(server.port, "/v1/completions", {"prompt": "x", "priority": 101})

@@ -105,13 +105,6 @@ def test_all_strings_of_a_request_are_text() -> None:
     assert codec.decode(ids) == SPELLED
 
 
-def test_the_operator_may_allow_them() -> None:
-    codec = codec_with(template=TEMPLATE)
-    allowed = control_tokens(codec, {"content": SPELLED}, allow_special_tokens=True)
-    assert allowed == ["<|user|>", "<|end|>", "<|assistant|>", "<|assistant|>"]
-    assert control_tokens(codec, {"content": SPELLED}) == ["<|user|>", "<|assistant|>"]
-
-
 @pytest.mark.parametrize(
     "template",
     [
