@@ -21,9 +21,9 @@ from server.base.limits import Limits
 from server.base.record import begin_record
 from server.observe.metrics import ServerMetrics
 from ssd.errors import QueueFull
-from tests.server.client import ask, post
+from tests.server.client import ask, bearer, post
 from tests.server.failing_engine import CharCodec, FailingEngine, RunningServer, serving
-from tests.server.test_tenants import bearer, quota_server, tenants_in
+from tests.server.test_tenants import quota_server, tenants_in
 from tests.waiting import wait_until
 
 WRONG: list[tuple[str, str, Any]] = [

@@ -69,9 +69,14 @@ def greedy_completion(port: int, **fields: Any) -> Answer:
     return answer
 
 
-def official_client(port: int) -> openai.OpenAI:
+def official_client(port: int, key: str = "none") -> openai.OpenAI:
     """OpenAI's own client, which fails at once where a request does. To be closed."""
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that brings a key."""
+    return {"authorization": f"Bearer {key}"}
 
 
 def get(port: int, path: str, **options: Any) -> Answer:

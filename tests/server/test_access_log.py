@@ -3,73 +3,27 @@
 from __future__ import annotations
 
 import http.client
-import io
 import json
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.observe.logs import JsonFormatter, LaterHandler, set_up_logging
+from server.observe.logs import JsonFormatter, LaterHandler
 from server.running.engine_thread import WorkerState
 from tests.server.client import ask, get, post, wait_until
+from tests.server.conftest import Log, logging_to
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 
 KEY = "sk-very-secret-key"
 AUTHORISED = {"authorization": f"Bearer {KEY}"}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
-
-
-class Log:
-    """What was logged as JSON."""
-
-    def __init__(self, stream: io.StringIO, handler: LaterHandler) -> None:
-        self._stream, self._handler = stream, handler
-
-    @property
-    def text(self) -> str:
-        self._handler.flush()
-        return self._stream.getvalue()
-
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.text.splitlines()]
-
-    def of(self, request_id: str) -> dict[str, Any]:
-        """The one line of a request, once it is there."""
-        wait_until(lambda: any(line.get("request_id") == request_id for line in self.lines))
-        (line,) = [line for line in self.lines if line.get("request_id") == request_id]
-        return line
-
-
-@contextmanager
-def logging_to(level: str = "info", kind: Any = "json") -> Iterator[Log]:
-    """The log of the process, and the one it had before afterwards."""
-    root = logging.getLogger()
-    names = [None, "ssd", "server", "cache_builder"]
-    before = root.handlers[:], [logging.getLogger(name).level for name in names], logging.raiseExceptions
-    stream = io.StringIO()
-    handler = set_up_logging(level, kind, stream)
-    try:
-        yield Log(stream, handler)
-    finally:
-        logging.captureWarnings(False)
-        root.handlers[:], levels, logging.raiseExceptions = before
-        for name, each in zip(names, levels, strict=True):
-            logging.getLogger(name).setLevel(each)
-        handler.close()
-
-
-@pytest.fixture(scope="module")
-def log() -> Iterator[Log]:
-    with logging_to() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

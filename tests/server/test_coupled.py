@@ -15,9 +15,9 @@ from server.command.start import EngineLoader, OpenNoise, make_settings, make_te
 from ssd.sharing.connection import connect
 from ssd.sharing.noise_root import KEY
 from tests.redis_server import RedisServer, redis_server
-from tests.server.client import ask, metric, post, until_ready, wait_until
+from tests.server.client import ask, bearer, metric, official_client, post, until_ready, wait_until
+from tests.server.conftest import Log
 from tests.server.failing_engine import RunningServer, serving
-from tests.server.test_access_log import Log, logging_to
 from tests.server.test_cache import SMALL
 from tests.server.test_process import running
 
@@ -38,12 +38,6 @@ def served(stack: ExitStack, *arguments: str) -> RunningServer:
 
 
 @pytest.fixture(scope="module")
-def log() -> Iterator[Log]:
-    with logging_to() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def one_stream(log: Log) -> Iterator[RunningServer]:
     """One stream, and two keys."""
     with ExitStack() as stack:
@@ -54,11 +48,6 @@ def one_stream(log: Log) -> Iterator[RunningServer]:
 def four_streams() -> Iterator[RunningServer]:
     with ExitStack() as stack:
         yield served(stack, "--coupled-sampling", "4")
-
-
-def client_of(server: RunningServer, key: str = "alices") -> openai.OpenAI:
-    """OpenAI's own, to be closed."""
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 def said(client: openai.OpenAI, seed: int | None = None, **extra: Any) -> str:
@@ -79,7 +68,7 @@ def texts(server: RunningServer, **fields: Any) -> list[str]:
 
 
 def test_one_stream_says_the_same_to_one_question_and_whoever_declines_draws_alone(one_stream: RunningServer) -> None:
-    with closing(client_of(one_stream)) as client:
+    with official_client(one_stream.port, "alices") as client:
         shared = {said(client) for _ in range(3)} | {said(client, coupled=True)}
         alone = {said(client, coupled=False) for _ in range(3)}
         assert len(shared) == 1 and len(alone) == 3 and not shared & alone
@@ -89,23 +78,22 @@ def test_one_stream_says_the_same_to_one_question_and_whoever_declines_draws_alo
 
 
 def test_a_seed_goes_before_streams_and_says_what_it_ever_says(one_stream: RunningServer) -> None:
-    with closing(client_of(one_stream)) as client:
+    with official_client(one_stream.port, "alices") as client:
         seeded = {said(client, 7), said(client, 7, coupled=True), said(client, 7, coupled=False)}
         assert len(seeded) == 1 and seeded != {said(client, 8)} and said(client) not in seeded
 
 
 def test_tenants_and_salts_draw_with_noise_of_their_own(one_stream: RunningServer) -> None:
-    with closing(client_of(one_stream)) as alice, closing(client_of(one_stream, "bobs")) as bob:
+    with official_client(one_stream.port, "alices") as alice, official_client(one_stream.port, "bobs") as bob:
         found = [said(alice), said(bob), said(alice, cache_salt="a"), said(alice, cache_salt="b")]
         again = [said(alice), said(bob), said(alice, cache_salt="a"), said(alice, cache_salt="b")]
     assert found == again and len(set(found)) == 4
 
 
 def test_what_was_said_before_a_deletion_is_not_said_after_it(one_stream: RunningServer) -> None:
-    with closing(client_of(one_stream, "bobs")) as bob:
+    with official_client(one_stream.port, "bobs") as bob:
         before = said(bob)
-        headers = {"authorization": "Bearer bobs"}
-        assert ask(one_stream.port, "DELETE", "/v1/cache", headers=headers).status == 200
+        assert ask(one_stream.port, "DELETE", "/v1/cache", headers=bearer("bobs")).status == 200
         assert said(bob) == said(bob) != before
 
 
@@ -120,10 +108,9 @@ def test_what_was_said_before_a_deletion_is_not_said_after_it(one_stream: Runnin
 )
 def test_every_way_to_ask_takes_the_field(one_stream: RunningServer, path: str, body: Any, text_of: Any) -> None:
     limit = {"max_output_tokens": 24} if path == "/v1/responses" else {"max_tokens": 24}
-    headers = {"authorization": "Bearer alices"}
 
     def answered(**fields: Any) -> Any:
-        return post(one_stream.port, path, {**body, **limit, "temperature": 0.9, **fields}, headers=headers)
+        return post(one_stream.port, path, {**body, **limit, "temperature": 0.9, **fields}, headers=bearer("alices"))
 
     shared = [text_of(answered(**fields).json) for fields in ({}, {"coupled": None}, {"coupled": True})]
     assert len(set(shared)) == 1 and text_of(answered(coupled=False).json) != shared[0]
@@ -138,11 +125,10 @@ def test_every_way_to_ask_takes_the_field(one_stream: RunningServer, path: str, 
 
 
 def test_a_line_and_a_count_tell_who_was_coupled_and_never_with_what(one_stream: RunningServer, log: Log) -> None:
-    headers = {"authorization": "Bearer alices"}
     before = metric(one_stream.port, "ssd:coupled_requests_total")
     for name, fields in (("own-noise", {"coupled": False}), ("seeded", {"seed": 3}), ("shared", {"n": 2})):
         body = {"prompt": PROMPT, "max_tokens": 4, **fields}
-        post(one_stream.port, "/v1/completions", body, headers={**headers, "x-request-id": name})
+        post(one_stream.port, "/v1/completions", body, headers={**bearer("alices"), "x-request-id": name})
     lines = [log.of(name) for name in ("own-noise", "seeded", "shared")]
     assert ["coupled" in line for line in lines] == [False, False, True] and lines[2]["coupled"] is True
     assert not any("noise" in name for line in lines for name in line)

@@ -15,8 +15,8 @@ from server.observe.metrics import MOST_NAMED, OTHERS, Families, NamespaceFamili
 from ssd.retrieval.cache_state import CacheStats
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, greedy_completion, post
+from tests.server.conftest import Log
 from tests.server.failing_engine import RunningServer, serving
-from tests.server.test_access_log import Log, logging_to
 
 REPEATS = {"prompt": [7, 8, 9] * 20, "max_tokens": 40, "ignore_eos": True}
 SPANS: list[Record] = []
@@ -25,12 +25,6 @@ SPANS: list[Record] = []
 def keep_span(record: Record, path: str, ended_s: float) -> tuple[str, str]:
     SPANS.append(record)
     return "1" * 32, "2" * 16
-
-
-@pytest.fixture(scope="module")
-def log() -> Iterator[Log]:
-    with logging_to() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,11 @@ from typing import Any
 import openai
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from server.base.counting import common_tokens
 from ssd.bundled import MODEL_PATH
 from ssd.model.loading.load_target import load_model
-from tests.reference.text import common_subsequence
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import Answer, greedy_completion, official_client, post
+from tests.server.client import Answer, greedy_completion, post
 from tests.server.failing_engine import RunningServer, serving
 from tests.server.test_endpoints import MESSAGES, MODEL, PROMPT
 
@@ -27,12 +23,6 @@ from tests.server.test_endpoints import MESSAGES, MODEL, PROMPT
 def server() -> Iterator[RunningServer]:
     with serving(load_bundled, model=str(MODEL_PATH)) as running:
         yield running
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with official_client(server.port) as made:
-        yield made
 
 
 def complete(server: RunningServer, **fields: Any) -> Answer:
@@ -180,19 +170,7 @@ def test_structured_output(server: RunningServer, fields: dict[str, Any], patter
         assert "".join(part.get("text") or part.get("delta", {}).get("content") or "" for part in parts) == text
 
 
-def test_a_grammar_that_is_wrong_answers_400_by_its_field(server: RunningServer) -> None:
-    wrong: list[dict[str, Any]] = [{"regex": "(["}, {"json": "{"}, {"choice": []}]
-    for outputs in wrong:
-        answer = post(server.port, "/v1/completions", {"prompt": "x", "structured_outputs": outputs})
-        assert (answer.status, answer.error["param"]) == (400, "structured_outputs")
-
-
 # -- predictions -----------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 4), max_size=70), st.lists(st.integers(0, 4), max_size=70))
-def test_common_tokens_equal_the_slow_twin(prediction: list[int], output: list[int]) -> None:
-    assert common_tokens(prediction, output) == common_subsequence(prediction, output)
 
 
 def test_a_prediction_saves_steps_changes_nothing_and_is_counted(server: RunningServer) -> None:

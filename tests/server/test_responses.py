@@ -15,7 +15,7 @@ from server.answers.wire import PADDED_BYTES
 from server.base.limits import Limits
 from ssd.bundled import MODEL_PATH
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import Answer, ask, get, official_client, post
+from tests.server.client import Answer, ask, get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 
 MODEL = "test-model"
@@ -26,12 +26,6 @@ INPUT = "Write a function that adds two numbers."
 def server() -> Iterator[RunningServer]:
     with serving(load_bundled, model=str(MODEL_PATH), obfuscation_interval_s=0.0) as running:
         yield running
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with official_client(server.port) as made:
-        yield made
 
 
 EVENTS: dict[str, type[BaseModel]] = {

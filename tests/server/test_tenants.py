@@ -25,7 +25,7 @@ from ssd.sharing.connection import connect
 from ssd.sharing.redis_log import COUNTERS_KEY as COUNTERS
 from tests.redis_server import RedisServer, redis_server
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import Answer, ask, get, metric, post, until_ready, wait_until
+from tests.server.client import Answer, ask, bearer, get, metric, official_client, post, until_ready, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.server.test_process import SMALL, running
 from tests.waiting import PATIENCE_S
@@ -57,10 +57,6 @@ keys = ["ops-key"]
 operator = true
 """
 PROMPT = "class Queue:\n    def __init__(self):\n"
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 def write_rules(directory: Path, text: str = RULES) -> Path:
@@ -100,8 +96,7 @@ def test_what_a_tenant_has_used_up_is_its_own_429_and_nobody_elses(tmp_path: Pat
         assert (third.status, third.error["code"], third.error["type"]) == (429, "rate_limit_exceeded", "requests")
         assert 1 <= int(third.headers["retry-after"]) <= 31 and third.headers["x-ratelimit-remaining-requests"] == "0"
         assert [complete(server, "bobs-key").status for _ in range(5)] == [200] * 5
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="rated-key", max_retries=0)
-        with closing(client), pytest.raises(openai.RateLimitError):
+        with official_client(server.port, "rated-key") as client, pytest.raises(openai.RateLimitError):
             client.completions.create(model="test-model", prompt="abc")
         assert metric(server.port, "ssd:tenant_refused_total", tenant="rated", reason="requests") == 2
         assert metric(server.port, "ssd:tenant_requests_total", tenant="bob") == 5

@@ -50,12 +50,6 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with official_client(server.port) as made:
-        yield made
-
-
 @pytest.fixture(scope="module")
 def saying() -> Iterator[RunningServer]:
     template = "{{ tools }} <tool_call> <think>"
