@@ -231,6 +231,17 @@ def test_a_whole_output_at_once_is_decoded_as_step_by_step(
             cache.maintain()
 
 
+def test_what_was_drafted_is_counted_by_source() -> None:
+    decoder = OutputDecoder(flat(64), draft=DraftConfig(), sure=0.0)
+    phrase = np.arange(1, 33, dtype=np.int32)
+    with small_cache() as cache:
+        cache.append(np.concatenate([phrase, phrase]))
+        steps = decoder.decode(Row(phrase, np.append(phrase, np.int32(99))), cache.snapshot())
+    by_source = decoder.by_source()
+    assert sum(each[1] for each in by_source.values()) == steps.drafted.sum()
+    assert sum(each[2] for each in by_source.values()) == steps.accepted.sum()
+
+
 @pytest.mark.parametrize("limit", [0, 64])
 def test_without_a_cache_and_with_one_token_there_is_one_step(limit: int) -> None:
     decoder = OutputDecoder(flat(8), draft=DraftConfig(num_speculative_tokens=limit))

@@ -126,9 +126,9 @@ def test_logprobs_equal_the_slow_twin(seed: int, token_ids: list[int], num_top: 
     [
         ("temperature", -1), ("top_p", 0), ("min_p", 2), ("max_tokens", -1), ("stop", ("",)), ("allowed_token_ids", ()),
         ("bad_words", ((1,), ())), ("logprobs", 21), ("prompt_logprobs", -1), ("stop", 5), ("stop", (1,)),
-        ("temperature", "0"), ("max_tokens", 1.5), ("logit_bias", {1: 2.0}), ("top_k", 1 << 31), ("max_tokens", 1 << 63),
-        ("min_tokens", 10**400), ("repetition_penalty", 1e-300), ("repetition_penalty", 1e308), ("seed", 10**5000),
-        ("temperature", float("nan")),
+        ("temperature", "0"), ("max_tokens", 1.5), ("logit_bias", {1: 2.0}), ("top_k", 1 << 31),
+        ("max_tokens", 1 << 63), ("min_tokens", 10**400), ("repetition_penalty", 1e-300), ("repetition_penalty", 1e308),
+        ("seed", 10**5000), ("temperature", float("nan")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
