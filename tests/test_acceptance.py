@@ -163,6 +163,26 @@ def test_learning_step_by_step_equals_the_slow_twin(parts: list[list[int]], tail
         length += accepted + 1
 
 
+def test_a_published_copy_does_not_change_and_another_drafter_goes_on_from_it() -> None:
+    learned, text = LearnedState(), np.tile(np.arange(7, dtype=np.int32), 9)
+    first = SuffixDrafter()
+    for length in range(7, 47, 4):
+        first.propose([DraftRequest("a", text[:length], 7, None, 8, learned=learned)])
+    assert [learned.newest] == [None]
+    first.finish("a")
+    assert [learned.newest] == [None], "a copy that is made so often that requests wait for it"
+    first.publish()
+    assert learned.newest is not None
+    published = learned.newest.to_bytes()
+    assert published == first.model_of(learned).to_bytes()
+    for length in range(7, 47, 4):
+        first.propose([DraftRequest("b", text[:length], 7, None, 8, learned=learned)])
+    assert learned.newest.to_bytes() == published != first.model_of(learned).to_bytes()
+    first.publish()
+    assert learned.newest.to_bytes() == first.model_of(learned).to_bytes()
+    assert SuffixDrafter().model_of(learned).to_bytes() == first.model_of(learned).to_bytes()
+
+
 def test_estimates_come_true_though_the_best_looking_token_is_drafted() -> None:
     """Texts that go on three ways at random: whichever looks best, it comes a third of the time."""
     random = np.random.default_rng(5)
@@ -178,6 +198,16 @@ def test_estimates_come_true_though_the_best_looking_token_is_drafted() -> None:
     estimated, came = np.array(late, np.float64).T
     assert len(late) > 500
     assert abs(estimated.mean() - came.mean()) < 0.03
+
+
+def test_the_last_step_teaches_too() -> None:
+    snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
+    drafter = SuffixDrafter(price=0.3)
+    request = DraftRequest("a", np.arange(4, dtype=np.int32), 4, snapshot, 16)
+    draft = drafter.propose([request])[0]
+    drafter.observe("a", draft, 2)
+    drafter.finish("a")
+    assert drafter.model_of(None).num_learned == 3  # two that came and the one that did not
 
 
 def predicting(request_id: str, context: list[int], prediction: list[int], limit: int = 4) -> DraftRequest:

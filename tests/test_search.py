@@ -273,6 +273,15 @@ def test_equals_sorting_the_order(tokens: list[int]) -> None:
     assert build_order(np.array(tokens, np.int32)).tolist() == naive_order(tokens)
 
 
+@pytest.mark.parametrize("width", [2, 3, 4])
+@given(tokens=st.lists(st.integers(-1, 2), min_size=1, max_size=60))
+def test_every_width_of_the_sort_orders_alike(width: int, tokens: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ssd.retrieval.suffix_array._narrowest", lambda _: np.uint16 if width == 2 else np.uint32)
+        patch.setattr("ssd.retrieval.suffix_array._sorted_width", lambda _: width)
+        assert build_order(np.array(tokens, np.int32)).tolist() == naive_order(tokens)
+
+
 def test_a_text_too_long_for_the_sorter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssd.retrieval.suffix_array._MAX_SORTED_BYTES", 3)
     with pytest.raises(CacheError, match=r"at most 3"):
