@@ -333,3 +333,15 @@ def test_the_engine_asks_a_slow_drafter_less_and_says_the_same(monkeypatch: pyte
         texts.append({name: tokens_of(outputs) for name, outputs in finish_all(engine).items()})
     assert texts[0] == texts[1] and all(len(text) == 40 for text in texts[0].values())
     assert 4 * 4 <= drafter.num_asked < 4 * 40
+
+
+def test_what_was_distrusted_is_tried_again_where_prices_left_no_draft() -> None:
+    engine = make_engine(slots=1)
+    shares = engine._proposals._kept_shares
+    for _ in range(50):
+        shares.observe(1.0, 1.0, 0)
+    before = shares.share(1.0)
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=1, ignore_eos=True)
+    engine.submit(Request(request_id="a", prompt_token_ids=PROMPT, sampling=sampling))
+    finish_all(engine)
+    assert shares.share(1.0) > before
