@@ -286,3 +286,24 @@ def test_a_text_too_long_for_the_sorter_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("ssd.retrieval.suffix_array._MAX_SORTED_BYTES", 3)
     with pytest.raises(CacheError, match=r"at most 3"):
         build_order(np.arange(4, dtype=np.int32))
+
+
+def test_a_million_equal_tokens_are_no_worst_case() -> None:
+    assert np.array_equal(build_order(np.zeros(1_000_000, np.int32)), np.arange(1, 1_000_001))
+
+
+@pytest.mark.parametrize("text", [[SEPARATOR], [0, SEPARATOR], [2**31 - 1, SEPARATOR], [SEPARATOR] * 3])
+@pytest.mark.parametrize("copies", [1, 2, 40])
+def test_segments_of_next_to_nothing(text: Text, copies: int) -> None:
+    for snapshot in (make_snapshot([text] * copies), make_snapshot([text] * copies, text), make_snapshot([], text)):
+        for context in ([], [0], [0, 0], [2**31 - 1], [5, 0], [0, 5]):
+            check(snapshot, context, 1, 256)
+
+
+def test_ids_that_are_not_stored_end_the_match() -> None:
+    text = [10, 20, 30, 40, 50, 60, 70, 80]
+    snapshot = make_snapshot([closed(text), closed([token + 70_000 for token in text])], closed(text[2:]))
+    for unknown in (0, 11, 65_535, 2**24, 2**31 - 1):
+        for place in range(len(text) + 1):
+            check(snapshot, [*text[:place], unknown, *text[place:]])
+        check(snapshot, [unknown] * 50)

@@ -334,3 +334,10 @@ def test_metrics_count_what_was_served(server: RunningServer) -> None:
     assert after["ssd:ready", ""] == 1
     assert after["ssd:target_info", ""] == 1
     assert after["ssd:cache_tokens", ""] > 0
+
+
+def test_bad_messages_answer_400_with_param(client: openai.OpenAI) -> None:
+    for messages in ([{"role": "nobody", "content": "x"}], [{"content": "x"}], [{"role": "user", "content": 5}], ["x"]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=MODEL, messages=messages)  # type: ignore[arg-type]
+        assert caught.value.param == "messages"
