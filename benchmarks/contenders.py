@@ -91,8 +91,8 @@ QUESTIONS: Final = {
         traffic=("mixed", "new"), temperatures=(0.0, 0.7), prompt_tokens=192,
     ),
     "overhead": Question(
-        ways=(Way(name=ALL),), traffic=("cold", "adversarial"), temperatures=(1.0,), batch=(1, 2, 4, 8, 16, 32),
-        requests=0, prompt_tokens=96, max_tokens=32, rounds=30,
+        ways=(Way(name=ALL),), traffic=("cold", "adversarial"), temperatures=(1.0,), batch=(1, 2, 4, 8, 32),
+        requests=0, prompt_tokens=96, max_tokens=128, rounds=12,
     ),
 }  # fmt: skip
 

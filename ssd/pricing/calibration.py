@@ -115,9 +115,9 @@ def _log_odds(chances: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.clip(np.log(inside / (1 - inside)), -_CLIP, _CLIP)
 
 
-_SHARE = 0.0075
+_SHARE = 0.005
 """Of a step that asking may take for rows that get nothing."""
-_TELLING_SHARE = 0.0075
+_TELLING_SHARE = 0.005
 """Of a pass that telling a drafter what the target said may take where nothing was drafted."""
 SURE: Final = 0.9
 """Chance of its first token that a draft must have in the pass that a client waits for: that takes longer with a draft,

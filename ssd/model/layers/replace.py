@@ -38,6 +38,8 @@ def probe_texts(model: PreTrainedModel) -> npt.NDArray[np.int64]:
 
 log = logging.getLogger(__name__)
 
+_COLLECTOR = "transformers.utils.output_capturing"
+
 MOST_NUMBERS = 1 << 16
 """In an input of a compiled loop, which one core runs; several cores share torch's own operations on a larger one."""
 
@@ -142,5 +144,7 @@ def is_plain(module: Any, dtypes: Sequence[torch.dtype]) -> TypeGuard[nn.Linear]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something wants to know of its passes."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether something wants to know of its passes, the library's own collector of outputs aside, which stays for good
+    once a pass was asked for its hidden states."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", None) != _COLLECTOR for hook in hooks)
