@@ -394,9 +394,9 @@ def test_asking_rows_that_get_nothing_takes_its_share_and_no_longer_pause_than_t
     pause = steps / counts[0]
     share = sum(counts) * ask_s / (steps * pass_s)
     if pause < 8:
-        assert share <= 0.0075 * (1 + 1e-6)
+        assert share <= 0.005 * (1 + 1e-6)
     if pause > 1:
-        assert share * pause / (pause - 1) > 0.0075 * (1 - 1e-6), "one step less would take too much"
+        assert share * pause / (pause - 1) > 0.005 * (1 - 1e-6), "one step less would take too much"
 
 
 @given(

@@ -171,10 +171,22 @@ class Arbiter:
         """Times that a drafter failed, for all requests or for one."""
         return sum(source.num_failures for source in self._sources)
 
+    @property
+    def first(self) -> Drafter:
+        """The cheapest."""
+        return self._sources[0].drafter
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order."""
+        self.begin()
+        return self.extend(requests, self._sources[0].ask(requests))
+
+    def begin(self) -> None:
+        """A step begins: `first` is about to be asked."""
         self._step_rate.begin()
-        drafts = self._sources[0].ask(requests)
+
+    def extend(self, requests: Sequence[DraftRequest], drafts: list[Draft]) -> list[Draft]:
+        """What `first` drafted, others in place of those that another source was asked to add to."""
         steps = [self._step(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         took: list[tuple[Source, float, int, int]] = []
         waited = self._clock()
@@ -210,8 +222,7 @@ class Arbiter:
         path = np.arange(num_accepted) if draft.path is None else draft.path[:num_accepted]
         said = draft.token_ids[path].tolist()
         reached = len(walked(step.own, said))
-        recent = self._recent.get(request_id, step.local)
-        self._recent[request_id] = _FORGETTING * recent + (1 - _FORGETTING) * min(reached, _MOST_RECENT)
+        self._remember(request_id, step, reached)
         self._sources[0].drafter.observe(request_id, draft, num_accepted)
         for asked in step.asked if draft is not EMPTY_DRAFT else ():
             asked.source.excess.learn(asked.promised, asked.first, max(0, num_accepted - reached))
@@ -223,6 +234,21 @@ class Arbiter:
                 told = replace(told, path=np.array(own_path, np.int32))
             asked.source.drafter.observe(request_id, told, len(own_path))
             reached = max(reached, len(own_path))
+
+    def count(self, request_id: str, num_accepted: int) -> bool:
+        """Count a step of a request; whether others than `first` were asked, who are to be told by ``observe``."""
+        step = self._steps.get(request_id)
+        if step is not None and step.asked:
+            return True
+        self._step_rate.count(num_accepted + 1)
+        if step is not None:
+            self._remember(request_id, self._steps.pop(request_id), num_accepted)
+        return False
+
+    def _remember(self, request_id: str, step: _Step, reached: int) -> None:
+        """How many tokens the first source's draft got accepted."""
+        recent = self._recent.get(request_id, step.local)
+        self._recent[request_id] = _FORGETTING * recent + (1 - _FORGETTING) * min(reached, _MOST_RECENT)
 
     def observe_scores(self, scored: ScoredPass) -> None:
         """Tell every drafter that learns from it, also where one of them fails."""

@@ -183,10 +183,10 @@ class Source:
             log.exception("%s failed (%d failures so far)", type(self.drafter).__name__, self._num_failures)
 
 
-TRIAL_EVERY = 256
+TRIAL_EVERY = 512
 """A source that has not been worth its cost is tried at most once in this many steps of requests."""
 
-_TRIAL_SHARE = 0.01
+_TRIAL_SHARE = 0.005
 """Most that trials may cost, in output tokens for each step of a request."""
 
 

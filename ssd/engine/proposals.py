@@ -11,6 +11,7 @@ from threading import Thread
 import numpy as np
 
 from ssd.config import DraftConfig, DraftShape
+from ssd.drafting.arbiter import Arbiter
 from ssd.drafting.ask import MAX_DRAFT, DraftRecord, source_number
 from ssd.drafting.drafter import SuffixDrafter, draft_of
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, NoDrafter, ScoredPass, ScoreObserver
@@ -116,8 +117,12 @@ class Proposals:
     def __init__(self, target: Target, drafter: Drafter, draft: DraftConfig, best_effort: BestEffort) -> None:
         self._target = target
         self._drafter = drafter
-        self._suffix = drafter if isinstance(drafter, SuffixDrafter) else None
+        arbiter = drafter if isinstance(drafter, Arbiter) else None
+        first = drafter if arbiter is None else arbiter.first
+        self._suffix = first if isinstance(first, SuffixDrafter) else None
         """Which drafts for all rows in one call; others may take long, ask others, learn from counts."""
+        self._arbiter = None if self._suffix is None else arbiter
+        """Which asks others beside it."""
         self._asked = OneByOne(drafter)
         self._best_effort = best_effort
         self._limit = draft.num_speculative_tokens if target.can_roll_back and type(drafter) is not NoDrafter else 0
@@ -209,7 +214,7 @@ class Proposals:
         """While a pass runs, draft on behind what it verifies, for rows whose last draft came true: where one text is
         said again, drafting is most of what a device waits for. Where the target chooses otherwise, nothing is lost."""
         batch, prices, shares = under_way.batch, self._price_list.address, self._kept_shares.address
-        if self._suffix is None or not self.is_ready or not self._limit:
+        if self._suffix is None or self._arbiter is not None or not self.is_ready or not self._limit:
             return
         plan_ahead(batch.address, under_way.turn, self._limit)
         price = self._suffix.price
@@ -234,8 +239,18 @@ class Proposals:
     def _ask_rows(self, suffix: SuffixDrafter, batch: Batch, num_asked: int) -> bool:
         for sequence in batch.coupled:
             sequence.note_context()
+        if self._arbiter is not None:
+            self._arbiter.begin()
         groups = batch.groups(lambda sequence, learned: self._keep(suffix, sequence, learned))
         suffix.draft_groups(batch.asked[:num_asked], groups)
+        if self._arbiter is not None:
+            asked = [batch.sequences[b] for b in np.flatnonzero(batch.wanted).tolist()]
+            found = [draft_of(sequence.row.drafting.draft) for sequence in asked]
+            drafts = self._arbiter.extend(self._requests(asked), list(found))
+            for sequence, own, draft in zip(asked, found, drafts, strict=True):
+                if draft is not own:
+                    write_draft(draft, sequence.row.drafting.draft)
+                    sequence.row.drafting.ask.num_offered = 0  # what was offered is gone
         return True
 
     def _keep(self, suffix: SuffixDrafter, sequence: Sequence, learned: LearnedState | None) -> None:
@@ -249,16 +264,7 @@ class Proposals:
     def _ask_objects(self, batch: Batch) -> bool:
         """Ask a drafter of requests, and write what it says into the rows."""
         asked = [batch.sequences[b] for b in np.flatnonzero(batch.wanted).tolist()]
-        is_priced = self._price_list.pass_time is not None
-        requests = []
-        for sequence in asked:
-            ask, request = sequence.row.drafting.ask, self._request(sequence)
-            cache = None if sequence.namespace is None else sequence.namespace.cache
-            if cache is not None:
-                request.snapshot, request.learned = cache.snapshot(), cache.learned
-            request.limit, request.tree = ask.limit, bool(ask.is_tree)
-            request.prices = np.array([ask.price]) if is_priced else None
-            requests.append(request)
+        requests = self._requests(asked)
         drafts = self._asked.propose(requests)
         if len(drafts) != len(asked):
             return False
@@ -267,6 +273,19 @@ class Proposals:
             self._best_effort.num_failures += found is None
             write_draft(EMPTY_DRAFT if found is None else found, sequence.row.drafting.draft)
         return True
+
+    def _requests(self, asked: list[Sequence]) -> list[DraftRequest]:
+        """What is asked for sequences, as their rows say it."""
+        is_priced = self._price_list.pass_time is not None
+        requests = [self._request(sequence) for sequence in asked]
+        for sequence, request in zip(asked, requests, strict=True):
+            ask = sequence.row.drafting.ask
+            cache = None if sequence.namespace is None else sequence.namespace.cache
+            if cache is not None:
+                request.snapshot, request.learned = cache.snapshot(), cache.learned
+            request.limit, request.tree = ask.limit, bool(ask.is_tree)
+            request.prices = np.array([ask.price]) if is_priced else None
+        return requests
 
     def observe_scores(self, ended: Pass) -> None:
         """Tell the drafter all that a pass said, before any of its tokens is taken; not where that costs too much.
@@ -288,15 +307,22 @@ class Proposals:
 
         Not one that sees in the next context what came of its drafts: it is told of a request's last one alone.
         """
-        if self._limit and self._suffix is None:
+        if self._limit and (self._suffix is None or self._arbiter is not None):
             for b in np.flatnonzero(ended.batch.taken > 0).tolist():
                 self.observe_one(ended, b, int(ended.sizes[b]) - 1)
 
     def observe_one(self, ended: Pass, b: int, num_accepted: int) -> None:
         """Tell the drafter of one row's draft, of which ``num_accepted`` tokens were emitted."""
         sequence = ended.batch.sequences[b]
-        row = sequence.row
-        if not self.is_ready or (self._suffix is not None and sequence.finish_reason is None):
+        row, request_id = sequence.row, sequence.request.request_id
+        if not self.is_ready:
+            return
+        drafter: Drafter | None = self._drafter if self._suffix is None else None
+        if self._arbiter is not None and self._arbiter.count(request_id, num_accepted):
+            drafter = self._arbiter
+        elif sequence.finish_reason is not None:
+            drafter = self._suffix or self._drafter
+        if drafter is None:
             return
         draft = ended.draft(b)
         if draft.path is not None:
@@ -307,9 +333,11 @@ class Proposals:
         elif row.used_begin:
             return
         try:
-            self._drafter.observe(sequence.request.request_id, draft, num_accepted)
+            drafter.observe(request_id, draft, num_accepted)
         except BaseException as error:
             self._best_effort.note(error)
+        if drafter is self._arbiter and sequence.kept is not None and sequence.finish_reason is None:
+            sequence.kept.verified = None  # it sees in the next context what came of it
 
     def count(self, ended: Pass) -> None:
         """Learn how far what drafts promise comes true."""
