@@ -368,7 +368,7 @@ def run(throttle: Throttle, fruitless: list[int], steps: int, ask_s: float, pass
 def test_a_drafter_is_told_of_all_drafts_and_else_as_seldom_as_is_cheap() -> None:
     throttle = Throttle()
     assert throttle.tells(has_drafts=False)
-    for told, passed, period in ((1e-5, 1e-2, 1), (3e-4, 1e-2, 4), (1e-1, 1e-2, 8)):
+    for told, passed, period in ((1e-5, 1e-2, 1), (2e-4, 1e-2, 4), (1e-1, 1e-2, 8)):
         for _ in range(200):
             throttle.observe_telling(told)
             throttle.observe_pass(passed)

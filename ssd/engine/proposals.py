@@ -250,7 +250,6 @@ class Proposals:
             for sequence, own, draft in zip(asked, found, drafts, strict=True):
                 if draft is not own:
                     write_draft(draft, sequence.row.drafting.draft)
-                    sequence.row.drafting.ask.num_offered = 0  # what was offered is gone
         return True
 
     def _keep(self, suffix: SuffixDrafter, sequence: Sequence, learned: LearnedState | None) -> None:
