@@ -30,7 +30,9 @@ def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
     Of a layer whose parts were left as they are nothing is replaced.
     """
     for module in model.modules():
-        if type(module).__name__ in _KNOWN and "forward" not in vars(module):
+        kind = type(module)
+        is_known = kind.__name__ in _KNOWN and kind.__module__.startswith("transformers.models.")
+        if is_known and "forward" not in vars(module):
             flat = FlatLayer(module)
             if flat.is_usable():
                 yield swap_forward(module, flat.forward)
