@@ -198,7 +198,7 @@ class SuffixDrafter:
             addresses.append(kept.address)
             rows.append(kept.row)
         draft_rows(self._workspace.address, np.array(addresses, np.int64), self._longest, self._shortest)
-        for row in rows:  # whose next draft others may ask for
+        for row in rows:  # what these lead to goes with ``held``, and by rows the next draft is asked for without
             row.ask.num_offered = row.ask.num_prices = 0
         del held
         return [draft_of(row.draft) for row in rows]

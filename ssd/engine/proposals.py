@@ -244,9 +244,9 @@ class Proposals:
         groups = batch.groups(lambda sequence, learned: self._keep(suffix, sequence, learned))
         suffix.draft_groups(batch.asked[:num_asked], groups)
         if self._arbiter is not None:
-            asked = [batch.sequences[b] for b in np.flatnonzero(batch.wanted).tolist()]
+            asked, requests = self._requests(batch)
             found = [draft_of(sequence.row.drafting.draft) for sequence in asked]
-            drafts = self._arbiter.extend(self._requests(asked), list(found))
+            drafts = self._arbiter.extend(requests, list(found))
             for sequence, own, draft in zip(asked, found, drafts, strict=True):
                 if draft is not own:
                     write_draft(draft, sequence.row.drafting.draft)
@@ -262,8 +262,7 @@ class Proposals:
 
     def _ask_objects(self, batch: Batch) -> bool:
         """Ask a drafter of requests, and write what it says into the rows."""
-        asked = [batch.sequences[b] for b in np.flatnonzero(batch.wanted).tolist()]
-        requests = self._requests(asked)
+        asked, requests = self._requests(batch)
         drafts = self._asked.propose(requests)
         if len(drafts) != len(asked):
             return False
@@ -273,8 +272,9 @@ class Proposals:
             write_draft(EMPTY_DRAFT if found is None else found, sequence.row.drafting.draft)
         return True
 
-    def _requests(self, asked: list[Sequence]) -> list[DraftRequest]:
-        """What is asked for sequences, as their rows say it."""
+    def _requests(self, batch: Batch) -> tuple[list[Sequence], list[DraftRequest]]:
+        """The sequences whose drafts are wanted, and what is asked for them, as their rows say it."""
+        asked = [batch.sequences[b] for b in np.flatnonzero(batch.wanted).tolist()]
         is_priced = self._price_list.pass_time is not None
         requests = [self._request(sequence) for sequence in asked]
         for sequence, request in zip(asked, requests, strict=True):
@@ -284,7 +284,7 @@ class Proposals:
                 request.snapshot, request.learned = cache.snapshot(), cache.learned
             request.limit, request.tree = ask.limit, bool(ask.is_tree)
             request.prices = np.array([ask.price]) if is_priced else None
-        return requests
+        return asked, requests
 
     def observe_scores(self, ended: Pass) -> None:
         """Tell the drafter all that a pass said, before any of its tokens is taken; not where that costs too much.

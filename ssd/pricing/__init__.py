@@ -3,8 +3,9 @@
 A draft is judged by its expected accepted tokens, and all that it costs is put in the same unit, output tokens:
 seconds become tokens at the rate at which tokens come. Who estimates what, from what, and who reads it:
 
-- ``pass_costs``, ``price_list``: the **seconds of a pass** from its positions, by least squares over recent passes and
-  those timed at start-up. Read by the price and the cut; of a costly source's passes, by the arbiter.
+- ``pass_costs``, ``price_list``: the **seconds of a pass**, with what telling of its drafts takes, from its positions,
+  by least squares over recent passes and those timed at start-up. Read by the price and the cut; of a costly source's
+  passes, by the arbiter.
 - ``rate.Rate``: the **tokens and seconds of a pass of late**. Read by the price and the cut: a token is worth the time
   that it would take in this pass and one like the recent ones, (G + T) / (C + K).
 - ``PriceList.price``: the **price of a drafted token**, from both. Told to every drafter, which ends a draft, or does

@@ -62,7 +62,7 @@ class SlotKVCache:
         return stored_keys, stored_values
 
     def written(self, layer: int) -> Pair | None:
-        """All that a layer holds, as `store` returns it, once it has attended by a window that never changes."""
+        """All that a layer holds, as `store` returns it, once it has attended, so that its reach is known."""
         return self._layers.get(layer) if layer in self.reach else None
 
     def move(

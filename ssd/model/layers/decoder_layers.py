@@ -48,10 +48,10 @@ class FlatLayer:
         self._index: int = self._attention.layer_idx
         self._dim: int = self._attention.head_dim
         norms = [self._attention._modules.get(name) for name in ("q_norm", "k_norm")]
-        self._head_norms = [norm for norm in norms if isinstance(norm, FusedNorm)]
+        self._head_norms = [norm for norm in norms if type(norm) is FusedNorm]
         self._is_known = (
             type(self._norms[0]) is type(self._norms[1]) is FusedNorm
-            and [norm is None for norm in norms].count(True) + len(self._head_norms) == len(norms)
+            and (self._head_norms == norms or norms == [None, None])
             and "forward" in vars(self._attention)  # which turns positions as `_place` does
             and not has_hooks(self._attention)
             and not has_hooks(self._network)

@@ -93,10 +93,9 @@ class FusedNorm(nn.Module):
         super().__init__()
         self._offset = offset
         self._kept = (weight.detach().float() + offset).contiguous()  # where the loop finds it
-        self._address, self._size = self._kept.data_ptr(), len(weight)
-        self._kind = KINDS[str(weight.dtype)]
+        self._size, self._kind = len(weight), KINDS[str(weight.dtype)]
         self.weight, self.eps = nn.Parameter(weight.detach(), requires_grad=False), eps
-        self.row_rule = self._address, offset == 0.0, eps
+        self.row_rule = self._kept.data_ptr(), offset == 0.0, eps
         """For `normalise`: the weight's address, whether numbers are rounded before they are multiplied, eps."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,9 +105,8 @@ class FusedNorm(nn.Module):
         x = x.contiguous()
         out = torch.empty_like(x)
         rows = x.numel() // self._size
-        arguments = (
-            self._kind, self._offset == 0.0, x.data_ptr(), self._address, out.data_ptr(), rows, self._size, self.eps
-        )  # fmt: skip
+        weight, rounds_first, eps = self.row_rule
+        arguments = (self._kind, rounds_first, x.data_ptr(), weight, out.data_ptr(), rows, self._size, eps)
         spread(normalise, arguments, rows, 4 * x.numel(), torch.get_num_threads)
         return out
 
