@@ -70,7 +70,7 @@ class FlatLayer:
     def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the library's: of new positions [B, T, hidden size] of slots; by its own code in any other case."""
         rows: SlotRows | None = kwargs.get("slot_rows")
-        stored = None if rows is None or rows.kv_cache.kernel is not None else rows.kv_cache.written(self._index)
+        stored = None if rows is None or rows.kernel or rows.kv_cache.kernel else rows.kv_cache.written(self._index)
         if (
             rows is None
             or stored is None
