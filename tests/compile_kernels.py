@@ -21,9 +21,10 @@ from triton.compiler import ASTSource
 
 from ssd.model.kv.triton_attention import NUM_STAGES, _attend_split, _combine_splits, tiles_of
 from ssd.model.kv.triton_write import _write
+from ssd.model.layers.triton_decoder import _place
 from ssd.model.layers.triton_layers import _BLOCK as GATE_BLOCK
-from ssd.model.layers.triton_layers import _BLOCK_HEADS, _gate, _normalise, _turn_both
-from ssd.model.layers.triton_linear import FEW_ROWS, _product
+from ssd.model.layers.triton_layers import BLOCK_HEADS, _gate, _normalise, _turn_both
+from ssd.model.layers.triton_linear import _ASKING, FEW_ROWS, _product
 from ssd.model.layers.triton_linear import tiles_of as linear_tiles_of
 from ssd.model.sampling.triton_sampling import _BLOCK, _MOST_SPLITS, _choose_split, _sample_split
 
@@ -38,9 +39,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _POINTERS = {"weights": "fp32", "partial": "fp32", "slots": "i64", "starts": "i64", "positions": "i64", "sees": "u8"}
 _SAMPLING_POINTERS = {"keys": "i64", "temperatures": "fp32", "scores": "fp64", "tokens": "i32", "out": "i64"}
 _VALUES = ("query", "keys", "values", "out", "sinks", "logits", "x", "weight", "q", "k", "cos", "sin", "query_out",
-           "key_out", "gate", "up", "stored_keys", "stored_values")  # fmt: skip
+           "key_out", "gate", "up", "stored_keys", "stored_values", "key", "value", "more", "total")  # fmt: skip
 _NUMBERS = {"scale": "fp32", "softcap": "fp32", "eps": "fp32", "offset": "fp32"}
-_ODD = ("width", "splits", "heads", "size", "num_rows", "query_row", "query_head", "query_position")
+_ODD = ("width", "splits", "heads", "size", "num_rows", "num_ahead", "ahead_bytes", "query_row", "query_head", "query_position")
 """Numbers that need not be multiples of 16."""
 
 
@@ -64,7 +65,7 @@ class Compiled(NamedTuple):
     spilled: int
 
 
-def variants() -> Iterator[Variant]:
+def variants(capability: int) -> Iterator[Variant]:
     """As an 8B Llama has them: chains and trees; float32, a window; latent attention; Gemma 2; then the others."""
     for is_tree in (False, True):
         for num_queries in (4, 32, 64):
@@ -82,12 +83,16 @@ def variants() -> Iterator[Variant]:
         yield Variant(f"sample {element}", _sample_split, element, {"BLOCK": _BLOCK}, _SAMPLING_POINTERS)
     yield Variant("choose", _choose_split, "fp32", {"BLOCK": _MOST_SPLITS}, _SAMPLING_POINTERS)
     for element in ("fp32", "bf16"):
-        yield Variant(f"norm {element}", _normalise, element, {"ROUNDS_FIRST": True, "BLOCK": 4096}, {}, 8)
+        for is_sum in (False, True):
+            rule = {"ROUNDS_FIRST": True, "BLOCK": 4096, "IS_SUM": is_sum}
+            yield Variant(f"norm {element}{' of a sum' if is_sum else ''}", _normalise, element, rule, {}, 8)
         heads = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "QUERY_BLOCKS": 4, "HALF": 64, "BLOCK_HALF": 64}
-        yield Variant(f"rotary {element}", _turn_both, element, {**heads, "BLOCK_HEADS": _BLOCK_HEADS}, {}, 2)
+        yield Variant(f"rotary {element}", _turn_both, element, {**heads, "BLOCK_HEADS": BLOCK_HEADS}, {}, 2)
+        placed = {**heads, "KEY_BLOCKS": 1, "BLOCK_HEADS": BLOCK_HEADS}
+        yield Variant(f"place {element}", _place, element, placed, {"slots": "i64", "places": "i64"}, 2)
         for num_outputs in (4096, 6144, 128256):
             for num_rows in (FEW_ROWS, FEW_ROWS + 1):
-                yield _linear(element, num_rows, num_outputs)
+                yield _linear(element, num_rows, num_outputs, asks_ahead=capability >= 90)
         stored = {"HEADS": 8, "DIM": 128, "VALUE_DIM": 128, "BLOCK_HEADS": 8, "BLOCK_DIM": 128, "BLOCK_VALUE": 128}
         yield Variant(f"write {element}", _write, element, stored, {"slots": "i64", "places": "i64"})
         yield Variant(f"gate {element}", _gate, element, {"BLOCK": GATE_BLOCK}, {})
@@ -119,14 +124,15 @@ def _attention(
     return Variant(name, _attend_split, element, constants, pointers, tiles.num_warps)
 
 
-def _linear(element: str, num_rows: int, num_outputs: int) -> Variant:
+def _linear(element: str, num_rows: int, num_outputs: int, *, asks_ahead: bool) -> Variant:
     tiles = linear_tiles_of(num_rows, num_outputs, _DTYPES[element])
     constants = {
         "SIZE": 4096, "NUM_OUTPUTS": num_outputs, "HAS_BIAS": False, "IS_TURNED": tiles.outputs >= 64,
         "BLOCK_ROWS": tiles.rows, "BLOCK_OUTPUTS": tiles.outputs, "BLOCK_INPUTS": tiles.inputs,
+        "ASKING": _ASKING if asks_ahead else 0,
     }  # fmt: skip
     name = f"linear {element} of {num_outputs}, {tiles.rows} rows"
-    return Variant(name, _product, element, constants, {"bias": element}, num_stages=tiles.stages)
+    return Variant(name, _product, element, constants, {"bias": element, "ahead": element}, num_stages=tiles.stages)
 
 
 def compiled(variant: Variant, capability: int) -> Compiled:
@@ -163,7 +169,7 @@ def main() -> int:
     """Every variant for every GPU."""
     num_spilling = 0
     for capability in CAPABILITIES:
-        for variant in variants():
+        for variant in variants(capability):
             found = compiled(variant, capability)
             num_spilling += capability == _STRICT and found.spilled > _MOST_SPILLED
             print(

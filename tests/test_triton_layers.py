@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from tests.triton_here import DEVICE, HAS_GPU
+from tests.triton_here import DEVICE, HAS_GPU, caches_as_on_a_device
 
 # isort: split
 
@@ -30,7 +31,8 @@ from ssd.model.layers.triton_layers import (
 from ssd.model.layers.vector_layers import FusedRotary
 from ssd.model.loading.take_weights import take_weights
 from ssd.model.ways.find_way import device_layers
-from tests.models import tiny_model
+from ssd.model.ways.slot_target import SlotTarget
+from tests.models import VOCAB, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -153,6 +155,33 @@ def test_a_model_of_such_layers_says_what_it_said_and_takes_weights(architecture
     take_weights(model, weights)
     for found, want in zip(plain_logits(model), expected, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["Llama", "mistral", "Qwen2", "Qwen3"])
+def test_flat_layers_have_the_bits_of_the_library_s(name: str, dtype: torch.dtype) -> None:
+    def opened(is_flat: bool) -> Any:
+        model = deepcopy(tiny_model(name)).to(DEVICE, dtype)
+        kinds = device_layers(DEVICE, dtype)
+        expected = plain_logits(model)
+        assert replace_layers(model, kinds if is_flat else kinds[:-1], expected=expected, tolerance=0.05)
+        assert all(("forward" in vars(layer)) == is_flat for layer in model.model.layers)
+        return SlotTarget(model, 3, 100, 16)
+
+    random = np.random.default_rng(0)
+    with caches_as_on_a_device():
+        targets = opened(True), opened(False)
+        for width, tree in ((40, None), (1, None), (7, None), (5, [-1, 0, 0, 2, 1]), (1, None), (16, None)):
+            tokens = random.integers(3, VOCAB, (2, width))
+            parents = None if tree is None else np.array([tree, list(range(-1, width - 1))])
+            said = []
+            for target in targets:
+                said.append(target.forward([2, 0], tokens, [width, width], parents=parents).logits)
+                if tree is not None:
+                    target.keep_paths([2, 0], [width, width], [np.array([0, 2, 3]), np.arange(4)])
+            assert torch.equal(*said)
+        for found, want in zip(*(target.kv_cache.tensors() for target in targets), strict=True):
+            assert torch.equal(found, want)
 
 
 def test_a_compiler_that_fails_leaves_a_model_as_it_was() -> None:

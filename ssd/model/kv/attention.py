@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from ssd.compiled.addresses import float32_array, inlined, int64_array, kernel, require, uint8_array
 from ssd.compiled.functions import cap, exp_and_sum, highest_of, narrow, spread, widen
 from ssd.compiled.vectors import KINDS, LANES, TILE_ROWS, TILE_VECTORS, tile
-from ssd.model.kv.kv_cache import AttentionKernel, AttentionRules, SlotRows
+from ssd.model.kv.kv_cache import AttentionKernel, AttentionRules, Pair, SlotRows
 
 _QUERIES = 16
 """Of a task: they share what is read."""
@@ -268,23 +268,28 @@ def slot_attention(
     if (ratio := temperature_ratio(module, slot_rows.positions)) is not None:
         query = query * ratio.to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    kernel = slot_rows.kv_cache.kernel or slot_rows.kernel or KERNELS.get(query.device.type)
     stored = slot_rows.kv_cache.store(layer, slot_rows, key, value)
+    return attended(query, stored, slot_rows, AttentionRules(scale, sliding_window, chunk, softcap, s_aux)), None
+
+
+def attended(query: torch.Tensor, stored: Pair, rows: SlotRows, rules: AttentionRules) -> torch.Tensor:
+    """What queries, [B, num_heads, T, head_dim], find in what a layer holds: [B, T, num_heads, value_dim]."""
+    kernel = rows.kv_cache.kernel or rows.kernel or KERNELS.get(query.device.type)
     if kernel is not None:
-        return kernel(query, *stored, slot_rows, AttentionRules(scale, sliding_window, chunk, softcap, s_aux)), None
-    keys, values = map(slot_rows.seen_of, stored)
+        return kernel(query, *stored, rows, rules)
+    keys, values = map(rows.seen_of, stored)
     batch, heads, width, _dim = query.shape
     kv_heads = keys.shape[1]
     groups = heads // kv_heads
-    mask = slot_rows.mask(sliding_window, chunk, groups, query.dtype)
+    mask = rows.mask(rules.window, rules.chunk, groups, query.dtype)
     # The query heads of one key head go into the query axis: grouped heads without copying keys and values.
     packed = query.reshape(batch, kv_heads, groups * width, query.shape[-1])
-    if softcap is None and s_aux is None:
-        out = scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+    if rules.softcap is None and rules.sinks is None:
+        out = scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=rules.scale)
     else:
-        out = _explicit(packed, keys, values, mask, scale, softcap, s_aux, groups, width)
+        out = _explicit(packed, keys, values, mask, rules, groups, width)
     out = out.reshape(batch, heads, width, values.shape[-1])
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 def _explicit(
@@ -292,13 +297,12 @@ def _explicit(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
+    rules: AttentionRules,
     groups: int,
     width: int,
 ) -> torch.Tensor:
     """Attention written out, for what the fused kernel lacks: soft caps and sinks."""
+    scale, _window, _chunk, softcap, s_aux = rules
     scores = query @ keys.transpose(-1, -2) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

@@ -29,13 +29,21 @@ def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
 
     Of a layer whose parts were left as they are nothing is replaced.
     """
-    for module in model.modules():
-        kind = type(module)
-        is_known = kind.__name__ in _KNOWN and kind.__module__.startswith("transformers.models.")
-        if is_known and "forward" not in vars(module):
-            flat = FlatLayer(module)
-            if flat.is_usable():
-                yield swap_forward(module, flat.forward)
+    for module in known_layers(model):
+        flat = FlatLayer(module)
+        if flat.is_usable():
+            yield swap_forward(module, flat.forward)
+
+
+def known_layers(model: nn.Module) -> list[Any]:
+    """Layers of kinds of which it is known what they compute, and that compute it by their own code."""
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__ in _KNOWN
+        and type(module).__module__.startswith("transformers.models.")
+        and "forward" not in vars(module)
+    ]
 
 
 class FlatLayer:

@@ -208,6 +208,7 @@ def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[Replace, ..
     dtype : of the model's numbers.
     """
     try:
+        from ssd.model.layers.triton_decoder import flatten_by_triton
         from ssd.model.layers.triton_layers import fuse_gates_by_triton, fuse_norms_by_triton, turn_by_triton
         from ssd.model.layers.triton_linear import own_linears
     except ImportError:  # it comes with CUDA builds of torch
@@ -218,4 +219,4 @@ def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[Replace, ..
         fuse_rotary, turn=turn_by_triton, dtype=dtype, device=device, most_error=min(MOST_ERROR[dtype], 1e-3),
         most_numbers=1 << 62,
     )  # fmt: skip
-    return fuse_norms_by_triton, turn, fuse_gates_by_triton, own_linears
+    return fuse_norms_by_triton, turn, fuse_gates_by_triton, own_linears, flatten_by_triton

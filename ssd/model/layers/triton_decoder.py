@@ -1,0 +1,155 @@
+"""Whole decoder layers on a device, called part by part: ten launches each, and none of the library's code between.
+
+What is added to the stream is added by the norm that reads it next, and queries and keys are turned, and keys and values
+written where they are kept, by one kernel. Import this module only where triton is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from ssd.model.kv.attention import attended
+from ssd.model.kv.kv_cache import AttentionRules, Pair, SlotRows
+from ssd.model.layers.decoder_layers import known_layers
+from ssd.model.layers.replace import Replaced, has_hooks, swap_forward
+from ssd.model.layers.triton_layers import BLOCK_HEADS, TritonNorm, silu_times, turn_heads
+from ssd.model.layers.triton_linear import Product
+
+
+def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
+    """Have decoder layers of known kinds compute by `DeviceLayer`; what was replaced, as it goes. After all others."""
+    layers = known_layers(model)
+    norms = [layer.input_layernorm for layer in layers[1:]]
+    norms += [getattr(module, "norm", None) for module in model.modules() if hasattr(module, "layers")][:1]
+    for layer, following in zip(layers, norms, strict=False):
+        flat = DeviceLayer(layer, following)
+        if flat.is_usable():
+            yield swap_forward(layer, flat.forward)
+
+
+class DeviceLayer:
+    """A layer of Llama's kind: attention and a gated network, each behind a norm and beside the stream."""
+
+    def __init__(self, layer: Any, following: nn.Module | None) -> None:
+        """``following`` : the norm that reads what the layer says."""
+        self._plain = type(layer).forward
+        self._norm, self._inner_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self._following = following if type(following) is TritonNorm else None
+        self._attention, self._network = layer.self_attn, layer.mlp
+        self._index: int = self._attention.layer_idx
+        self._dim: int = self._attention.head_dim
+        norms = [self._attention._modules.get(name) for name in ("q_norm", "k_norm")]
+        self._head_norms = [norm for norm in norms if type(norm) is TritonNorm]
+        self._is_known = (
+            type(self._norm) is type(self._inner_norm) is TritonNorm
+            and (self._head_norms == norms or norms == [None, None])
+            and "forward" in vars(self._attention)  # which turns positions as `_place` does
+            and "forward" in vars(self._network)  # which gates by `silu_times`
+            and not has_hooks(self._attention)
+            and not has_hooks(self._network)
+        )
+
+    def is_usable(self) -> bool:
+        """Whether all parts are ours, now: adapters may stand in their place later."""
+        attention, network = self._attention._modules, self._network._modules
+        return self._is_known and all(
+            _product_of(first) is not None and all(_product_of(each) is _product_of(first) for each in others)
+            for first, *others in (
+                [attention[name] for name in ("q_proj", "k_proj", "v_proj")],
+                [attention["o_proj"]],
+                [network[name] for name in ("gate_proj", "up_proj")],
+                [network["down_proj"]],
+            )
+        )
+
+    def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the library's: of new positions [B, T, hidden size] of slots; by its own code in any other case."""
+        rows: SlotRows | None = kwargs.get("slot_rows")
+        stored = None if rows is None else rows.kv_cache.written(self._index)
+        if rows is None or stored is None or args or kwargs.get("attention_mask") is not None or not self.is_usable():
+            found: torch.Tensor = self._plain(layer, hidden_states, *args, **kwargs)
+            return found
+        attention, network = self._attention._modules, self._network._modules
+        heads, gates = attention["q_proj"].product, network["gate_proj"].product
+        read = torch.split_with_sizes(heads.compute(self._norm(hidden_states)), heads.sizes, -1)
+        said = self._attend(*read, kwargs["position_embeddings"], stored, rows)
+        hidden_states = self._inner_norm.added(hidden_states, attention["o_proj"].product.compute(said))
+        gate, up = torch.split_with_sizes(gates.compute(self._inner_norm(hidden_states)), gates.sizes, -1)
+        more = network["down_proj"].product.compute(silu_times(gate, up))
+        return hidden_states + more if self._following is None else self._following.added(hidden_states, more)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows
+    ) -> torch.Tensor:
+        """What queries, keys and values, [B, T, heads * dim] each, bring: [B, T, query heads * dim]."""
+        batch, width, _size = query.shape
+        query, key, value = (each.view(batch, width, -1, self._dim) for each in (query, key, value))
+        if self._head_norms:
+            query, key = (norm(each) for norm, each in zip(self._head_norms, (query, key), strict=True))
+        place_by_triton(query, key, value, angles, stored, rows)
+        rules = AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, None, None)
+        return attended(query.transpose(1, 2), stored, rows, rules).view(batch, width, -1)
+
+
+def _product_of(module: Any) -> Product | None:
+    return vars(module).get("product") if type(module) is nn.Linear else None
+
+
+def place_by_triton(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows
+) -> None:
+    """Turn queries in place, and write keys, turned, and values where they are kept: [B, T, heads, dim], last axis dense.
+
+    angles : cosines and sines, [B, T, dim]. stored : of all slots, see `SlotKVCache.store`.
+    """
+    (batch, width, query_heads, dim), key_heads = query.shape, key.shape[2]
+    (cos, sin), (keys, values) = angles, stored
+    assert cos.shape == sin.shape == (batch, width, dim) and cos.is_contiguous() and sin.is_contiguous()
+    assert cos.dtype == query.dtype == keys.dtype and keys.stride(3) == values.stride(3) == 1
+    blocks = [triton.cdiv(heads, BLOCK_HEADS) for heads in (query_heads, key_heads)]
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        _place[(batch * width, blocks[0] + 2 * blocks[1])](
+            query, key, value, cos, sin, keys, values, rows.slots, rows.places.contiguous(), width,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+            QUERY_HEADS=query_heads, KEY_HEADS=key_heads, QUERY_BLOCKS=blocks[0], KEY_BLOCKS=blocks[1], HALF=dim // 2,
+            BLOCK_HEADS=BLOCK_HEADS, BLOCK_HALF=triton.next_power_of_2(dim // 2), num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["slots", "places"])
+def _place(  # type: ignore[no-untyped-def]
+    query, key, value, cos, sin, keys, values, slots, places, width,
+    query_row, query_position, query_head, key_row, key_position, key_head, value_row, value_position, value_head,
+    keys_slot, keys_head, keys_place, values_slot, values_head, values_place,
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one position. Grid (B * T, blocks of query heads + of key heads + of value heads)."""
+    position, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, at = position // width, position % width
+    cos += position * 2 * HALF
+    sin += position * 2 * HALF
+    if block < QUERY_BLOCKS:
+        query += row * query_row + at * query_position
+        turn_heads(query, query_head, query, query_head, cos, sin, block, QUERY_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF)
+    else:
+        slot, place = tl.load(slots + row), tl.load(places + position)
+        if block < QUERY_BLOCKS + KEY_BLOCKS:
+            turn_heads(
+                key + row * key_row + at * key_position, key_head,
+                keys + slot * keys_slot + place * keys_place, keys_head,
+                cos, sin, block - QUERY_BLOCKS, KEY_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
+            )  # fmt: skip
+        else:
+            first = (block - QUERY_BLOCKS - KEY_BLOCKS) * BLOCK_HEADS
+            head, dims = (first + tl.arange(0, BLOCK_HEADS))[:, None], tl.arange(0, 2 * BLOCK_HALF)[None, :]
+            inside = (head < KEY_HEADS) & (dims < 2 * HALF)
+            some = tl.load(value + row * value_row + at * value_position + head * value_head + dims, mask=inside)
+            values += slot * values_slot + place * values_place
+            tl.store(values + head * values_head + dims, some, mask=inside)
