@@ -19,14 +19,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ssd.drafting.successors import SUCCESSORS
 from ssd.model.kv.triton_attention import NUM_STAGES, _attend_split, _combine_splits, tiles_of
 from ssd.model.kv.triton_write import _write
 from ssd.model.layers.triton_decoder import _place
 from ssd.model.layers.triton_layers import _BLOCK as GATE_BLOCK
 from ssd.model.layers.triton_layers import BLOCK_HEADS, _gate, _normalise, _turn_both
-from ssd.model.layers.triton_linear import _ASKING, FEW_ROWS, _product
+from ssd.model.layers.triton_linear import FEW_ROWS, _product
 from ssd.model.layers.triton_linear import tiles_of as linear_tiles_of
-from ssd.model.sampling.triton_sampling import _BLOCK, _MOST_SPLITS, _choose_split, _sample_split
+from ssd.model.sampling.triton_sampling import (
+    _BLOCK,
+    _MOST_SPLITS,
+    _choose_split,
+    _choose_top,
+    _sample_split,
+    _top_split,
+)
 
 CAPABILITIES = (80, 90)
 """Ampere, Hopper."""
@@ -41,7 +49,7 @@ _SAMPLING_POINTERS = {"keys": "i64", "temperatures": "fp32", "scores": "fp64", "
 _VALUES = ("query", "keys", "values", "out", "sinks", "logits", "x", "weight", "q", "k", "cos", "sin", "query_out",
            "key_out", "gate", "up", "stored_keys", "stored_values", "key", "value", "more", "total")  # fmt: skip
 _NUMBERS = {"scale": "fp32", "softcap": "fp32", "eps": "fp32", "offset": "fp32"}
-_ODD = ("width", "splits", "heads", "size", "num_rows", "num_ahead", "ahead_bytes", "query_row", "query_head", "query_position")
+_ODD = ("width", "splits", "heads", "size", "num_rows", "query_row", "query_head", "query_position")
 """Numbers that need not be multiples of 16."""
 
 
@@ -65,7 +73,7 @@ class Compiled(NamedTuple):
     spilled: int
 
 
-def variants(capability: int) -> Iterator[Variant]:
+def variants() -> Iterator[Variant]:
     """As an 8B Llama has them: chains and trees; float32, a window; latent attention; Gemma 2; then the others."""
     for is_tree in (False, True):
         for num_queries in (4, 32, 64):
@@ -80,8 +88,12 @@ def variants(capability: int) -> Iterator[Variant]:
     combining = {"VALUE_DIM": 128, "SPLITS": 32, "HAS_SINKS": True, "BLOCK_VALUE": 128}
     yield Variant("combine", _combine_splits, "bf16", combining, _POINTERS)
     for element in ("fp32", "bf16", "fp16"):
+        best = {"COUNT": SUCCESSORS, "BLOCK": _BLOCK}
+        yield Variant(f"top {element}", _top_split, element, best, {"found": "i64"})
         yield Variant(f"sample {element}", _sample_split, element, {"BLOCK": _BLOCK}, _SAMPLING_POINTERS)
     yield Variant("choose", _choose_split, "fp32", {"BLOCK": _MOST_SPLITS}, _SAMPLING_POINTERS)
+    best = {"COUNT": SUCCESSORS, "BLOCK": 1024}
+    yield Variant("best", _choose_top, "fp32", best, {"found": "i64", "out": "i32"})
     for element in ("fp32", "bf16"):
         for is_sum in (False, True):
             rule = {"ROUNDS_FIRST": True, "BLOCK": 4096, "IS_SUM": is_sum}
@@ -92,7 +104,7 @@ def variants(capability: int) -> Iterator[Variant]:
         yield Variant(f"place {element}", _place, element, placed, {"slots": "i64", "places": "i64"}, 2)
         for num_outputs in (4096, 6144, 128256):
             for num_rows in (FEW_ROWS, FEW_ROWS + 1):
-                yield _linear(element, num_rows, num_outputs, asks_ahead=capability >= 90)
+                yield _linear(element, num_rows, num_outputs)
         stored = {"HEADS": 8, "DIM": 128, "VALUE_DIM": 128, "BLOCK_HEADS": 8, "BLOCK_DIM": 128, "BLOCK_VALUE": 128}
         yield Variant(f"write {element}", _write, element, stored, {"slots": "i64", "places": "i64"})
         yield Variant(f"gate {element}", _gate, element, {"BLOCK": GATE_BLOCK}, {})
@@ -124,15 +136,14 @@ def _attention(
     return Variant(name, _attend_split, element, constants, pointers, tiles.num_warps)
 
 
-def _linear(element: str, num_rows: int, num_outputs: int, *, asks_ahead: bool) -> Variant:
+def _linear(element: str, num_rows: int, num_outputs: int) -> Variant:
     tiles = linear_tiles_of(num_rows, num_outputs, _DTYPES[element])
     constants = {
         "SIZE": 4096, "NUM_OUTPUTS": num_outputs, "HAS_BIAS": False, "IS_TURNED": tiles.outputs >= 64,
         "BLOCK_ROWS": tiles.rows, "BLOCK_OUTPUTS": tiles.outputs, "BLOCK_INPUTS": tiles.inputs,
-        "ASKING": _ASKING if asks_ahead else 0,
     }  # fmt: skip
     name = f"linear {element} of {num_outputs}, {tiles.rows} rows"
-    return Variant(name, _product, element, constants, {"bias": element, "ahead": element}, num_stages=tiles.stages)
+    return Variant(name, _product, element, constants, {"bias": element}, num_stages=tiles.stages)
 
 
 def compiled(variant: Variant, capability: int) -> Compiled:
@@ -169,7 +180,7 @@ def main() -> int:
     """Every variant for every GPU."""
     num_spilling = 0
     for capability in CAPABILITIES:
-        for variant in variants(capability):
+        for variant in variants():
             found = compiled(variant, capability)
             num_spilling += capability == _STRICT and found.spilled > _MOST_SPILLED
             print(

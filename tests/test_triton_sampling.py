@@ -14,13 +14,14 @@ from tests.triton_here import DEVICE, HAS_GPU, runs_loops
 
 # isort: split
 from ssd.model.sampling import triton_sampling
-from ssd.model.sampling.sampler import argmax_with_noise, check_tokens, noisy_scores, samples_rightly
-from ssd.model.sampling.triton_sampling import triton_sampler
+from ssd.model.sampling.sampler import argmax_with_noise, check_tokens, noisy_scores, samples_rightly, top_tokens, unpacked
+from ssd.model.sampling.triton_sampling import triton_sampler, triton_top
 from tests.models import tiny_model
 from tests.static_targets import pair_of_targets
 from tests.test_pass_noise import check_batch, row_of
+from tests.test_top_tokens import logits
 
-pytestmark = [runs_loops, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 # The interpreter computes with numpy, which has no bfloat16.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
@@ -47,6 +48,7 @@ def problems(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     )
 
 
+@runs_loops
 @settings(max_examples=60)
 @given(problems(), st.sampled_from([16, 32]))
 def test_the_kernel_chooses_what_the_formula_chooses(problem: Any, block: int) -> None:
@@ -63,6 +65,7 @@ def test_the_kernel_chooses_what_the_formula_chooses(problem: Any, block: int) -
     assert torch.equal(tokens[~is_greedy], drawn[~is_greedy])
 
 
+@runs_loops
 def test_a_row_need_not_be_contiguous_and_impossible_tokens_give_the_first() -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     keys, temperatures = torch.arange(3, device=DEVICE), torch.ones(3, device=DEVICE)
@@ -73,10 +76,23 @@ def test_a_row_need_not_be_contiguous_and_impossible_tokens_give_the_first() -> 
         assert triton_sampler(torch.full_like(logits, value), keys, temperatures).tolist() == [0, 0, 0]
 
 
+@settings(max_examples=60)
+@given(logits(), st.sampled_from(DTYPES), st.sampled_from([16, 128, 1024]))
+def test_the_most_probable_tokens_are_those_of_a_sweep(scores: torch.Tensor, dtype: torch.dtype, block: int) -> None:
+    scores = scores.to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_sampling, "_BLOCK", block)
+        found = unpacked(triton_top(scores.to(DEVICE)))
+    for got, want in zip(found, top_tokens(scores, [scores.shape[1]] * len(scores)), strict=True):
+        assert np.array_equal(got, want)
+
+
+@runs_loops
 def test_the_kernel_passes_the_probe() -> None:
     assert samples_rightly(triton_sampler, DEVICE)
 
 
+@runs_loops
 @pytest.mark.parametrize("window", [0, 2], ids=["of seeds", "coupled"])
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_a_pass_chooses_by_the_kernel(is_tree: bool, window: int) -> None:

@@ -2,11 +2,8 @@
 
 Tensor cores sum a row's products sixteen at a time, in the order of its inputs, into a float32, whatever the tile. So
 tiles may be chosen by the number of rows, and a row's bits still depend on nothing but the row. Libraries compute the
-same bits, unless they split a sum among processors, which they do where there are few rows.
-
-A pass of few rows waits for memory, which has nothing to do while small kernels run between two products. So programs
-of a product, when they are done, ask for the first weights of the next one. Import this module only where triton is
-installed.
+same bits, unless they split a sum among processors, which they do where there are few rows. Import this module only
+where triton is installed.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import triton
@@ -39,10 +36,6 @@ _ROOMY = 160 << 10
 _TRIED = (65, 96, 128, 192, 256, 512, 1024, 2048)
 """Numbers of rows of which a library's bits are compared with the kernel's."""
 _ALIGNED = 16
-_AHEAD = 16 << 20
-"""Bytes of the next product's weights to ask for: what a Hopper's cache has room for beside what is computed with."""
-_ASKING = 132
-"""Programs that ask, the last ones: what is asked for earlier goes before it is used."""
 
 
 class Tiles(NamedTuple):
@@ -70,12 +63,6 @@ def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: b
 
 
 @cache
-def _asks_ahead(device: torch.device) -> bool:
-    """Whether it has the instruction."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
 def _is_roomy(device: torch.device) -> bool:
     """Whether a program has the shared memory of the larger tiles, as on an A100 or an H100; interpreted, all have."""
     if device.type != "cuda":
@@ -84,13 +71,10 @@ def _is_roomy(device: torch.device) -> bool:
     return int(properties["max_shared_mem"]) > _ROOMY
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, following: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias``: x [..., in], weight [out, in], bias [out]. Returns [..., out].
 
-    A row's sum is taken over its inputs in their order, in float32, whatever other rows there are. following : the
-    weight of the product that comes next, [outputs, inputs].
+    A row's sum is taken over its inputs in their order, in float32, whatever other rows there are.
     """
     num_outputs, size = weight.shape
     assert x.shape[-1] == size and x.dtype == weight.dtype and weight.stride(1) == 1
@@ -99,40 +83,23 @@ def linear(
         rows = rows.clone(memory_format=torch.contiguous_format)
     out = torch.empty(len(rows), num_outputs, dtype=x.dtype, device=x.device)
     tiles = tiles_of(len(rows), num_outputs, x.dtype, is_roomy=_is_roomy(x.device))
-    ahead, ahead_bytes = (weight, 0) if following is None or not _asks_ahead(x.device) else _wanted_of(following)
     if len(rows):
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             _product[(triton.cdiv(len(rows), tiles.rows), triton.cdiv(num_outputs, tiles.outputs))](
-                rows, weight, weight if bias is None else bias, out, ahead, len(rows), weight.stride(0),
-                ahead.stride(0) * ahead.element_size(), len(ahead), ahead_bytes,
+                rows, weight, weight if bias is None else bias, out, len(rows), weight.stride(0),
                 SIZE=size, NUM_OUTPUTS=num_outputs, HAS_BIAS=bias is not None, IS_TURNED=tiles.outputs >= 64,
-                ASKING=_ASKING if ahead_bytes else 0,
                 BLOCK_ROWS=tiles.rows, BLOCK_OUTPUTS=tiles.outputs, BLOCK_INPUTS=tiles.inputs,
                 num_stages=tiles.stages, num_warps=4,
             )  # fmt: skip
     return out.view(*x.shape[:-1], num_outputs)
 
 
-def _wanted_of(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The weight, and how many bytes of each of its rows to ask for: the instruction takes multiples of 16."""
-    row_bytes = weight.shape[1] * weight.element_size()
-    is_aligned = not (weight.data_ptr() % _ALIGNED or weight.stride(0) * weight.element_size() % _ALIGNED)
-    return weight, min(row_bytes, _AHEAD // len(weight)) // _ALIGNED * _ALIGNED if is_aligned else 0
-
-
-class Order:
-    """Which product of a model comes after which: as it was in the last pass."""
-
-    last: Product | None = None
-
-
 class Product:
     """What one linear layer computes by, or several that read the same input, all when the first of them is asked."""
 
-    def __init__(self, linears: Sequence[nn.Linear], order: Order) -> None:
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
         """``linears`` : as many inputs each; with a bias all or none. Their weights become parts of one. O(weights)."""
-        self._linears, self._order = linears, order
-        self._following: Product | None = None
+        self._linears = linears
         self.sizes = [each.out_features for each in linears]
         self.is_exact = self._is_library_exact = False
         self._joined: tuple[torch.Tensor, torch.Tensor | None] | None = None
@@ -172,17 +139,13 @@ class Product:
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """What all layers make of ``x``, [..., in], side by side: [..., outputs of all]."""
-        (weight, bias), before = self._weights, self._order.last
-        if before is not None:
-            before._following = self
-        self._order.last = self
-        following = None if self._following is None else self._following._weights[0]
+        weight, bias = self._weights
         num_rows = x.numel() // max(1, x.shape[-1])
         if self.is_exact:
             if num_rows <= _MOST_ROWS or not self._is_library_exact:
-                return linear(x, weight, bias, following)
+                return linear(x, weight, bias)
         elif num_rows <= FEW_ROWS and x.dtype != torch.float32:
-            return linear(x, weight, bias, following)
+            return linear(x, weight, bias)
         return nn.functional.linear(x, weight, bias)
 
 
@@ -233,15 +196,14 @@ def sums_whole() -> Iterator[None]:
 
 def own_linears(model: nn.Module) -> Iterator[Replaced]:
     """Have plain linear layers compute by a `Product`; what was replaced, as it goes. Weights stay as they are."""
-    order = Order()
     for parent in parents(model):
         for names in SIBLINGS:
             linears = [each for name in names if _is_own(each := getattr(parent, name, None))]
             if len(linears) == len(names) and _fit_together(linears):
-                yield from _computed_by(Product(linears, order), linears)
+                yield from _computed_by(Product(linears), linears)
     for module in model.modules():
         if _is_own(module):
-            yield from _computed_by(Product([module], order), [module])
+            yield from _computed_by(Product([module]), [module])
 
 
 def products_of(model: nn.Module) -> list[Product]:
@@ -270,24 +232,16 @@ def _fit_together(linears: Sequence[nn.Linear]) -> bool:
     return len(kinds) == 1 and len({id(each.weight) for each in linears}) == len(linears)
 
 
-_THREADS: Final = tl.constexpr(128)
-_ASK: Final = tl.constexpr(
-    "{ .reg .pred p; setp.gt.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
-)
-"""For so many bytes at an address, where the last number is above 0; it waits for nothing."""
-
-
 # A kernel compiled for one row only, or for whole tiles, might be another one.
-@triton.jit(do_not_specialize=["num_rows", "ahead_row", "num_ahead", "ahead_bytes"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _product(  # type: ignore[no-untyped-def]
-    x, weight, bias, out, ahead, num_rows, weight_row, ahead_row, num_ahead, ahead_bytes,
+    x, weight, bias, out, num_rows, weight_row,
     SIZE: tl.constexpr, NUM_OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_TURNED: tl.constexpr,
-    ASKING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
     """One tile of out, [num_rows, NUM_OUTPUTS] and contiguous. Grid (tiles of rows, tiles of outputs).
 
-    IS_TURNED : outputs are the rows of the tensor cores' product, of which a whole one has 64. ASKING : programs that ask
-    for ahead_bytes of each row of ahead, which begin ahead_row bytes apart.
+    IS_TURNED : outputs are the rows of the tensor cores' product, of which a whole one has 64.
     """
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     output = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
@@ -316,14 +270,3 @@ def _product(  # type: ignore[no-untyped-def]
         total.to(out.dtype.element_ty),
         mask=is_row[:, None] & is_output[None, :],
     )
-    if ASKING > 0:
-        asking = tl.minimum(tl.num_programs(1), ASKING)
-        program = tl.program_id(1) - tl.num_programs(1) + asking
-        if program >= 0 and tl.program_id(0) == 0:
-            for begin in range(program * _THREADS, num_ahead, asking * _THREADS):
-                wanted = begin + tl.arange(0, _THREADS)
-                tl.inline_asm_elementwise(
-                    _ASK, "=r,l,r,r",
-                    [ahead.to(tl.int64) + wanted.to(tl.int64) * ahead_row, ahead_bytes + wanted * 0, num_ahead - wanted],
-                    tl.int32, is_pure=False, pack=1,
-                )  # fmt: skip

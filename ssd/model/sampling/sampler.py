@@ -194,11 +194,23 @@ def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
     return ids, values
 
 
+@cache
+def _top_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Our kernel, where tokens are sampled by the one beside it."""
+    if sampler_of(device) is None:
+        return None
+    from ssd.model.sampling.triton_sampling import triton_top
+
+    return triton_top
+
+
 def packed_top(logits: torch.Tensor) -> torch.Tensor:
     """Ids and the bits of float32 logits in one tensor of the same device, int32[..., 2, SUCCESSORS]; no waiting.
 
     logits : [..., V].
     """
+    if (own := _top_of(logits.device)) is not None:
+        return own(logits)
     best = torch.topk(logits, min(SUCCESSORS, logits.shape[-1]))
     values = best.values.float()
     ids = torch.where(values > float("-inf"), best.indices, -1).int()

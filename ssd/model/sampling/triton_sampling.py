@@ -1,4 +1,4 @@
-"""The argmax of logits over temperature and keyed Gumbel noise: a Triton kernel.
+"""The argmax of logits over temperature and keyed Gumbel noise, and the most probable tokens: Triton kernels.
 
 The vocabulary is split among programs, so that a few rows use the whole device, and nothing but what the splits found
 is written: noise is made where it is added. Import this module only where triton is installed: it comes with CUDA
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ssd.drafting.noise import GAMMA, MIX_1, MIX_2
+from ssd.drafting.successors import SUCCESSORS
 from ssd.model.kv.triton_attention import num_splits
 from ssd.model.sampling.row_choice import LOWEST_TEMPERATURE
 
@@ -97,3 +98,57 @@ def _choose_split(scores, tokens, out, splits, BLOCK: tl.constexpr):  # type: ig
     chosen = tl.load(tokens + row * splits + split, mask=split < splits, other=_NO_TOKEN)
     first = tl.min(tl.where(best == tl.max(best, 0), chosen, _NO_TOKEN), 0)
     tl.store(out + row, tl.where(first == _NO_TOKEN, 0, first).to(tl.int64))
+
+
+_LEAST = tl.constexpr(-(1 << 63))
+_LOW = tl.constexpr((1 << 31) - 1)
+
+
+def triton_top(logits: torch.Tensor) -> torch.Tensor:
+    """`packed_top` of [..., V]; of equals the lower id comes first. O(V) per row, by two launches."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    splits = triton.cdiv(rows.shape[1], _BLOCK)
+    found = torch.empty(len(rows), splits, SUCCESSORS, dtype=torch.int64, device=logits.device)
+    out = torch.empty(*logits.shape[:-1], 2, SUCCESSORS, dtype=torch.int32, device=logits.device)
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        _top_split[(len(rows), splits)](rows, found, rows.stride(0), rows.shape[1], COUNT=SUCCESSORS, BLOCK=_BLOCK)
+        size = splits * SUCCESSORS
+        _choose_top[(len(rows),)](found, out, size, COUNT=SUCCESSORS, BLOCK=triton.next_power_of_2(size))
+    return out
+
+
+@triton.jit
+def _top_split(  # type: ignore[no-untyped-def]
+    logits, found, row_stride, vocab_size, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best of one row in one block of the vocabulary: found, int64[N, splits, COUNT]. Grid (N, splits).
+
+    Each is its logit's place among all float32 above the token's place from the end; _LEAST where there is none.
+    """
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = split * BLOCK + tl.arange(0, BLOCK)
+    given = tl.load(logits + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    bits = given.to(tl.int32, bitcast=True)
+    place = (bits ^ ((bits >> 31) & _LOW)).to(tl.int64)
+    best = tl.where(given > float("-inf"), place * (1 << 32) + (token ^ _LOW), _LEAST)  # NaN is above nothing
+    out = found + (row * tl.num_programs(1) + split) * COUNT
+    for i in tl.static_range(COUNT):
+        highest = tl.max(best, 0)
+        tl.store(out + i, highest)
+        best = tl.where(best == highest, _LEAST, best)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _choose_top(found, out, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The best of one row's blocks: out, int32[N, 2, COUNT], ids and the bits of logits. Grid (N,)."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    best = tl.load(found + row * size + at, mask=at < size, other=_LEAST)
+    out += row * 2 * COUNT
+    for i in tl.static_range(COUNT):
+        highest = tl.max(best, 0)
+        place = (highest >> 32).to(tl.int32)
+        is_some = highest > _LEAST
+        tl.store(out + i, tl.where(is_some, ((highest & _LOW) ^ _LOW).to(tl.int32), -1))
+        tl.store(out + COUNT + i, tl.where(is_some, place ^ ((place >> 31) & _LOW), -8388608))  # bits of -inf
+        best = tl.where(best == highest, _LEAST, best)
