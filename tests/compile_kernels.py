@@ -141,6 +141,7 @@ def _linear(element: str, num_rows: int, num_outputs: int) -> Variant:
     constants = {
         "SIZE": 4096, "NUM_OUTPUTS": num_outputs, "HAS_BIAS": False, "IS_TURNED": tiles.outputs >= 64,
         "BLOCK_ROWS": tiles.rows, "BLOCK_OUTPUTS": tiles.outputs, "BLOCK_INPUTS": tiles.inputs,
+        "ASKED": 512,
     }  # fmt: skip
     name = f"linear {element} of {num_outputs}, {tiles.rows} rows"
     return Variant(name, _product, element, constants, {"bias": element}, num_stages=tiles.stages)
@@ -148,7 +149,10 @@ def _linear(element: str, num_rows: int, num_outputs: int) -> Variant:
 
 def compiled(variant: Variant, capability: int) -> Compiled:
     """What a program of the kernel takes; raises what the compiler raises."""
-    names = variant.kernel.arg_names
+    names, is_early = variant.kernel.arg_names, False
+    if "IS_EARLY" in names:
+        is_early = capability >= _STRICT
+        variant = variant._replace(constants={**variant.constants, "IS_EARLY": is_early})
     types = {name: _type_of(name, variant) for name in names}
     values = {(names.index(name),): value for name, value in variant.constants.items()}
     # Pointers are 16-byte aligned, as torch's are, and so are rows.
@@ -158,7 +162,7 @@ def compiled(variant: Variant, capability: int) -> Compiled:
         if types[name].startswith("*") or (types[name] == "i32" and name not in _ODD)
     }
     source = ASTSource(variant.kernel, types, values, aligned)
-    options = {"num_stages": variant.num_stages, "num_warps": variant.num_warps}
+    options = {"num_stages": variant.num_stages, "num_warps": variant.num_warps, "launch_pdl": is_early}
     found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.cubin"

@@ -14,7 +14,14 @@ from tests.triton_here import DEVICE, HAS_GPU, runs_loops
 
 # isort: split
 from ssd.model.sampling import triton_sampling
-from ssd.model.sampling.sampler import argmax_with_noise, check_tokens, noisy_scores, samples_rightly, top_tokens, unpacked
+from ssd.model.sampling.sampler import (
+    argmax_with_noise,
+    check_tokens,
+    noisy_scores,
+    samples_rightly,
+    top_tokens,
+    unpacked,
+)
 from ssd.model.sampling.triton_sampling import triton_sampler, triton_top
 from tests.models import tiny_model
 from tests.static_targets import pair_of_targets

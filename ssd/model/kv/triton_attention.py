@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ssd.model.kv.kv_cache import AttentionRules, SlotRows
+from ssd.model.kv.triton_launch import early, take_turn
 
 _MOST_SPLITS = 32
 _BLOCKS_PER_PROCESSOR = 2
@@ -126,12 +127,13 @@ def _launched(
             GROUPS=groups, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim, IS_WHOLE=is_whole, SPLIT_KEYS=split_keys,
             WINDOW=window or 0, CHUNK=chunk or 0, IS_CAPPED=softcap is not None, IS_TREE=rows.sees is not None,
             BLOCK_QUERIES=tiles.queries, BLOCK_KEYS=tiles.keys, BLOCK_DIM=tiles.dim, BLOCK_VALUE=tiles.value_dim,
-            num_stages=NUM_STAGES, num_warps=tiles.num_warps,
+            num_stages=NUM_STAGES, num_warps=tiles.num_warps, **early(query.device),
         )  # fmt: skip
         if not is_whole:
             combine[(batch * heads * width,)](
                 partial, weights, out, sinks if sinks is not None else weights, heads, width, splits,
                 VALUE_DIM=value_dim, SPLITS=all_splits, HAS_SINKS=sinks is not None, BLOCK_VALUE=tiles.value_dim,
+                **early(query.device),
             )  # fmt: skip
     return out
 
@@ -188,6 +190,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, IS_WHOLE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IS_CAPPED: tl.constexpr, IS_TREE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries, of one row and key head, over one split of the keys.
 
@@ -196,6 +199,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     found is the output, [B, T, H, VALUE_DIM]. With SPLIT_KEYS split s has the keys from s * SPLIT_KEYS on, as many, in
     blocks that begin at multiples of their size. Grid (tiles, B * KV_HEADS, splits).
     """
+    take_turn(IS_EARLY)
     tile, row, split = tl.program_id(0), tl.program_id(1) // KV_HEADS, tl.program_id(2)
     splits = tl.num_programs(2)
     kv_head = tl.program_id(1) % KV_HEADS
@@ -286,11 +290,13 @@ def _attend_split(  # type: ignore[no-untyped-def]
 def _combine_splits(  # type: ignore[no-untyped-def]
     partial, weights, out, sinks, heads, width, splits,
     VALUE_DIM: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """The mean of the splits' means by their weights: out [B, T, H, VALUE_DIM]. Grid (B * H * T,).
 
     sinks : [H], takes weight but carries no value. splits : those that there are; the rest of SPLITS is empty.
     """
+    take_turn(IS_EARLY)
     query = tl.program_id(0)
     at, head = query % width, query // width % heads
     row = query // width // heads

@@ -1,12 +1,12 @@
 """Whole decoder layers on a device, called part by part: ten launches each, and none of the library's code between.
 
-What is added to the stream is added by the norm that reads it next, and queries and keys are turned, and keys and values
+What is added to the stream is added by the norm that reads it next; queries and keys are turned, and keys and values
 written where they are kept, by one kernel. Import this module only where triton is installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from ssd.model.kv.attention import attended
 from ssd.model.kv.kv_cache import AttentionRules, Pair, SlotRows
+from ssd.model.kv.triton_launch import early, take_turn
 from ssd.model.layers.decoder_layers import known_layers
 from ssd.model.layers.replace import Replaced, has_hooks, swap_forward
 from ssd.model.layers.triton_layers import BLOCK_HEADS, TritonNorm, silu_times, turn_heads
@@ -78,18 +79,16 @@ class DeviceLayer:
         attention, network = self._attention._modules, self._network._modules
         heads, gates = attention["q_proj"].product, network["gate_proj"].product
         read = torch.split_with_sizes(heads.compute(self._norm(hidden_states)), heads.sizes, -1)
-        said = self._attend(*read, kwargs["position_embeddings"], stored, rows)
+        said = self._attend(read, kwargs["position_embeddings"], stored, rows)
         hidden_states = self._inner_norm.added(hidden_states, attention["o_proj"].product.compute(said))
         gate, up = torch.split_with_sizes(gates.compute(self._inner_norm(hidden_states)), gates.sizes, -1)
         more = network["down_proj"].product.compute(silu_times(gate, up))
         return hidden_states + more if self._following is None else self._following.added(hidden_states, more)
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows
-    ) -> torch.Tensor:
+    def _attend(self, read: Iterable[torch.Tensor], angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
         """What queries, keys and values, [B, T, heads * dim] each, bring: [B, T, query heads * dim]."""
-        batch, width, _size = query.shape
-        query, key, value = (each.view(batch, width, -1, self._dim) for each in (query, key, value))
+        batch, width = angles[0].shape[:2]
+        query, key, value = (each.view(batch, width, -1, self._dim) for each in read)
         if self._head_norms:
             query, key = (norm(each) for norm, each in zip(self._head_norms, (query, key), strict=True))
         place_by_triton(query, key, value, angles, stored, rows)
@@ -104,9 +103,10 @@ def _product_of(module: Any) -> Product | None:
 def place_by_triton(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows
 ) -> None:
-    """Turn queries in place, and write keys, turned, and values where they are kept: [B, T, heads, dim], last axis dense.
+    """Turn queries in place, and write keys, turned, and values where they are kept.
 
-    angles : cosines and sines, [B, T, dim]. stored : of all slots, see `SlotKVCache.store`.
+    All are [B, T, heads, dim], last axis dense. angles : cosines and sines, [B, T, dim]. stored : of all slots, see
+    `SlotKVCache.store`.
     """
     (batch, width, query_heads, dim), key_heads = query.shape, key.shape[2]
     (cos, sin), (keys, values) = angles, stored
@@ -119,6 +119,7 @@ def place_by_triton(
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
             QUERY_HEADS=query_heads, KEY_HEADS=key_heads, QUERY_BLOCKS=blocks[0], KEY_BLOCKS=blocks[1], HALF=dim // 2,
             BLOCK_HEADS=BLOCK_HEADS, BLOCK_HALF=triton.next_power_of_2(dim // 2), num_warps=2, enable_fp_fusion=False,
+            **early(query.device),
         )  # fmt: skip
 
 
@@ -128,9 +129,10 @@ def _place(  # type: ignore[no-untyped-def]
     query_row, query_position, query_head, key_row, key_position, key_head, value_row, value_position, value_head,
     keys_slot, keys_head, keys_place, values_slot, values_head, values_place,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one position. Grid (B * T, blocks of query heads + of key heads + of value heads)."""
+    take_turn(IS_EARLY)
     position, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, at = position // width, position % width
     cos += position * 2 * HALF

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from ssd.model.kv.triton_launch import early, take_turn
 from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees, is_function, swap_forward
 from ssd.model.layers.vector_layers import fuse_norms
 
@@ -26,7 +27,7 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     rows, size = gate_rows.shape
     with torch.cuda.device_of(gate):  # type: ignore[no-untyped-call]
         _gate[(rows, triton.cdiv(size, _BLOCK))](
-            gate_rows, up_rows, out, gate_rows.stride(0), up_rows.stride(0), size, BLOCK=_BLOCK
+            gate_rows, up_rows, out, gate_rows.stride(0), up_rows.stride(0), size, BLOCK=_BLOCK, **early(gate.device)
         )
     return out
 
@@ -63,8 +64,11 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 @triton.jit
-def _gate(gate, up, out, gate_row, up_row, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gate(  # type: ignore[no-untyped-def]
+    gate, up, out, gate_row, up_row, size, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
     """A block of one row: out is contiguous, [rows, size]. Grid (rows, blocks)."""
+    take_turn(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     given = tl.load(gate + row * gate_row + at, mask=at < size, other=0.0).to(tl.float32)
     factor = tl.load(up + row * up_row + at, mask=at < size, other=0.0).to(tl.float32)
@@ -114,7 +118,7 @@ class TritonNorm(nn.Module):
             _normalise[(len(rows),)](
                 rows, added, total, self.weight, out, rows.stride(0), added.stride(0), x.shape[-1], self.eps,
                 self._offset, IS_SUM=more is not None, ROUNDS_FIRST=self._rounds_first, BLOCK=self._block,
-                num_warps=min(8, max(1, self._block // 512)),
+                num_warps=min(8, max(1, self._block // 512)), **early(x.device),
             )  # fmt: skip
 
     __call__ = forward  # without torch's search for hooks
@@ -130,12 +134,13 @@ def fuse_norms_by_triton(model: nn.Module) -> Iterator[Replaced]:
 @triton.jit
 def _normalise(  # type: ignore[no-untyped-def]
     x, more, total, weight, out, row_stride, more_stride, size, eps, offset,
-    IS_SUM: tl.constexpr, ROUNDS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    IS_SUM: tl.constexpr, ROUNDS_FIRST: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of x, [rows, size], to one of out, which is contiguous. Grid (rows,).
 
     IS_SUM : of x + more, which goes to total, contiguous.
     """
+    take_turn(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     given = tl.load(x + row * row_stride + at, mask=at < size, other=0.0).to(tl.float32)
     weights = tl.load(weight + at, mask=at < size, other=0.0).to(tl.float32) + offset
@@ -200,7 +205,7 @@ def turn_heads(  # type: ignore[no-untyped-def]
     x, x_head, out, out_head, cos, sin, block,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """The heads of one block at one position: x [HEADS, 2 * HALF] by cos and sin, [2 * HALF], to out, which may be x."""
+    """The heads of a block at one position: x [HEADS, 2 * HALF] by cos and sin, [2 * HALF], to out, which may be x."""
     head, pair = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     is_pair = pair < HALF
     inside = (head < HEADS) & is_pair

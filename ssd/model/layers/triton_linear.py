@@ -2,8 +2,10 @@
 
 Tensor cores sum a row's products sixteen at a time, in the order of its inputs, into a float32, whatever the tile. So
 tiles may be chosen by the number of rows, and a row's bits still depend on nothing but the row. Libraries compute the
-same bits, unless they split a sum among processors, which they do where there are few rows. Import this module only
-where triton is installed.
+same bits, unless they split a sum among processors, which they do where there are few rows.
+
+A pass of few rows waits for memory, which has nothing to do between two products: so a product, while it waits for its
+turn, asks for the first of its weights. Import this module only where triton is installed.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
 import triton
 import triton.language as tl
 from torch import nn
 
+from ssd.model.kv.triton_launch import early, take_turn
 from ssd.model.layers.replace import MOST_ERROR, Replaced, is_plain, parents, swap_forward
 
 log = logging.getLogger(__name__)
@@ -36,6 +39,8 @@ _ROOMY = 160 << 10
 _TRIED = (65, 96, 128, 192, 256, 512, 1024, 2048)
 """Numbers of rows of which a library's bits are compared with the kernel's."""
 _ALIGNED = 16
+_ASKED = 1024
+"""Bytes of each row of weights that are asked for, where whole threads can; more took longer on an H100."""
 
 
 class Tiles(NamedTuple):
@@ -89,9 +94,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
                 rows, weight, weight if bias is None else bias, out, len(rows), weight.stride(0),
                 SIZE=size, NUM_OUTPUTS=num_outputs, HAS_BIAS=bias is not None, IS_TURNED=tiles.outputs >= 64,
                 BLOCK_ROWS=tiles.rows, BLOCK_OUTPUTS=tiles.outputs, BLOCK_INPUTS=tiles.inputs,
-                num_stages=tiles.stages, num_warps=4,
+                ASKED=_asked_of(weight, tiles), num_stages=tiles.stages, num_warps=4, **early(x.device),
             )  # fmt: skip
     return out.view(*x.shape[:-1], num_outputs)
+
+
+def _asked_of(weight: torch.Tensor, tiles: Tiles) -> int:
+    """Bytes that each thread of a program asks for; 0 where they do not lie as the instruction needs."""
+    row_bytes, asked = weight.stride(0) * weight.element_size(), _ASKED * tiles.outputs // _THREADS.value
+    is_aligned = not (weight.data_ptr() % _ALIGNED or row_bytes % _ALIGNED or _THREADS.value % tiles.outputs)
+    return asked if is_aligned and weight.shape[1] * weight.element_size() >= _ASKED else 0
 
 
 class Product:
@@ -232,17 +244,36 @@ def _fit_together(linears: Sequence[nn.Linear]) -> bool:
     return len(kinds) == 1 and len({id(each.weight) for each in linears}) == len(linears)
 
 
+_THREADS: Final = tl.constexpr(128)
+_ASK: Final = tl.constexpr(
+    "{ .reg .pred p; setp.gt.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
+)
+"""For so many bytes at an address, where the last number is above 0; it waits for nothing."""
+
+
 # A kernel compiled for one row only, or for whole tiles, might be another one.
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(  # type: ignore[no-untyped-def]
     x, weight, bias, out, num_rows, weight_row,
     SIZE: tl.constexpr, NUM_OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_TURNED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    ASKED: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of out, [num_rows, NUM_OUTPUTS] and contiguous. Grid (tiles of rows, tiles of outputs).
 
-    IS_TURNED : outputs are the rows of the tensor cores' product, of which a whole one has 64.
+    IS_TURNED : outputs are the rows of the tensor cores' product, of which a whole one has 64. ASKED : bytes that each
+    thread asks for.
     """
+    if IS_EARLY and ASKED > 0:
+        thread = tl.arange(0, _THREADS)
+        wanted = tl.program_id(1) * BLOCK_OUTPUTS + thread % BLOCK_OUTPUTS
+        first = (weight + wanted.to(tl.int64) * weight_row).to(tl.int64)
+        tl.inline_asm_elementwise(
+            _ASK, "=r,l,r,r",
+            [first + thread // BLOCK_OUTPUTS * ASKED, thread * 0 + ASKED, NUM_OUTPUTS - wanted],
+            tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    take_turn(IS_EARLY)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     output = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     inputs = tl.arange(0, BLOCK_INPUTS)
