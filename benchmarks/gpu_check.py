@@ -41,8 +41,10 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """``value`` : None where it was not measured. ``bound`` : what it must reach, or, with ``at_most``, not exceed."""
+    """Of a ``part``. ``value`` : None where it was not measured. ``bound`` : what it must reach, or, with ``at_most``,
+    not exceed."""
 
+    part: str
     name: str
     value: float | None
     bound: float
@@ -68,36 +70,39 @@ def marks(results: Mapping[str, Found]) -> Iterator[Mark]:
     for part in ("right", "soak", "growth-real"):
         found = results.get(part, {"cut": "not run"})
         is_known = not {"skipped", "cut"} & found.keys()
-        yield Mark(f"{part} passes", float(found["passed"]) if is_known else None, 1.0)
+        yield Mark(part, f"{part} passes", float(found["passed"]) if is_known else None, 1.0)
     exact = [row for row in rows_of(results, "right", "exact") if row["dtype"] == "bfloat16"]
-    yield Mark("bfloat16, positions whose bits were compared", sum(row["num_positions"] for row in exact) or None, 1e4)
+    num_compared = sum(row["num_positions"] for row in exact) or None
+    yield Mark("right", "bfloat16, positions whose bits were compared", num_compared, 1e4)
     differ = sum(row["num_different"] for row in exact) if exact else None
-    yield Mark("bfloat16, positions that differ", differ, 0, at_most=True)
+    yield Mark("right", "bfloat16, positions that differ", differ, 0, at_most=True)
     rates = [row["rates"] for row in rows_of(results, "exact-cost", "exact")]
     for kind in ("decoding 1 row", "decoding 8 rows"):
-        yield Mark(f"large shape, exact over not, {kind}", rates[0][kind][0] if rates else None, 0.95)
+        yield Mark("exact-cost", f"large shape, exact over not, {kind}", rates[0][kind][0] if rates else None, 0.95)
     for part, shape in (("speed-large", "large"), ("speed-small", "small")):
         at = {(row["batch"], row["T"]): row for row in rows_of(results, part, "decode")}
         plain = at.get((1, 1), {})
-        yield Mark(f"{shape} shape, plain decoding at batch 1, share of the copy rate", plain.get("of_copy"), 0.85)
+        plainly = f"{shape} shape, plain decoding at batch 1, share of the copy rate"
+        yield Mark(part, plainly, plain.get("of_copy"), 0.85)
         for width, bound in ((16, 1.10), (64, 1.35)):
             wide = at.get((1, width))
             ratio = round(wide["pass_ms"] / plain["pass_ms"], 4) if wide and plain else None
-            yield Mark(f"{shape} shape, a pass of {width} positions over a plain one", ratio, bound, at_most=True)
+            wider = f"{shape} shape, a pass of {width} positions over a plain one"
+            yield Mark(part, wider, ratio, bound, at_most=True)
         for batch in (1, 64) if shape == "large" else (1,):
             share = at.get((batch, 1), {}).get("outside_pass_share")
-            yield Mark(
-                f"{shape} shape, batch {batch}, host outside the pass, share of a step", share, 0.05, at_most=True
-            )
+            outside = f"{shape} shape, batch {batch}, host outside the pass, share of a step"
+            yield Mark(part, outside, share, 0.05, at_most=True)
     shares = [row["drafting_share"] for row in rows_of(results, "drafting", "decode")]
-    yield Mark("drafting for all rows, share of a step", max(shares, default=None), 0.03, at_most=True)
+    yield Mark("drafting", "drafting for all rows, share of a step", max(shares, default=None), 0.03, at_most=True)
     repeats = [each["repeated_requests"]["speedup_second"] for each in results.get("repeats", {}).get("results", ())]
-    yield Mark("repeats at batch 1 over speculation off", max(repeats, default=None), 10.0)
+    yield Mark("repeats", "repeats at batch 1 over speculation off", max(repeats, default=None), 10.0)
     for part, shape in (("overhead-large", "large"), ("overhead-small", "small")):
         for traffic in ("cold", "adversarial"):
             rows = rows_of(results, part, "overhead")
             ratios = [row["over_off"][0] for row in rows if row["traffic"] == traffic]
-            yield Mark(f"{shape} shape, {traffic}, slowest batch over speculation off", min(ratios, default=None), 0.98)
+            slowest = f"{shape} shape, {traffic}, slowest batch over speculation off"
+            yield Mark(part, slowest, min(ratios, default=None), 0.98)
 
 
 def read_results(directory: Path) -> Found:
@@ -117,9 +122,14 @@ def rows_of(results: Mapping[str, Found], part: str, program: str) -> list[dict[
     return [row for result in found if result["benchmark"] == program for row in result.get("rows", [])]
 
 
+def device_of(results: Mapping[str, Found], part: str) -> str:
+    """Where a part ran, in a word."""
+    return next((str(each["device"]).removeprefix("NVIDIA ").split()[0] for each in results[part]["results"]), "")
+
+
 def section(results: Found) -> str:
     """The marks and the steps of the large shape, for docs/gpu.md."""
-    columns = (("mark", "{mark}"), (">measured", "{measured}"), (">bound", "{bound}"), ("", "{word}"))
+    columns = (("mark", "{mark}"), ("on", "{on}"), (">measured", "{measured}"), (">bound", "{bound}"), ("", "{word}"))
     steps = (
         (">batch", "{batch}"), (">positions a row", "{T}"), (">step, ms", "{step_ms_p50:.2f}"),
         (">pass alone, ms", "{pass_ms:.2f}"), (">tokens/s", "{tokens_per_s:,.0f}"),
@@ -129,7 +139,8 @@ def section(results: Found) -> str:
         "{device}, {date}, torch {environment[versions][torch]}, transformers {environment[versions][transformers]}; "
     )
     where += "steps of the large shape, 1,024 tokens a row, every draft accepted:"
-    shown = table(columns, [mark.cells() for mark in marks(results) if mark.value is not None])
+    known = [mark for mark in marks(results) if mark.value is not None]
+    shown = table(columns, [{**mark.cells(), "on": device_of(results, mark.part)} for mark in known])
     cut = ", ".join(part for part in PARTS if {"cut", "skipped"} & results.get(part, {}).keys())
     absent = ", ".join(part for part in PARTS if part not in {*results, "kernels"})
     missing = f"Parts that were cut: {cut or 'none'}; not run: {absent or 'none'}."
@@ -164,8 +175,8 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
             f"{_EXACT} --dtype float16",
             f"{_EXACT} --dtype bfloat16 --shape 8b --prompts 24",
             f"{_GROWTH} --dtype float32",
-            # Of versions that are not ours no warning shall fail.
-            f"pytest -q -p no:cacheprovider -W default -n 6 {' '.join(f'tests/test_{name}.py' for name in _TESTS)}",
+            # Of versions that are not ours no warning shall fail. What is cut has said where it was.
+            f"pytest -v -p no:cacheprovider -W default -o faulthandler_timeout=60 -n 6 {' '.join(f'tests/test_{name}.py' for name in _TESTS)}",
         ),
     ),
     "speed-large": (

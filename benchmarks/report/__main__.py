@@ -48,7 +48,7 @@ SECTIONS: Final = {
 
 _REPLAYS: Final[Mapping[tuple[str, str], tuple[Callable[..., str], str]]] = {
     ("README.md", "gains"): (replay.gains_section, "growth coupled overhead vllm replay-curve replay-others "
-        "replay-others-tree gpu_check gpu_check-exact"),
+        "replay-others-tree gpu_check"),
     ("docs/benchmarks.md", "replay"): (replay.curve_section, "replay-curve replay-tree"),
     ("docs/benchmarks.md", "others"): (replay.others_section, "replay-others replay-others-tree"),
 }  # fmt: skip

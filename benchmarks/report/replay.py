@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.gpu_check import rows_of
+from benchmarks.gpu_check import device_of, rows_of
 from benchmarks.replay.job import ARCTIC_DEFAULT, DEFAULT, OURS, PRICED_BY
 from benchmarks.run import Columns, table
 
@@ -121,26 +121,29 @@ _COUPLED_STREAMS: Final = 4
 
 def gains_section(
     growth: Result, coupled: Result, overhead: Result, vllm: Result, curve: Result, chains: Result, trees: Result,
-    gpu: Result, exact: Result,
+    gpu: Result,
 ) -> str:  # fmt: skip
     """A line a question, each with one ratio; above 1 is good for us.
 
-    ``chains``, ``trees`` : replays beside all drafters. ``gpu``, ``exact`` : of `benchmarks.gpu_check`.
+    ``chains``, ``trees`` : replays beside all drafters. ``gpu`` : of `benchmarks.gpu_check`.
     """
     off, again, rows = "speculation off", growth["repeated_requests"], list[dict[str, Any]]()
 
     def add(what: str, against: str, ratio: float) -> None:
         rows.append({"what": what, "against": against, "ratio": ratio})
 
-    (asked,), (cost,) = gpu["repeats"]["results"], rows_of(exact, "exact-cost", "exact")
-    device = gpu["device"].removeprefix("NVIDIA ")
-    add(f"{device}, 8B shape: the same greedy requests again", off, asked["repeated_requests"]["speedup_second"])
+    (asked,), (cost,) = gpu["repeats"]["results"], rows_of(gpu, "exact-cost", "exact")
+
+    def shape(part: str) -> str:
+        return f"{device_of(gpu, part)}, 8B shape"
+
+    add(f"{shape('repeats')}: the same greedy requests again", off, asked["repeated_requests"]["speedup_second"])
     for row in rows_of(gpu, "overhead-large", "overhead"):
         if row["batch"] == 1:
             what = "nothing to gain" if row["traffic"] == "cold" else "drafts that lie"
-            add(f"{device}, 8B shape: {what}, batch 1, temperature 1", off, row["over_off"][0])
+            add(f"{shape('overhead-large')}: {what}, batch 1, temperature 1", off, row["over_off"][0])
     for kind in ("decoding 1 row", "decoding 8 rows"):
-        add(f"{device}, 8B shape: equal to the bit, {kind}", "`--exact off`", cost["rates"][kind][0])
+        add(f"{shape('exact-cost')}: equal to the bit, {kind}", "`--exact off`", cost["rates"][kind][0])
     for run in sorted(growth["rows"], key=lambda run: bool(run["sampling"] == "greedy")):  # as most people ask, first
         add(f"{_STREAMS[run['stream']]}, {run['sampling']}, last fifth", off, run["speedup_last"])
     for row in overhead["rows"]:
@@ -163,7 +166,7 @@ def gains_section(
         add(what, f"{against} at the best setting", ratio)
     environment, when = growth["environment"], _origins((growth, coupled, overhead, vllm, curve, chains, trees, gpu))
     note = (
-        f"8B shape: random weights, bfloat16, {gpu['device']}, {gpu['date']}, `python -m benchmarks.gpu_check --call "
+        f"8B shape: random weights, bfloat16, {gpu['date']}, `python -m benchmarks.gpu_check --call "
         f"1`. The rest: bundled model, float32, {environment['cpu']}, {environment['cores']} cores. Ratios of rates, "
         "so above 1 is good for us. The traces are other models' outputs, replayed. Commits (+: with changes that were "
         f"not committed): {when}."
