@@ -164,6 +164,7 @@ _TESTS = (
     "triton_attention", "triton_sampling", "triton_layers", "triton_linear", "static_steps",
     "pass_noise", "taps", "take_weights",
 )  # fmt: skip
+_TEST_FILES = " ".join(f"tests/test_{name}.py" for name in _TESTS)
 PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     # The drafter's kernels are compiled for the CPU, once a machine.
     "kernels": (90, ("benchmarks.growth --requests 2 --repeated 2 --max-tokens 8",)),
@@ -176,7 +177,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
             f"{_EXACT} --dtype bfloat16 --shape 8b --prompts 24",
             f"{_GROWTH} --dtype float32",
             # Of versions that are not ours no warning shall fail. What is cut has said where it was.
-            f"pytest -v -p no:cacheprovider -W default -o faulthandler_timeout=60 -n 6 {' '.join(f'tests/test_{name}.py' for name in _TESTS)}",
+            f"pytest -v -p no:cacheprovider -W default -o faulthandler_timeout=60 -n 6 {_TEST_FILES}",
         ),
     ),
     "speed-large": (
