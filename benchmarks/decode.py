@@ -245,11 +245,11 @@ def measure(
             if number == _UNTIMED:
                 clock.seconds.clear()
             began = time.perf_counter()
-            new = rows.step()
-            synchronize(target.device)
+            new = rows.step()  # which waits for the pass before
             if number >= _UNTIMED:
                 seconds.append(time.perf_counter() - began)
                 put_out += new
+        synchronize(target.device)
         parts = {part: clock.seconds[part] for part in (*PARTS, DRAFTING)}
         if is_profiled:
             trace = args.traces and args.traces / f"trace-b{shape.batch}-t{shape.width}.json.gz"

@@ -7,8 +7,8 @@ Inputs are put into place as for passes that are recorded there, chosen tokens a
 back with them. Each row says a text of the Python library. "off" is speculation off; "new": on, where nothing of
 the text is stored; "again": all of it is; "sampled": the same at temperature 1.
 
-Microseconds a step, medians over all steps of all rounds: of the host in all; of that before the next pass begins, for
-which a device waits (the rest is done while it computes); and by part. Every row must have said its text. Prints a
+Microseconds a step, medians over all steps of all rounds: of the host in all; that a device has nothing to do, as the
+next pass has not begun; and by part. Every row must have said its text. Prints a
 table; the last line of stdout is one JSON object.
 """
 
@@ -18,10 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,7 @@ from ssd.model.kv.tree import TreeShape
 from ssd.model.loading.load_target import load_model
 from ssd.model.sampling.sampler import Noise, PassOutput
 from ssd.model.steps.static_steps import StaticSteps, Step
-from ssd.model.target import TokenMatrix
+from ssd.model.target import Integers, TokenMatrix
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
@@ -58,9 +58,10 @@ _TOP = torch.arange(SUCCESSORS, 0, -1, dtype=torch.float32).view(torch.int32)
 class RecitingTarget(SlotTarget):
     """Says of every slot the text that it was given, token by token, and behind a token that is not of it no more.
 
-    Lengths, recorded shapes, buffers and their one copy are those of a GPU's target; what is recorded does nothing. The
-    time that a device would take is waited for in the call that begins a pass, and is counted with what it takes to
-    say the text: ``device_s``, of all passes.
+    Lengths, recorded shapes, buffers and their one copy are those of a GPU's target; what is recorded does nothing. A
+    pass begins once the one before it has ended, and who verifies it waits for its end; who begins it, until
+    ``is_engines``: passes are timed before. What it takes to say the text is nobody's time. ``idle_s`` : seconds that
+    the device had nothing to do.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class RecitingTarget(SlotTarget):
         super().__init__(model, num_slots, max_length, max_width)
         self.runs_beside_host = True
         self.can_verify_trees = True
-        self.device_s = 0.0
+        self.idle_s, self.is_engines = 0.0, False
+        self._saying_s = self._waited_s = self._free_at = 0.0
+        self._chosen: TokenMatrix = np.zeros((0, 1), np.int64)
         self._pass_seconds = pass_seconds
         self._texts: Texts = np.zeros((num_slots, max_length + max_width + 1), np.int64)
         self._is_recorded = False
@@ -136,24 +139,60 @@ class RecitingTarget(SlotTarget):
         **kwargs: Any,
     ) -> PassOutput:
         starts = self.kv_cache.lengths[slots]
-        output = super()._append(slots, tokens, counts, trees, noise, **kwargs)
+        return self._say(super()._append(slots, tokens, counts, trees, noise, **kwargs), slots, starts, tokens, trees)
+
+    def follow(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
+        """As `Target.follow`."""
+        rows = np.asarray(slots, np.int64)
+        starts = self.kv_cache.lengths[rows].copy()
+        return self._say(super().follow(slots, noise), rows, starts, self._chosen, None)
+
+    def _say(
+        self, output: PassOutput, slots: Int64s, starts: Int64s, tokens: TokenMatrix, trees: TreeShape | None
+    ) -> PassOutput:
         began = time.perf_counter()
         if output.chosen is not None and output.packed_top is not None:
-            said = torch.from_numpy(self._said(slots, starts, tokens, trees))
+            self._chosen = self._said(slots, starts, tokens, trees)
+            said = torch.from_numpy(self._chosen)
             output.chosen.copy_(said)
             output.packed_top[..., 0, :] = (said[..., None] + torch.arange(SUCCESSORS)) % self.vocab_size
             output.packed_top[..., 1, :] = _TOP
-        until = began + self._pass_seconds(tokens.size)
-        while time.perf_counter() < until:
+        self._saying_s += time.perf_counter() - began
+        now = time.perf_counter() - self._saying_s
+        self.idle_s += max(0.0, now - self._free_at)
+        self._free_at = max(now, self._free_at) + self._pass_seconds(tokens.size)
+        if not self.is_engines:
+            self.wait_until(self._free_at)
+        end: Any = _End(self, self._free_at)
+        return replace(output, copied=end)
+
+    def host_s(self) -> float:
+        """A clock that stands while the host waits for a pass."""
+        return time.perf_counter() - self._saying_s - self._waited_s
+
+    def wait_until(self, end: float) -> None:
+        """Of a pass."""
+        began = time.perf_counter()
+        while time.perf_counter() - self._saying_s < end:
             pass
-        self.device_s += time.perf_counter() - began
-        return output
+        self._waited_s += time.perf_counter() - began
+
+
+class _End(NamedTuple):
+    """Of a pass, as an event of torch's."""
+
+    target: RecitingTarget
+    at_s: float
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self.target.wait_until(self.at_s)
 
 
 TRAFFIC: Final = ("off", "new", "again", "sampled")
 """Speculation off; on where nothing of the text is stored; where all is; the same at temperature 1."""
 
-PARTS: Final = ("prepare", "propose", "launch", "verify", "commit", "count", "spell", "rest")
+PARTS: Final = ("prepare", "propose", "launch", "verify", "commit", "count", "spell", "ahead", "rest")
 PROMPT_TOKENS: Final = 96
 _FIRST_STEPS: Final = 8
 """Not timed: prompts, and prices that are not known yet."""
@@ -169,8 +208,8 @@ def pass_seconds(num_positions: int) -> float:
 
 @dataclass(slots=True)
 class Steps:
-    """Timed steps. ``parts`` : seconds of each, of each step. ``exposed`` : seconds of each step that a device waits
-    for: from the tokens of a pass to the launch of the next. ``drafted``, ``accepted`` : tokens. ``is_right`` : whether
+    """Timed steps. ``parts`` : seconds of each, of each step. ``exposed`` : seconds of each step that a device has
+    nothing to do. ``drafted``, ``accepted`` : tokens. ``is_right`` : whether
     every row said its text."""
 
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
@@ -203,6 +242,7 @@ def time_steps(
             draft=draft,
         )
         engine.warm_up()
+        target.is_engines = True
         if traffic in ("again", "sampled"):
             for text in texts:
                 caches.get("default").append(text, prompt_length=PROMPT_TOKENS)
@@ -229,14 +269,14 @@ def _timed(
             break
         before = engine.metrics.num_draft_tokens, engine.metrics.num_accepted_tokens
         clock.begin()
-        began = time.perf_counter()
+        idle, began = target.idle_s, target.host_s()
         rows.step()
-        took = time.perf_counter() - began
+        took = target.host_s() - began
         if number < _FIRST_STEPS:
             continue
         for part, seconds in clock.parts(took).items():
             found.parts[part].append(seconds)
-        found.exposed.append(clock.launched - clock.verifying - clock.device)
+        found.exposed.append(target.idle_s - idle)
         found.drafted += engine.metrics.num_draft_tokens - before[0]
         found.accepted += engine.metrics.num_accepted_tokens - before[1]
     found.is_right = rows.finish() == [text[PROMPT_TOKENS:].tolist() for text in texts]
@@ -247,10 +287,8 @@ class _Clock:
     """Times the parts of a step."""
 
     def __init__(self, engine: Engine, target: RecitingTarget) -> None:
-        self.launched = self.verifying = self.device = 0.0
         self._target = target
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._before = 0.0
         for part in PARTS:
             if part in METHODS:
                 owner, _, name = METHODS[part].rpartition(".")
@@ -259,27 +297,19 @@ class _Clock:
     def begin(self) -> None:
         """Begin a step."""
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._before = self._target.device_s
 
     def parts(self, took: float) -> dict[str, float]:
-        """Seconds of each part of a step that took so long; what the device took is in none."""
-        self.device = self._target.device_s - self._before
-        self._seconds["launch"] -= self.device
-        self._seconds["rest"] = took - self.device - sum(self._seconds.values())
+        """Seconds of each part of a step in which the host took so long."""
+        self._seconds["rest"] = took - sum(self._seconds.values())
         return self._seconds
 
     def _watch(self, owner: Any, name: str, part: str) -> None:
         method = getattr(owner, name)
 
         def timed(*args: Any) -> Any:
-            began = time.perf_counter()
-            if part == "verify":
-                self.verifying = began
+            began = self._target.host_s()
             found = method(*args)
-            ended = time.perf_counter()
-            self._seconds[part] += ended - began
-            if part == "launch":
-                self.launched = ended
+            self._seconds[part] += self._target.host_s() - began
             return found
 
         setattr(owner, name, timed)

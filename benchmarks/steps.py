@@ -131,6 +131,7 @@ PARTS: Final = {
     "commit": "_commit",
     "count": "_count",
     "spell": "_spell",
+    "ahead": "_run_ahead",
 }
 """Parts of a step of the engine, and the method that is each."""
 

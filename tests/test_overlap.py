@@ -16,12 +16,15 @@ from ssd.drafting import make_drafter
 from ssd.engine import Engine, FinishReason, Request
 from ssd.engine.batch import Batch
 from ssd.engine.sequence import Sequence
+from ssd.engine.verify import Pass
 from ssd.model.loading.load_target import load_model, open_target
-from ssd.model.target import Target
+from ssd.model.steps.static_steps import StaticSteps, eagerly
+from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from tests.fixed_times import fix_times
 from tests.models import VOCAB, tiny_model
+from tests.test_pass_noise import formula
 from tests.whole_answers import finish_all, tokens_of, whole
 
 EOS = 2
@@ -29,9 +32,21 @@ CODEC = TextCodec.load(str(MODEL_PATH))
 
 
 @cache
-def target_of(kind: str) -> Target:
-    model = tiny_model() if kind == "tiny" else load_model(MODEL_PATH, dtype="float32", device="cpu")
-    return open_target(model, num_slots=3, max_length=128, max_draft_tokens=4, exact="on")
+def target_of(kind: str) -> Any:
+    model = load_model(MODEL_PATH, dtype="float32", device="cpu") if kind == "bundled" else tiny_model()
+    target: Any = open_target(model, num_slots=3, max_length=128, max_draft_tokens=4, exact="on")
+    if kind == "static":
+        target.steps = StaticSteps(target, eagerly, tolerance=1e-4, sampler=formula, keeps_top=True)
+    return target
+
+
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each pass that began before the tokens that it is over were read."""
+    found: list[int] = []
+    follow = SlotTarget.follow
+    monkeypatch.setattr(SlotTarget, "follow", lambda *args: found.append(len(args[1])) or follow(*args))
+    return found
 
 
 def engine_of(kind: str, *, runs_beside_host: bool, caches: CacheSet | None = None) -> Engine:
@@ -43,20 +58,20 @@ def engine_of(kind: str, *, runs_beside_host: bool, caches: CacheSet | None = No
     return Engine(
         target,
         drafter=make_drafter("ssd", draft),
-        codec=None if kind == "tiny" else CODEC,
+        codec=CODEC if kind == "bundled" else None,
         caches=caches,
         config=EngineConfig(
             max_num_seqs=3, prefill_chunk_tokens=16, scheduling_policy="priority", coupled_streams=1, coupled_window=2
         ),
         draft=draft,
         noise_root=lambda: b"of all",
-        eos_token_ids=[EOS] if kind == "tiny" else None,
+        eos_token_ids=None if kind == "bundled" else [EOS],
     )
 
 
-@settings(max_examples=25)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 9))
-def test_a_random_load_gives_the_same(seed: int, count: int) -> None:
+@settings(max_examples=40)
+@given(st.sampled_from(["tiny", "static"]), st.integers(0, 2**32 - 1), st.integers(1, 9))
+def test_a_random_load_gives_the_same(kind: str, seed: int, count: int) -> None:
     random = np.random.default_rng(seed)
     requests = []
     for number in range(count):
@@ -80,13 +95,72 @@ def test_a_random_load_gives_the_same(seed: int, count: int) -> None:
     found = []
     for runs_beside_host in (False, True):
         with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
-            engine = engine_of("tiny", runs_beside_host=runs_beside_host, caches=caches)
+            engine = engine_of(kind, runs_beside_host=runs_beside_host, caches=caches)
             for request in requests:
                 engine.submit(request)
             found.append({name: whole(outputs) for name, outputs in finish_all(engine).items()})
+            assert engine.metrics.integrity_violations == 0
             assert engine.metrics.drafter_failures == 0
             assert sum(engine.metrics.num_requests_finished.values()) == count
     assert found[0] == found[1]
+
+
+def test_passes_follow_each_other_where_nothing_is_drafted(followed: list[int]) -> None:
+    said = []
+    for runs_beside_host in (False, True):
+        engine = engine_of("static", runs_beside_host=runs_beside_host)
+        for number, temperature in enumerate((0.0, 1.0)):
+            sampling = SamplingParams(max_tokens=20 + number, temperature=temperature, seed=1, ignore_eos=True)
+            engine.submit(
+                Request(request_id=str(number), prompt_token_ids=(5, 6, 7), sampling=sampling, namespace=None)
+            )
+        said.append({name: tokens_of(outputs) for name, outputs in finish_all(engine).items()})
+        assert bool(followed) == runs_beside_host and engine.check() == []
+    assert said[0] == said[1]
+    assert len(followed) > 4 and 2 in followed
+
+
+def test_who_comes_and_who_goes_waits_for_the_passes_under_way(followed: list[int]) -> None:
+    engine = engine_of("static", runs_beside_host=True)
+
+    def submit(name: str, max_tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=len(name), ignore_eos=True)
+        engine.submit(Request(request_id=name, prompt_token_ids=(5, 6, 7), sampling=sampling, namespace=None))
+
+    submit("first", 60)
+    while len(followed) < 3:
+        engine.step()
+    submit("second", 4)
+    engine.cancel("first")
+    ends = [output for _ in range(4) for output in engine.step() if output.finish_reason is not None]
+    assert [output.request_id for output in ends] == ["first"] and engine.has_work()
+    assert sum(len(output.token_ids) for output in finish_all(engine)["second"]) > 0
+    assert engine.check() == [] and engine.metrics.num_requests_finished == {"cancelled": 1, "length": 1}
+
+
+def test_a_pass_that_fails_takes_the_one_behind_it_along(followed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(fails: bool) -> dict[str, list[int]]:
+        engine = engine_of("static", runs_beside_host=True)
+        for name in "ab":
+            sampling = SamplingParams(max_tokens=25, temperature=1.0, seed=ord(name), ignore_eos=True)
+            engine.submit(Request(request_id=name, prompt_token_ids=(5, 6, 7), sampling=sampling, namespace=None))
+        outputs, verify, number = [], Pass.verify, len(followed)
+        while engine.has_work():
+            if fails and len(followed) > number + 2:
+                fails = False
+                monkeypatch.setattr(Pass, "verify", _fail)
+                outputs += engine.step()
+                monkeypatch.setattr(Pass, "verify", verify)
+                assert engine._under_way is None or len(engine._under_way.batch.sequences) == 1
+            outputs += engine.step()
+        assert engine.check() == []
+        return {name: [t for o in outputs if o.request_id == name for t in o.token_ids] for name in "ab"}
+
+    assert said(fails=True) == said(fails=False)
+
+
+def _fail(_pass: Pass) -> None:
+    raise RuntimeError("the device was lost")
 
 
 def test_text_is_made_and_learned_from_while_the_next_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,6 +232,8 @@ class Batch:
         self.coupled = [sequence for sequence in sequences if sequence.sampling.noise.is_coupled]
         self.noted = [b for b, sequence in enumerate(sequences) if sequence.stats.steps is not None]
         self.chooses_by_position = all(s.is_plain or s.is_drawn_by_position for s in sequences)
+        self._goes_on = self.chooses_by_position and not self.coupled and not any(s.is_suspect for s in sequences)
+        self._ends = np.array([sequence.row.end for sequence in sequences], np.int64)
         drawn_at = [s.request.sampling.temperature if s.is_drawn_by_position else 0.0 for s in sequences]
         self._drawn_at = np.array(drawn_at, np.float32)
         self._noises = [sequence.sampling.noise for sequence in sequences]
@@ -243,6 +245,16 @@ class Batch:
         they are chosen by position."""
         keys = SequenceNoise.seeded_keys(self._noises, lengths.tolist(), width)
         return Noise(keys, np.repeat(self._drawn_at[:, None], width, axis=1))
+
+    def runs_on(self, running: Rows[Sequence], lengths: Int64s) -> bool:
+        """Whether these are the sequences that run, all go on behind so many tokens of each, and what they say then
+        depends on nothing else that has to be looked at."""
+        return (
+            self._goes_on
+            and len(running) == len(self.sequences)
+            and all(sequence.row.is_simple == 1 for sequence in self.sequences)
+            and bool((lengths < self._ends).all())
+        )
 
     def is_of(self, sequences: Rows[Sequence]) -> bool:
         """Whether it is the one of these sequences, in the slots that they have now."""

@@ -83,6 +83,8 @@ class Engine:
         self._best_effort = BestEffort()
         self._proposals = Proposals(target, drafter, draft, self._best_effort)
         self._under_way: Pass | None = None
+        self._behind: Pass | None = None
+        """Began before what the one under way says was known."""
         self._batch = Batch(())
         self._is_calibrated = False
         self._reuse = PrefixReuse(target, enabled=self.config.enable_prefix_caching)
@@ -241,15 +243,18 @@ class Engine:
 
         A device that computes beside the host changes the order: the pass that the step before began is verified and
         committed first; it is counted and learned from, the text of its tokens is made and what comes next is drafted
-        while the next pass runs.
+        while the next pass runs. Where nothing is drafted, and no request comes or goes, that one has begun already: a
+        pass takes the tokens of the one before it where they are, and the device waits for nobody.
         Raises EngineBroken where nothing can be computed any more.
         """
-        if self._under_way is not None:  # only beside the host
+        if self._under_way is not None and self._behind is None:  # only beside the host
             self._proposals.prepare(self._under_way)
         taken = self._commit(self._verify())
-        cancelled = self._admit_and_cancel()
-        batch = self._prefill_prompts()
-        self._forward(batch, self._proposals.propose(batch))
+        cancelled = list[Sequence]()
+        if self._under_way is None:  # else what comes or goes waits for a pass
+            cancelled = self._admit_and_cancel()
+            batch = self._prefill_prompts()
+            self._forward(batch, self._proposals.propose(batch))
         if not self.target.runs_beside_host:
             taken = self._commit(self._verify())
         num_tokens = self._prefill.take_count() + self._count(taken)
@@ -258,6 +263,8 @@ class Engine:
         outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
         if num_tokens:
             self.metrics.histograms.step_tokens.observe(num_tokens)
+        if self.target.runs_beside_host:
+            self._run_ahead()
         self._observe_load()
         return outputs
 
@@ -378,13 +385,41 @@ class Engine:
         except BaseException as error:
             self._isolation.lose(batch.sequences, error)
 
+    def _run_ahead(self) -> None:
+        """Begin the pass behind the one under way, if that will say one token to each row and these all go on.
+
+        What could be drafted is asked for one token too early; where there is anything, the pass waits for that token.
+        """
+        first = self._under_way
+        if (
+            first is None
+            or first.width > 1
+            or not first.is_chosen
+            or self._inbox
+            or self._cancelled
+            or self._scheduler.has_next()
+            or not self._proposals.knows_rows
+            or not first.batch.runs_on(self._scheduler.running, first.lengths + 1)
+        ):
+            return
+        turn = self._proposals.propose(first.batch)
+        if first.batch.frame.width > 1 or not self.target.can_follow(first.batch.slots):
+            self._proposals.take_back()
+            return
+        try:
+            self._behind = Pass(self.target, first.batch, turn, first)
+        except BaseException as error:
+            self._under_way = None
+            self._isolation.lose(first.batch.sequences, error)
+
     def _verify(self) -> Pass | None:
         """Wait for the pass that is under way: how far the target agrees with each draft; None where none is."""
-        ended, self._under_way = self._under_way, None
+        ended, self._under_way, self._behind = self._under_way, self._behind, None
         if ended is not None:
             try:
                 ended.verify()
             except BaseException as error:
+                self._under_way = None
                 self._isolation.lose(ended.batch.sequences, error)
                 return None
         return ended
@@ -401,8 +436,9 @@ class Engine:
         append_said(batch.address, ended.said, ended.sizes)
         num_rows, num_left = len(batch.slots), batch.frame.num_left
         if num_left < num_rows:
-            goes_on = slice(None) if not num_left else np.flatnonzero(batch.taken != LEFT)
-            self.target.keep(batch.slots[goes_on], batch.lengths[goes_on] - 1)
+            if self._under_way is None:  # else a pass has gone on from what was said, all of it
+                goes_on = slice(None) if not num_left else np.flatnonzero(batch.taken != LEFT)
+                self.target.keep(batch.slots[goes_on], batch.lengths[goes_on] - 1)
             self._proposals.observe(ended)
             batch.sequences[0].is_suspect &= num_rows > 1
         if num_left:
@@ -428,9 +464,11 @@ class Engine:
                 found = sequence.take(token_ids, ended.logits(b) if sequence.asks_logprobs else None)
                 sequence.is_suspect = False
                 self._proposals.observe_one(ended, b, min(size - 1, len(found.token_ids)))
-                if found.finish_reason is None:
+                if found.finish_reason is None and self._under_way is None:
                     self.target.keep([sequence.slot], [sequence.num_tokens - 1])
-                else:  # before the next pass is drafted for: a drafter may have as many slots as the target
+                elif (
+                    found.finish_reason is not None
+                ):  # before the next pass is drafted for: a drafter may have as many slots as the target
                     self._scheduler.release(sequence)
                     self._proposals.forget(sequence)
                 ended.batch.taken[b], taken.special[b] = len(found.token_ids), found
@@ -493,5 +531,6 @@ class Engine:
         self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
         if not scheduler.running:
             self._batch = Batch(())  # it holds sequences
+            self._under_way = None  # and says nothing to any
         if not scheduler.running and not scheduler.num_waiting:
             self._best_effort(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))

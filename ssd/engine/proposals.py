@@ -183,6 +183,15 @@ class Proposals:
                 self._price_list.calibrate(num_rows * width, seconds, is_wide=width > 1)
             self._price_list.begin()
 
+    @property
+    def knows_rows(self) -> bool:
+        """Whether all that drafts learn from is in the rows, so that a pass may begin before the last one's end."""
+        return self._limit == 0 or (self._suffix is not None and self._arbiter is None)
+
+    def take_back(self) -> None:
+        """Of what was drafted last nothing is verified."""
+        self._turn ^= 1
+
     def propose(self, batch: Batch) -> int:
         """Draft for the rows that are due; the turn of the pass that is to verify it, see `Row`.
 

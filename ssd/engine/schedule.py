@@ -399,6 +399,10 @@ class Scheduler:
         if not line:
             del self._lines[sequence.request.tenant]
 
+    def has_next(self) -> bool:
+        """Whether somebody waits who would get a slot now. O(tenants + running)."""
+        return self._next() is not None
+
     def _next(self) -> tuple[Sequence, Sequence | None] | None:
         """Who gets a slot next, and who must make room for that; None where nobody can. O(tenants + running)."""
         if not self._lines:

@@ -19,6 +19,7 @@ from ssd.engine.request import VerifiedDraft
 from ssd.engine.sequence import Committed, Sequence
 from ssd.errors import require_fault
 from ssd.model.kv.tree import agree
+from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import noise_of, target_tokens
 from ssd.model.target import Target
 from ssd.text.grammar import settle_masks
@@ -34,18 +35,19 @@ def warm_up_verification() -> None:
 
 class Pass:
     """A verify pass: every sequence's last token and draft, fed at once. `verify` must be called, once, before the next
-    pass begins.
+    pass begins, but for one that begins ``behind`` this: it has no drafts, and its tokens are those that this one says.
 
-    ``seconds`` : what it took, once that is known. ``sizes`` : int64[B], how many tokens each row says, the accepted
-    ones and one more, the target's own; 0 where that raised, see ``failed``, and where its grammar takes longer than
-    the pass. ``said`` : int64[B, T], these tokens, ``paths`` : int64[B, T], the positions that were right. ``width`` :
-    T. ``turn`` : of the drafts, see `Row`.
+    ``seconds`` : what it took, and when it ``ended``, once that is known. ``is_chosen`` : whether the pass itself
+    chooses tokens. ``sizes`` : int64[B], how many tokens each row says, the accepted ones and one more, the target's
+    own; 0 where that raised, see ``failed``, and where its grammar takes longer than the pass. ``said`` : int64[B, T],
+    these tokens, ``paths`` : int64[B, T], the positions that were right. ``width`` : T. ``turn`` : of the drafts, see
+    `Row`. ``lengths`` : int64[B], tokens of each row, the last one of which is fed.
     """
 
-    def __init__(self, target: Target, batch: Batch, turn: int) -> None:
+    def __init__(self, target: Target, batch: Batch, turn: int, behind: Pass | None = None) -> None:
         """Begin the pass; a device that runs beside the host computes from here on."""
         self.batch, self.turn = batch, turn
-        self.seconds = 0.0
+        self.seconds = self.ended = 0.0
         self.failed: dict[int, BaseException] = {}
         self.is_late = False
         self._target = target
@@ -55,8 +57,13 @@ class Pass:
         self._fed = np.empty((num_rows, self.width), np.int64)
         self._parents = np.empty((num_rows, self.width if self._has_trees else 0), np.int64)
         self._before = np.empty(num_rows, np.int32)
-        lengths, self._counts = np.empty((2, num_rows), np.int64)
-        begin_fed(batch.address, turn, self._fed, self._parents, self._before, lengths, self._counts)
+        self.lengths, self._counts = np.empty((2, num_rows), np.int64)
+        begin_fed(batch.address, turn, self._fed, self._parents, self._before, self.lengths, self._counts)
+        self._output: PassOutput
+        self._after = behind
+        if behind is not None:
+            self.lengths = behind.lengths + 1
+            behind._output = behind._output.held()
         self._chosen = self.said = self.paths = self._fed
         self.sizes = self._counts
         rows = zip(batch.sequences, self._fed, self._counts.tolist(), strict=True) if batch.is_ruled else ()
@@ -65,12 +72,15 @@ class Pass:
             if grammar.was_late:
                 grammar.begin(tokens)
         noise = None
-        self._is_chosen = batch.is_plain
+        self.is_chosen = batch.is_plain
         if target.takes_noise and not batch.is_plain:
-            self._is_chosen = batch.chooses_by_position and not self._has_trees
-            noise = batch.noise(lengths, self.width) if self._is_chosen else noise_of(self._rows, self.width)
+            self.is_chosen = batch.chooses_by_position and not self._has_trees
+            noise = batch.noise(self.lengths, self.width) if self.is_chosen else noise_of(self._rows, self.width)
         parents = self._parents if self._has_trees else None
-        self._output = target.forward(batch.slots, self._fed, self._counts, noise, parents)
+        if behind is None:
+            self._output = target.forward(batch.slots, self._fed, self._counts, noise, parents)
+        else:
+            self._output = target.follow(batch.slots, noise)
         for grammar, tokens in self._ruled:
             if not grammar.was_late:
                 grammar.begin(tokens)
@@ -101,6 +111,9 @@ class Pass:
         them to what is committed. Raises where the pass itself failed: what the slots hold is then not known.
         """
         counts, parents = self._counts, self._parents if self._has_trees else self._fed
+        if self._after is not None:
+            self._take_from(self._after)
+        self._output.wait()
         if self._ruled:
             self._output.logits[0, 0, 0].item()  # waits for the device
             counts = np.minimum(counts, settle_masks([sequence.grammar for sequence in self.batch.sequences]))
@@ -109,12 +122,21 @@ class Pass:
         if self._has_trees:
             paths = [path[:size] for path, size in zip(self.paths, self.sizes.tolist(), strict=True)]
             self._target.keep_paths(self.batch.slots, self._counts, paths)
-        self.seconds = time.perf_counter() - self._started
         if self._ruled:
             self.sizes[counts == 0] = 0
             self.is_late = not counts.all()
         for b in self.failed:
             self.sizes[b] = 0
+        if self._after is not None:
+            self._started, self._after = max(self._started, self._after.ended), None
+            self.sizes[[sequence.finish_reason is not None for sequence in self.batch.sequences]] = 0
+        self.ended = time.perf_counter()
+        self.seconds = self.ended - self._started
+
+    def _take_from(self, before: Pass) -> None:
+        """What was fed is known now."""
+        self._before[:], self._fed[:, 0] = before._fed[:, 0], before.said[:, 0]
+        self._target.note(self.batch.slots, self.lengths - 1, self._fed)
 
     def logits(self, b: int) -> torch.Tensor:
         """The model's own, [>= tokens said, V]: row i for the i-th token that row ``b`` said."""
@@ -126,7 +148,7 @@ class Pass:
     def _choose(self) -> dict[int, BaseException]:
         """Ask for the target's tokens; after a failure for those of each row alone. What those raised that fail."""
         try:
-            if self._output.chosen is not None and self._is_chosen:
+            if self._output.chosen is not None and self.is_chosen:
                 self._chosen = np.array(self._output.chosen.cpu().numpy())
             else:
                 self._chosen = np.ascontiguousarray(target_tokens(self._output, self._rows))

@@ -152,6 +152,21 @@ class Target(ABC):
             more["trees"] = TreeShape.build(parents)
         return self._feed(slots, tokens, counts, **more)
 
+    def can_follow(self, slots: Integers) -> bool:
+        """Whether `follow` can be called for these slots now."""
+        return False
+
+    def follow(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
+        """A pass over the tokens that the last one chose, one for each of its slots, before anybody has read them.
+
+        What that gave out must be `held`; what it chose is to be told to `note`. noise : as for ``forward``.
+        """
+        raise NotImplementedError(f"driven {self.way}, passes wait for tokens")
+
+    def note(self, slots: Int64s, starts: Int64s, tokens: TokenMatrix) -> None:
+        """What slots were fed at so many positions by `follow`: int64[B, 1]."""
+        _note(self._fed, slots, starts, tokens, np.ones(len(slots), np.int64))
+
     def keep_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
         """Keep the tokens on one path of each row of the pass just made, as if they alone had been fed, in its order.
 

@@ -293,19 +293,42 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int)
     return tuple(map(TokenLogprobs, token_ids, chosen[:, 0].tolist(), ranks, tops))
 
 
+def _on_host(given: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy, which a device may not have made yet."""
+    if given is None:
+        return None
+    return torch.empty(given.shape, dtype=given.dtype, pin_memory=given.is_cuda).copy_(given, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutput:
     """Logits of a pass and, where it chose tokens itself, those. Valid until the next pass of the same target.
 
     ``logits`` : [B, T, V], any float type; ``[b, t]`` predicts the token after the t-th that row b was fed.
     ``chosen`` : int64[B, T], by ``noise``, else the most probable tokens; None where the pass chose none. ``noise`` :
-    what the pass was given. ``packed_top`` : see `packed_top`; None where the pass did not look for them.
+    what the pass was given. ``packed_top`` : see `packed_top`; None where the pass did not look for them. ``copied`` :
+    happens once these two are on the host, see `held`.
     """
 
     logits: torch.Tensor
     chosen: torch.Tensor | None = None
     noise: Noise | None = None
     packed_top: torch.Tensor | None = None
+    copied: torch.cuda.Event | None = None
+
+    def held(self) -> PassOutput:
+        """With the tokens where later passes leave them alone, for the host, once it did `wait`; without the logits."""
+        chosen, top = _on_host(self.chosen), _on_host(self.packed_top)
+        copied = self.copied
+        if self.logits.is_cuda:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        return PassOutput(self.logits[:, :, :0], chosen, self.noise, top, copied)
+
+    def wait(self) -> None:
+        """Until what was `held` is there."""
+        if self.copied is not None:
+            self.copied.synchronize()
 
     def top(self, counts: Sequence[int]) -> TopTokens:
         """The most probable tokens at the first ``counts[b]`` positions of each row, as the logits have them.

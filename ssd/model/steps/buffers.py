@@ -6,7 +6,7 @@ into the same memory, and passes are padded to few shapes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.sampler import Noise, Sampler, packed_top
 
 Ints = npt.NDArray[np.int64]
+
+_UNDER_WAY = 4
+"""Copies of two passes."""
 
 _AHEAD = np.arange(1 << 12)[None]
 """How far behind its row's start each token of a chain stands."""
@@ -101,8 +104,8 @@ class StepBuffers:
         self._chosen = torch.zeros(max_positions, dtype=torch.int64, device=device)
         self._top = torch.zeros(max_positions, 2, SUCCESSORS, dtype=torch.int32, device=device) if keeps_top else None
         self._logits: torch.Tensor | None = None
-        self._sent: tuple[npt.NDArray[Any], ...] = ()
-        """What was copied last: a driver that reads a host's memory in place may not have read it yet."""
+        self._sent: tuple[torch.Tensor, ...] = ()
+        """What was copied for the last two passes: a driver that reads a host's memory in place may not have yet."""
         self._max_positions = max_positions
         self._views: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
         """Of outputs, made once: they cost more than a draft."""
@@ -141,10 +144,13 @@ class StepBuffers:
         num_rows, width = tokens.shape
         assert num_rows <= shape.rows and width <= shape.width and (trees is not None) == shape.is_tree
         assert noise is None or self._sampler is not None
-        ints = np.zeros(self._grids * shape.num_positions + 2 * shape.rows, np.int64)
+        size = self._grids * shape.num_positions + 2 * shape.rows
+        # Of pinned memory: to copy other memory a driver may wait for the pass before.
+        sent = torch.zeros(size, dtype=torch.int64, pin_memory=self._ints.is_cuda)
+        ints = sent.numpy()
         places = _AHEAD[:, :width] if trees is None else trees.depths
         _fill(ints, shape.rows, shape.width, slots, starts, tokens, places, scratch)
-        self._sent = ()
+        self._sent = self._sent[-_UNDER_WAY:]
         if noise is not None:
             # One buffer takes all: temperatures lie side by side in the first half of theirs.
             first, n = 3 * shape.num_positions, shape.num_positions
@@ -155,12 +161,15 @@ class StepBuffers:
         if trees is not None:
             sees = np.broadcast_to(np.eye(shape.width, dtype=np.bool_), (shape.rows, shape.width, shape.width)).copy()
             sees[:num_rows, :width, :width] = trees.sees
-            self._send(self._sees, sees)
-        self._send(self._ints, ints)
+            self._send(self._sees, torch.from_numpy(sees.reshape(-1)))
+        self._send(self._ints, sent)
 
-    def _send(self, there: torch.Tensor, here: npt.NDArray[Any]) -> None:
-        # Pageable memory: the driver copies it aside before the call returns, and the host does not wait for the copy.
-        there[: here.size].copy_(torch.from_numpy(here.reshape(-1)), non_blocking=True)
+    def feed_chosen(self, num_rows: int) -> None:
+        """Have the pass in place, of one position a row, read the tokens that the last one chose."""
+        self._ints[:num_rows].copy_(self._chosen[:num_rows])
+
+    def _send(self, there: torch.Tensor, here: torch.Tensor) -> None:
+        there[: len(here)].copy_(here, non_blocking=True)
         self._sent = (*self._sent, here)
 
     def store(self, logits: torch.Tensor, inputs: StepInputs) -> None:

@@ -232,8 +232,29 @@ class StaticSteps:
             self._steps[shape]()
         elif not self._open(shape, num_rows):
             return None
+        return self._given_out(shape, num_rows, width, noise)
+
+    def _given_out(self, shape: StepShape, num_rows: int, width: int, noise: Noise | None) -> PassOutput:
         logits, chosen, top = self._buffers.outputs(shape, num_rows, width)
         return PassOutput(logits, chosen, noise, top)
+
+    def _next_shape(self, slots: Ints) -> StepShape | None:
+        """Of a pass over one token more of each slot."""
+        return self.shape_of(len(slots), 1, int(self._kv_cache.lengths[slots].max()), is_tree=False)
+
+    def can_follow(self, slots: Ints) -> bool:
+        """Whether `follow` can be called."""
+        return self.failure is None and self._next_shape(slots) in self._steps
+
+    def follow(self, slots: Ints, noise: Noise | None = None) -> PassOutput:
+        """As `run`, over the tokens that the last pass chose, one of each of the same slots."""
+        shape = self._next_shape(slots)
+        assert shape is not None
+        starts, nothing = self._kv_cache.lengths[slots], np.zeros((len(slots), 1), np.int64)
+        self._buffers.fill(shape, slots, starts, nothing, None, self._max_length, noise)
+        self._buffers.feed_chosen(len(slots))
+        self._steps[shape]()
+        return self._given_out(shape, len(slots), 1, noise)
 
     @torch.inference_mode()
     def warm_up(self, *, with_trees: bool) -> None:

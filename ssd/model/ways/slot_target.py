@@ -90,6 +90,19 @@ class SlotTarget(Target):
         """Whether passes choose tokens with noise."""
         return self.steps is not None and self.steps.takes_noise
 
+    def can_follow(self, slots: Integers) -> bool:
+        """Where passes are recorded, and this one is."""
+        return self.steps is not None and self._tap is None and self.steps.can_follow(np.asarray(slots, np.int64))
+
+    @torch.inference_mode()
+    def follow(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
+        """As `Target.follow`."""
+        assert self.steps is not None
+        rows = np.asarray(slots, np.int64)
+        output = self.steps.follow(rows, noise)
+        self._held[rows] += 1
+        return output
+
     @torch.inference_mode()
     def keep_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
         """Move keys and values of the paths together, those that are not in place yet, and lower the lengths."""
