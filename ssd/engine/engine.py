@@ -464,13 +464,12 @@ class Engine:
                 found = sequence.take(token_ids, ended.logits(b) if sequence.asks_logprobs else None)
                 sequence.is_suspect = False
                 self._proposals.observe_one(ended, b, min(size - 1, len(found.token_ids)))
-                if found.finish_reason is None and self._under_way is None:
-                    self.target.keep([sequence.slot], [sequence.num_tokens - 1])
-                elif (
-                    found.finish_reason is not None
-                ):  # before the next pass is drafted for: a drafter may have as many slots as the target
+                if found.finish_reason is not None:
+                    # Before the next pass is drafted for: a drafter may have as many slots as the target.
                     self._scheduler.release(sequence)
                     self._proposals.forget(sequence)
+                elif self._under_way is None:
+                    self.target.keep([sequence.slot], [sequence.num_tokens - 1])
                 ended.batch.taken[b], taken.special[b] = len(found.token_ids), found
             except BaseException as error:
                 self._isolation.fail(sequence, "taking tokens", error)
@@ -531,6 +530,6 @@ class Engine:
         self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
         if not scheduler.running:
             self._batch = Batch(())  # it holds sequences
-            self._under_way = None  # and says nothing to any
+            self._under_way = None  # what it says is nobody's
         if not scheduler.running and not scheduler.num_waiting:
             self._best_effort(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))

@@ -81,6 +81,7 @@ class Pass:
             self._output = target.forward(batch.slots, self._fed, self._counts, noise, parents)
         else:
             self._output = target.follow(batch.slots, noise)
+        self.is_chosen &= self._output.chosen is not None
         for grammar, tokens in self._ruled:
             if not grammar.was_late:
                 grammar.begin(tokens)
@@ -148,7 +149,8 @@ class Pass:
     def _choose(self) -> dict[int, BaseException]:
         """Ask for the target's tokens; after a failure for those of each row alone. What those raised that fail."""
         try:
-            if self._output.chosen is not None and self.is_chosen:
+            if self.is_chosen:
+                assert self._output.chosen is not None
                 self._chosen = np.array(self._output.chosen.cpu().numpy())
             else:
                 self._chosen = np.ascontiguousarray(target_tokens(self._output, self._rows))

@@ -253,6 +253,7 @@ class StaticSteps:
         starts, nothing = self._kv_cache.lengths[slots], np.zeros((len(slots), 1), np.int64)
         self._buffers.fill(shape, slots, starts, nothing, None, self._max_length, noise)
         self._buffers.feed_chosen(len(slots))
+        self._steps.move_to_end(shape)
         self._steps[shape]()
         return self._given_out(shape, len(slots), 1, noise)
 
