@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
-from ssd.engine import Engine, FinishReason, Request
+from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.batch import Batch
 from ssd.engine.sequence import Sequence
 from ssd.engine.verify import Pass
@@ -92,14 +92,17 @@ def test_a_random_load_gives_the_same(kind: str, seed: int, count: int) -> None:
                 priority=int(random.integers(-2, 3)),
             )
         )
+    arrivals = random.integers(0, 9, count).tolist()
     found = []
     for runs_beside_host in (False, True):
         with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
             engine = engine_of(kind, runs_beside_host=runs_beside_host, caches=caches)
-            for request in requests:
+            begun: list[RequestOutput] = []
+            for number, request in enumerate(requests):
                 engine.submit(request)
-            found.append({name: whole(outputs) for name, outputs in finish_all(engine).items()})
-            assert engine.metrics.integrity_violations == 0
+                begun += [output for _ in range(arrivals[number]) for output in engine.step()]
+            found.append({name: whole(outputs) for name, outputs in finish_all(engine, begun).items()})
+            assert engine.metrics.integrity_violations == 0 and engine.check() == []
             assert engine.metrics.drafter_failures == 0
             assert sum(engine.metrics.num_requests_finished.values()) == count
     assert found[0] == found[1]
