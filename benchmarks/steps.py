@@ -126,12 +126,12 @@ PARTS: Final = {
     "prefill": "_prefill_prompts",
     "prepare": "_proposals.prepare",
     "propose": "_proposals.propose",
-    "launch": "_forward",
-    "verify": "_verify",
+    "launch": "_passes.begin",
+    "verify": "_passes.verify",
     "commit": "_commit",
     "count": "_count",
     "spell": "_spell",
-    "ahead": "_run_ahead",
+    "ahead": "_passes.run_ahead",
 }
 """Parts of a step of the engine, and the method that is each."""
 

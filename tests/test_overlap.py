@@ -154,7 +154,7 @@ def test_a_pass_that_fails_takes_the_one_behind_it_along(followed: list[int], mo
                 monkeypatch.setattr(Pass, "verify", _fail)
                 outputs += engine.step()
                 monkeypatch.setattr(Pass, "verify", verify)
-                assert engine._under_way is None or len(engine._under_way.batch.sequences) == 1
+                assert engine._passes.first is None or len(engine._passes.first.batch.sequences) == 1
             outputs += engine.step()
         assert engine.check() == []
         return {name: [t for o in outputs if o.request_id == name for t in o.token_ids] for name in "ab"}
@@ -172,11 +172,11 @@ def test_text_is_made_and_learned_from_while_the_next_pass_runs(monkeypatch: pyt
         made: list[bool] = []
         output, cache = Sequence.output, caches.get("default")
         monkeypatch.setattr(
-            Sequence, "output", lambda *args: made.append(engine._under_way is not None) or output(*args)
+            Sequence, "output", lambda *args: made.append(engine._passes.first is not None) or output(*args)
         )
         append, learned = cache.append, []
         monkeypatch.setattr(
-            cache, "append", lambda *a, **k: learned.append(engine._under_way is not None) or append(*a, **k)
+            cache, "append", lambda *a, **k: learned.append(engine._passes.first is not None) or append(*a, **k)
         )
         prompt = tuple(CODEC.encode_prompt("import os\n"))
         for name, max_tokens in (("short", 3), ("long", 12)):

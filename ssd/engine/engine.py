@@ -19,6 +19,7 @@ from ssd.drafting.protocol import Drafter
 from ssd.engine.batch import LEFT, Batch, append_said, warm_up_rows
 from ssd.engine.isolation import Isolation, settle, violations
 from ssd.engine.metrics import BestEffort, EngineMetrics
+from ssd.engine.passes import Passes
 from ssd.engine.proposals import Proposals
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.schedule import Prefill, PrefixReuse, Scheduler
@@ -82,14 +83,12 @@ class Engine:
         )
         self._best_effort = BestEffort()
         self._proposals = Proposals(target, drafter, draft, self._best_effort)
-        self._under_way: Pass | None = None
-        self._behind: Pass | None = None
-        """Began before what the one under way says was known."""
         self._batch = Batch(())
         self._is_calibrated = False
         self._reuse = PrefixReuse(target, enabled=self.config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
         self._isolation = Isolation(target, self._scheduler, self._reuse, self._proposals)
+        self._passes = Passes(target, self._proposals, self._isolation)
         self._prefill = Prefill(target, self._reuse, self.config.prefill_chunk_tokens, self._isolation.fail_alone)
         self._inbox: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
@@ -247,24 +246,24 @@ class Engine:
         pass takes the tokens of the one before it where they are, and the device waits for nobody.
         Raises EngineBroken where nothing can be computed any more.
         """
-        if self._under_way is not None and self._behind is None:  # only beside the host
-            self._proposals.prepare(self._under_way)
-        taken = self._commit(self._verify())
+        if self._passes.first is not None and self._passes.behind is None:  # only beside the host
+            self._proposals.prepare(self._passes.first)
+        taken = self._commit(self._passes.verify())
         cancelled = list[Sequence]()
-        if self._under_way is None:  # else what comes or goes waits for a pass
+        if self._passes.first is None:  # else what comes or goes waits for a pass
             cancelled = self._admit_and_cancel()
             batch = self._prefill_prompts()
-            self._forward(batch, self._proposals.propose(batch))
+            self._passes.begin(batch, self._proposals.propose(batch))
         if not self.target.runs_beside_host:
-            taken = self._commit(self._verify())
+            taken = self._commit(self._passes.verify())
         num_tokens = self._prefill.take_count() + self._count(taken)
         outputs = self._spell(taken)
         outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in cancelled]
         outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
         if num_tokens:
             self.metrics.histograms.step_tokens.observe(num_tokens)
-        if self.target.runs_beside_host:
-            self._run_ahead()
+        if self.target.runs_beside_host and not (self._inbox or self._cancelled or self._scheduler.has_next()):
+            self._passes.run_ahead(self._scheduler.running)
         self._observe_load()
         return outputs
 
@@ -275,7 +274,9 @@ class Engine:
         """
         with self._lock:
             arriving = list(self._inbox)
-        return violations(self.target, self._scheduler, self._reuse, arriving, is_under_way=self._under_way is not None)
+        return violations(
+            self.target, self._scheduler, self._reuse, arriving, is_under_way=self._passes.first is not None
+        )
 
     @property
     def is_drafting(self) -> bool:
@@ -315,7 +316,7 @@ class Engine:
 
     def calibrate(self) -> None:
         """Time passes, where that has not been done and drafts are made; between requests, by the thread that steps."""
-        if not self._is_calibrated and self.is_drafting and not self.has_work() and self._under_way is None:
+        if not self._is_calibrated and self.is_drafting and not self.has_work() and self._passes.first is None:
             self._reuse.forget_all()
             self._proposals.calibrate()
             self._is_calibrated = True
@@ -328,7 +329,7 @@ class Engine:
         a draft model does too, and accepts less the further the weights move from what it was trained for.
         Raises EngineError while requests run or wait, and ModelError, nothing changed, for weights that do not fit.
         """
-        if self.has_work() or self._under_way is not None:
+        if self.has_work() or self._passes.first is not None:
             raise EngineError("requests run or wait, and would go on with other weights: let them end, or cancel them")
         self._reuse.forget_all()
         take_weights(self.target.model, weights)
@@ -376,54 +377,6 @@ class Engine:
             self._batch = Batch(ready)
         return self._batch
 
-    def _forward(self, batch: Batch, turn: int) -> None:
-        """Begin the pass over every sequence's last token and its draft of the turn."""
-        if not batch.sequences:
-            return
-        try:
-            self._under_way = Pass(self.target, batch, turn)
-        except BaseException as error:
-            self._isolation.lose(batch.sequences, error)
-
-    def _run_ahead(self) -> None:
-        """Begin the pass behind the one under way, if that will say one token to each row and these all go on.
-
-        What could be drafted is asked for one token too early; where there is anything, the pass waits for that token.
-        """
-        first = self._under_way
-        if (
-            first is None
-            or first.width > 1
-            or not first.is_chosen
-            or self._inbox
-            or self._cancelled
-            or self._scheduler.has_next()
-            or not self._proposals.knows_rows
-            or not first.batch.runs_on(self._scheduler.running, first.lengths + 1)
-        ):
-            return
-        turn = self._proposals.propose(first.batch)
-        if first.batch.frame.width > 1 or not self.target.can_follow(first.batch.slots):
-            self._proposals.take_back()
-            return
-        try:
-            self._behind = Pass(self.target, first.batch, turn, first)
-        except BaseException as error:
-            self._under_way = None
-            self._isolation.lose(first.batch.sequences, error)
-
-    def _verify(self) -> Pass | None:
-        """Wait for the pass that is under way: how far the target agrees with each draft; None where none is."""
-        ended, self._under_way, self._behind = self._under_way, self._behind, None
-        if ended is not None:
-            try:
-                ended.verify()
-            except BaseException as error:
-                self._under_way = None
-                self._isolation.lose(ended.batch.sequences, error)
-                return None
-        return ended
-
     def _commit(self, ended: Pass | None) -> Taken | None:
         """Append to every sequence what was accepted of its draft and the target's own token.
 
@@ -436,7 +389,7 @@ class Engine:
         append_said(batch.address, ended.said, ended.sizes)
         num_rows, num_left = len(batch.slots), batch.frame.num_left
         if num_left < num_rows:
-            if self._under_way is None:  # else a pass has gone on from what was said, all of it
+            if self._passes.first is None:  # else a pass has gone on from what was said, all of it
                 goes_on = slice(None) if not num_left else np.flatnonzero(batch.taken != LEFT)
                 self.target.keep(batch.slots[goes_on], batch.lengths[goes_on] - 1)
             self._proposals.observe(ended)
@@ -468,7 +421,7 @@ class Engine:
                     # Before the next pass is drafted for: a drafter may have as many slots as the target.
                     self._scheduler.release(sequence)
                     self._proposals.forget(sequence)
-                elif self._under_way is None:
+                elif self._passes.first is None:
                     self.target.keep([sequence.slot], [sequence.num_tokens - 1])
                 ended.batch.taken[b], taken.special[b] = len(found.token_ids), found
             except BaseException as error:
@@ -498,7 +451,7 @@ class Engine:
             try:
                 output = sequence.output(found)
             except BaseException as error:
-                under_way = () if self._under_way is None else self._under_way.batch.sequences
+                under_way = () if self._passes.first is None else self._passes.first.batch.sequences
                 self._isolation.fail(sequence, "making text", error, is_under_way=sequence in under_way)
             else:
                 outputs.append(output if output.finish_reason is None else self._finish(sequence, output))
@@ -530,6 +483,6 @@ class Engine:
         self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
         if not scheduler.running:
             self._batch = Batch(())  # it holds sequences
-            self._under_way = None  # what it says is nobody's
+            self._passes.drop()
         if not scheduler.running and not scheduler.num_waiting:
             self._best_effort(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))
