@@ -57,8 +57,8 @@ from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 
-_UNTIMED = 6
-"""Steps before those that are timed: they record shapes and fill caches."""
+_UNTIMED, _UNTIMED_PLAIN = 6, 24
+"""Steps before those that are timed: they record shapes and fill caches; plain ones begin to follow each other."""
 
 
 def time_generate(
@@ -179,7 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = open_target(
         model,
         num_slots=max(args.batch),
-        max_length=max(args.context) + max(args.baseline_tokens, _tokens_said(args, max(args.draft) + 1)) + 12,
+        max_length=max(args.context)
+        + max(args.baseline_tokens, max(_tokens_said(args, draft + 1) for draft in args.draft))
+        + 12,
         max_draft_tokens=max(1, *args.draft),
         keeps_top=True,
         enforce_eager=args.enforce_eager,
@@ -241,12 +243,13 @@ def measure(
         clock, rows = Clock(engine, drafter), Rows(engine, prompts, num_tokens + 2)
         rows.read_prompts()
         seconds, put_out = list[float](), 0
-        for number in range(_UNTIMED + args.rounds):
-            if number == _UNTIMED:
+        untimed = _untimed(shape.width)
+        for number in range(untimed + args.rounds):
+            if number == untimed:
                 clock.seconds.clear()
             began = time.perf_counter()
             new = rows.step()  # which waits for the pass before
-            if number >= _UNTIMED:
+            if number >= untimed:
                 seconds.append(time.perf_counter() - began)
                 put_out += new
         synchronize(target.device)
@@ -279,7 +282,11 @@ def _engine(target: Target, prompts: Sequence[Tokens], drafter: Drafter, caches:
 
 def _tokens_said(args: Namespace, width: int) -> int:
     """Most tokens that a row says in all steps."""
-    return int((_UNTIMED + args.rounds + args.profiled) * width)
+    return int((_untimed(width) + args.rounds + args.profiled) * width)
+
+
+def _untimed(width: int) -> int:
+    return _UNTIMED if width > 1 else _UNTIMED_PLAIN
 
 
 if __name__ == "__main__":

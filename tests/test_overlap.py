@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
-from ssd.engine import Engine, FinishReason, Request, RequestOutput
+from ssd.engine import Engine, FinishReason, Request, RequestOutput, passes
 from ssd.engine.batch import Batch
 from ssd.engine.sequence import Sequence
 from ssd.engine.verify import Pass
@@ -70,8 +70,8 @@ def engine_of(kind: str, *, runs_beside_host: bool, caches: CacheSet | None = No
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(["tiny", "static"]), st.integers(0, 2**32 - 1), st.integers(1, 9))
-def test_a_random_load_gives_the_same(kind: str, seed: int, count: int) -> None:
+@given(st.sampled_from(["tiny", "static"]), st.sampled_from([0, 3, 16]), st.integers(0, 2**32 - 1), st.integers(1, 9))
+def test_a_random_load_gives_the_same(kind: str, quiet: int, seed: int, count: int) -> None:
     random = np.random.default_rng(seed)
     requests = []
     for number in range(count):
@@ -95,7 +95,11 @@ def test_a_random_load_gives_the_same(kind: str, seed: int, count: int) -> None:
     arrivals = random.integers(0, 9, count).tolist()
     found = []
     for runs_beside_host in (False, True):
-        with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+        with (
+            CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(passes, "_QUIET", quiet)
             engine = engine_of(kind, runs_beside_host=runs_beside_host, caches=caches)
             begun: list[RequestOutput] = []
             for number, request in enumerate(requests):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from typing import Final
 
 from ssd.engine.batch import Batch
 from ssd.engine.isolation import Isolation
@@ -10,6 +11,10 @@ from ssd.engine.proposals import Proposals
 from ssd.engine.sequence import Sequence
 from ssd.engine.verify import Pass
 from ssd.model.target import Target
+
+_QUIET: Final = 16
+"""Passes without a draft after which the next ones are begun before it is known whether there is one: a draft that is
+found a pass too late costs more than the host's part of several passes."""
 
 
 class Passes:
@@ -22,6 +27,7 @@ class Passes:
         self._target, self._proposals, self._isolation = target, proposals, isolation
         self.first: Pass | None = None
         self.behind: Pass | None = None
+        self._num_plain = 0
 
     def begin(self, batch: Batch, turn: int) -> None:
         """Begin the pass over every sequence's last token and its draft of the turn."""
@@ -42,7 +48,7 @@ class Passes:
             first is None
             or first.width > 1
             or not first.is_chosen
-            or not self._proposals.knows_rows
+            or not self._proposals.spares_passes(self._num_plain >= _QUIET)
             or not first.batch.runs_on(running, first.lengths + 1)
         ):
             return
@@ -69,6 +75,7 @@ class Passes:
                 self.drop()
                 self._isolation.lose(ended.batch.sequences, error)
                 return None
+            self._num_plain = 0 if ended.width > 1 else self._num_plain + 1
         return ended
 
     def drop(self) -> None:

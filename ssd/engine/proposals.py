@@ -183,10 +183,12 @@ class Proposals:
                 self._price_list.calibrate(num_rows * width, seconds, is_wide=width > 1)
             self._price_list.begin()
 
-    @property
-    def knows_rows(self) -> bool:
-        """Whether all that drafts learn from is in the rows, so that a pass may begin before the last one's end."""
-        return self._limit == 0 or (self._suffix is not None and self._arbiter is None)
+    def spares_passes(self, is_quiet: bool) -> bool:
+        """Whether a pass may begin before it is known if there is a draft for it. ``is_quiet`` : hardly one is found.
+
+        Not where others learn from what each pass says.
+        """
+        return self._limit == 0 or (is_quiet and self._suffix is not None and self._arbiter is None)
 
     def take_back(self) -> None:
         """Of what was drafted last nothing is verified."""
