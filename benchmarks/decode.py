@@ -174,14 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.collect()  # the model of an earlier run may refer to itself
     codec, model = run.load(speaks=True)
     text, num_bytes = texts_of(codec), weight_bytes(model)
+    most_said = max(_tokens_said(args, draft + 1) for draft in args.draft)
     # A target replaces layers of its model; what it is compared with stays as the library loads it.
     library = None if args.no_baselines else deepcopy(model)
     target = open_target(
         model,
         num_slots=max(args.batch),
-        max_length=max(args.context)
-        + max(args.baseline_tokens, max(_tokens_said(args, draft + 1) for draft in args.draft))
-        + 12,
+        max_length=max(args.context) + max(args.baseline_tokens, most_said) + 12,
         max_draft_tokens=max(1, *args.draft),
         keeps_top=True,
         enforce_eager=args.enforce_eager,

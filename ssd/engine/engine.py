@@ -242,8 +242,8 @@ class Engine:
 
         A device that computes beside the host changes the order: the pass that the step before began is verified and
         committed first; it is counted and learned from, the text of its tokens is made and what comes next is drafted
-        while the next pass runs. Where nothing is drafted, and no request comes or goes, that one has begun already: a
-        pass takes the tokens of the one before it where they are, and the device waits for nobody.
+        while the next pass runs. Where no draft was found for a while, and no request comes or goes, that one has begun
+        already: it takes the tokens of the one before where they are, and the device waits for nobody.
         Raises EngineBroken where nothing can be computed any more.
         """
         if self._passes.first is not None and self._passes.behind is None:  # only beside the host
