@@ -6,6 +6,7 @@ views, look-ups of attributes. The parts are those that were put in place of the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -25,12 +26,12 @@ _KNOWN: Final = frozenset(f"{name}DecoderLayer" for name in ("Llama", "Mistral",
 
 
 def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
-    """Have decoder layers of known kinds compute by `FlatLayer`; what was replaced, as it goes. After all other layers.
+    """Have decoder layers of known kinds compute by `CpuLayer`; what was replaced, as it goes. After all other layers.
 
     Of a layer whose parts were left as they are nothing is replaced.
     """
     for module in known_layers(model):
-        flat = FlatLayer(module)
+        flat = CpuLayer(module)
         if flat.is_usable():
             yield swap_forward(module, flat.forward)
 
@@ -46,24 +47,64 @@ def known_layers(model: nn.Module) -> list[Any]:
     ]
 
 
-class FlatLayer:
+class FlatLayer(ABC):
     """A layer of Llama's kind: attention and a gated network, each behind a norm and beside the stream."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, norm: type[nn.Module]) -> None:
+        """``norm`` : the kind that takes the place of the layer's."""
         self._plain = type(layer).forward
-        self._norms: tuple[nn.Module, nn.Module] = layer.input_layernorm, layer.post_attention_layernorm
+        self._norms: tuple[Any, Any] = layer.input_layernorm, layer.post_attention_layernorm
         self._attention, self._network = layer.self_attn, layer.mlp
         self._index: int = self._attention.layer_idx
         self._dim: int = self._attention.head_dim
         norms = [self._attention._modules.get(name) for name in ("q_norm", "k_norm")]
-        self._head_norms = [norm for norm in norms if type(norm) is FusedNorm]
+        self._head_norms: list[Any] = [each for each in norms if type(each) is norm]
         self._is_known = (
-            type(self._norms[0]) is type(self._norms[1]) is FusedNorm
+            type(self._norms[0]) is type(self._norms[1]) is norm
             and (self._head_norms == norms or norms == [None, None])
             and "forward" in vars(self._attention)  # which turns positions as `_place` does
             and not has_hooks(self._attention)
             and not has_hooks(self._network)
         )
+
+    @abstractmethod
+    def is_usable(self) -> bool:
+        """Whether all parts are ours, now: adapters may stand in their place later."""
+
+    def takes(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
+        """Whether a pass is made so."""
+        return True
+
+    @abstractmethod
+    def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
+        """What the layer says; ``stored`` is what it holds of all slots, ``angles`` cosines and sines, [B, T, dim]."""
+
+    def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the library's: of new positions [B, T, hidden size] of slots; by its own code in any other case."""
+        rows: SlotRows | None = kwargs.get("slot_rows")
+        stored = None if rows is None else rows.kv_cache.written(self._index)
+        if (
+            rows is None
+            or stored is None
+            or args
+            or kwargs.get("attention_mask") is not None
+            or not self.takes(hidden_states, rows)
+            or not self.is_usable()
+        ):
+            found: torch.Tensor = self._plain(layer, hidden_states, *args, **kwargs)
+            return found
+        return self.compute(hidden_states, kwargs["position_embeddings"], stored, rows)
+
+    def rules(self, rows: SlotRows) -> AttentionRules:
+        """Whom a query may see: these kinds have neither chunks nor soft caps nor sinks."""
+        return AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, None, None)
+
+
+class CpuLayer(FlatLayer):
+    """On a CPU, of few positions; its bits are those of the parts."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer, FusedNorm)
 
     def is_usable(self) -> bool:
         """Whether all parts are ours, now: adapters may stand in their place later."""
@@ -75,23 +116,15 @@ class FlatLayer:
             and type(network["act_fn"]) is Activation
         )
 
-    def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the library's: of new positions [B, T, hidden size] of slots; by its own code in any other case."""
-        rows: SlotRows | None = kwargs.get("slot_rows")
-        stored = None if rows is None or rows.kernel or rows.kv_cache.kernel else rows.kv_cache.written(self._index)
-        if (
-            rows is None
-            or stored is None
-            or args
-            or kwargs.get("attention_mask") is not None
-            or hidden_states.numel() > MOST_NUMBERS  # which several cores share
-            or not self.is_usable()
-        ):
-            found: torch.Tensor = self._plain(layer, hidden_states, *args, **kwargs)
-            return found
+    def takes(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
+        """Not what several cores share, nor with an attention of the pass's own."""
+        return rows.kernel is None and rows.kv_cache.kernel is None and hidden_states.numel() <= MOST_NUMBERS
+
+    def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
+        """As `FlatLayer.compute`."""
         attention, network = self._attention._modules, self._network._modules
         read = attention["q_proj"].group.product(self._norms[0](hidden_states))
-        said = self._attend(read, kwargs["position_embeddings"], stored, rows)
+        said = self._attend(read, angles, stored, rows)
         hidden_states = hidden_states + attention["o_proj"](said)
         group = network["gate_proj"].group
         gate, up = group.product(self._norms[1](hidden_states)).split_with_sizes(group.sizes, -1)
@@ -112,8 +145,7 @@ class FlatLayer:
             values.data_ptr(), values.stride(0), values.stride(1), values.stride(2),
         )  # fmt: skip
         query = read.view(batch, width, -1, self._dim)[:, :, :num_heads].transpose(1, 2)
-        rules = AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, None, None)
-        return cpu_attention(query, keys, values, rows, rules).view(batch, width, num_heads * self._dim)
+        return cpu_attention(query, keys, values, rows, self.rules(rows)).view(batch, width, num_heads * self._dim)
 
 
 _NO_NORM: Final = (0, False, 0.0)

@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import nn
 
 from ssd.model.kv.attention import attended
-from ssd.model.kv.kv_cache import AttentionRules, Pair, SlotRows
+from ssd.model.kv.kv_cache import Pair, SlotRows
 from ssd.model.kv.triton_launch import early, take_turn
-from ssd.model.layers.decoder_layers import known_layers
-from ssd.model.layers.replace import Replaced, has_hooks, swap_forward
+from ssd.model.layers.decoder_layers import FlatLayer, known_layers
+from ssd.model.layers.replace import Replaced, swap_forward
 from ssd.model.layers.triton_layers import BLOCK_HEADS, TritonNorm, silu_times, turn_heads
 from ssd.model.layers.triton_linear import Product
 
@@ -34,27 +34,14 @@ def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
             yield swap_forward(layer, flat.forward)
 
 
-class DeviceLayer:
-    """A layer of Llama's kind: attention and a gated network, each behind a norm and beside the stream."""
+class DeviceLayer(FlatLayer):
+    """On a device, of any number of positions."""
 
     def __init__(self, layer: Any, following: nn.Module | None) -> None:
         """``following`` : the norm that reads what the layer says."""
-        self._plain = type(layer).forward
-        self._norm, self._inner_norm = layer.input_layernorm, layer.post_attention_layernorm
+        super().__init__(layer, TritonNorm)
         self._following = following if type(following) is TritonNorm else None
-        self._attention, self._network = layer.self_attn, layer.mlp
-        self._index: int = self._attention.layer_idx
-        self._dim: int = self._attention.head_dim
-        norms = [self._attention._modules.get(name) for name in ("q_norm", "k_norm")]
-        self._head_norms = [norm for norm in norms if type(norm) is TritonNorm]
-        self._is_known = (
-            type(self._norm) is type(self._inner_norm) is TritonNorm
-            and (self._head_norms == norms or norms == [None, None])
-            and "forward" in vars(self._attention)  # which turns positions as `_place` does
-            and "forward" in vars(self._network)  # which gates by `silu_times`
-            and not has_hooks(self._attention)
-            and not has_hooks(self._network)
-        )
+        self._is_known &= "forward" in vars(self._network)  # which gates by `silu_times`
 
     def is_usable(self) -> bool:
         """Whether all parts are ours, now: adapters may stand in their place later."""
@@ -69,19 +56,15 @@ class DeviceLayer:
             )
         )
 
-    def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the library's: of new positions [B, T, hidden size] of slots; by its own code in any other case."""
-        rows: SlotRows | None = kwargs.get("slot_rows")
-        stored = None if rows is None else rows.kv_cache.written(self._index)
-        if rows is None or stored is None or args or kwargs.get("attention_mask") is not None or not self.is_usable():
-            found: torch.Tensor = self._plain(layer, hidden_states, *args, **kwargs)
-            return found
+    def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
+        """As `FlatLayer.compute`."""
+        norm, inner_norm = self._norms
         attention, network = self._attention._modules, self._network._modules
         heads, gates = attention["q_proj"].product, network["gate_proj"].product
-        read = torch.split_with_sizes(heads.compute(self._norm(hidden_states)), heads.sizes, -1)
-        said = self._attend(read, kwargs["position_embeddings"], stored, rows)
-        hidden_states = self._inner_norm.added(hidden_states, attention["o_proj"].product.compute(said))
-        gate, up = torch.split_with_sizes(gates.compute(self._inner_norm(hidden_states)), gates.sizes, -1)
+        read = torch.split_with_sizes(heads.compute(norm(hidden_states)), heads.sizes, -1)
+        said = self._attend(read, angles, stored, rows)
+        hidden_states = inner_norm.added(hidden_states, attention["o_proj"].product.compute(said))
+        gate, up = torch.split_with_sizes(gates.compute(inner_norm(hidden_states)), gates.sizes, -1)
         more = network["down_proj"].product.compute(silu_times(gate, up))
         return hidden_states + more if self._following is None else self._following.added(hidden_states, more)
 
@@ -92,8 +75,7 @@ class DeviceLayer:
         if self._head_norms:
             query, key = (norm(each) for norm, each in zip(self._head_norms, (query, key), strict=True))
         place_by_triton(query, key, value, angles, stored, rows)
-        rules = AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, None, None)
-        return attended(query.transpose(1, 2), stored, rows, rules).view(batch, width, -1)
+        return attended(query.transpose(1, 2), stored, rows, self.rules(rows)).view(batch, width, -1)
 
 
 def _product_of(module: Any) -> Product | None:
