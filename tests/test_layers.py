@@ -285,6 +285,7 @@ def test_flat_layers_have_the_bits_of_the_library_s(
     monkeypatch.setattr(decoder_layers, "_KNOWN", frozenset())
     plain = opened()
     assert not any("forward" in vars(layer) for layer in plain.model.model.layers)
+    assert decoder_layers.is_flat(flat.model) and not decoder_layers.is_flat(plain.model)
     random = np.random.default_rng(0)
     for width, tree in ((40, None), (1, None), (7, None), (5, [-1, 0, 0, 2, 1]), (1, None), (16, None)):
         tokens = random.integers(3, VOCAB, (2, width))
@@ -305,7 +306,10 @@ def test_a_layer_with_adapters_or_hooks_is_the_library_s() -> None:
     replace_layers(model, CPU_LAYERS, expected=plain_logits(model), tolerance=1e-3)
     layer = model.model.layers[0]
     flat = vars(layer)["forward"].__func__.__self__
-    assert flat.is_usable()
+    assert flat.is_usable() and decoder_layers.is_flat(model)
+    hook = model.model.norm.register_forward_hook(lambda *_: None)
+    assert not decoder_layers.is_flat(model)
+    hook.remove()
     layer.self_attn.q_proj = AdaptedLinear(layer.self_attn.q_proj, {}, Rows())
     assert not flat.is_usable()
     hooked: Any = tiny_model()

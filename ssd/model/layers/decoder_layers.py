@@ -1,4 +1,4 @@
-"""Whole decoder layers on a CPU, called part by part without the library's code between them.
+"""Whole decoder layers on a CPU, called part by part without the library's code between them, and models of such.
 
 In a pass of few positions of a small model, most of the time goes into that code: modules that call modules, views of
 views, look-ups of attributes. The parts are those that were put in place of the library's, so that the bits are theirs.
@@ -21,7 +21,9 @@ from ssd.model.layers.packed_linear import FusedMember
 from ssd.model.layers.replace import MOST_NUMBERS, Replaced, has_hooks, swap_forward
 from ssd.model.layers.vector_layers import Activation, FusedNorm, normalise, turn_rows
 
-_KNOWN: Final = frozenset(f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3"))
+_KINDS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
+_KNOWN: Final = frozenset(f"{kind}DecoderLayer" for kind in _KINDS)
+_MODELS: Final = frozenset(f"{kind}ForCausalLM" for kind in _KINDS)
 """Classes of transformers: of these it is known what they compute."""
 
 
@@ -98,6 +100,38 @@ class FlatLayer(ABC):
     def rules(self, rows: SlotRows) -> AttentionRules:
         """Whom a query may see: these kinds have neither chunks nor soft caps nor sinks."""
         return AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, None, None)
+
+
+class FlatModel:
+    """A model of such layers, without the library's code around them either."""
+
+    def __init__(self, model: Any) -> None:
+        """``model`` : one that `is_flat`."""
+        self._inner, self._output = model.model, model.lm_head
+
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, rows: SlotRows, logits_to_keep: int = 0
+    ) -> torch.Tensor:
+        """Of new tokens, int64[B, T], that stand at ``positions``: [B, T, V]; with ``logits_to_keep`` of so many."""
+        inner = self._inner
+        hidden_states = inner.embed_tokens(tokens)
+        angles = inner.rotary_emb(hidden_states, positions)
+        for layer in inner.layers:
+            hidden_states = layer.forward(hidden_states, position_embeddings=angles, slot_rows=rows)
+        found: torch.Tensor = self._output(inner.norm(hidden_states)[:, -logits_to_keep:])
+        return found
+
+
+def is_flat(model: Any) -> bool:
+    """Whether all layers of a model compute so, and nobody wants to know what passes through it."""
+    if type(model).__name__ not in _MODELS or not type(model).__module__.startswith("transformers.models."):
+        return False
+    inner = model.model
+    forwards = [getattr(layer.forward, "__func__", None) for layer in inner.layers]
+    parts = model, inner, inner.embed_tokens, inner.rotary_emb, *inner.layers, inner.norm, model.lm_head
+    return all(isinstance(getattr(each, "__self__", None), FlatLayer) for each in forwards) and not any(
+        has_hooks(part) for part in parts
+    )
 
 
 class CpuLayer(FlatLayer):

@@ -16,6 +16,7 @@ from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.adapted_linear import Rows
+from ssd.model.layers.decoder_layers import FlatModel, is_flat
 from ssd.model.layers.tap import Tap, Tapped
 from ssd.model.sampling.sampler import Noise, PassOutput
 from ssd.model.steps.static_steps import StaticSteps
@@ -41,6 +42,7 @@ class SlotTarget(Target):
         self._computing: Callable[[], AbstractContextManager[None]] = nullcontext
         """What the model computes in."""
         self._had_trees = False
+        self._flat = FlatModel(model) if is_flat(model) else None
         self._adapted: Rows | None = None
         self._tap: tuple[Tap, Tapped] | None = None
 
@@ -156,11 +158,14 @@ class SlotTarget(Target):
         return logits
 
     def _run(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
+        # Padding may point past the model's last position, where learned position embeddings have no row.
+        positions = rows.positions.clamp_max(self.max_length - 1)
         with self._computing():
+            if self._flat is not None and self._tap is None:
+                return self._flat.logits(tokens, positions, rows, **kwargs)
             logits: torch.Tensor = self.model(
                 input_ids=tokens,
-                # Padding may point past the model's last position, where learned position embeddings have no row.
-                position_ids=rows.positions.clamp_max(self.max_length - 1),
+                position_ids=positions,
                 use_cache=False,
                 slot_rows=rows,
                 **kwargs,
