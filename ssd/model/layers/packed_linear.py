@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ssd.model.layers.packed_embedding import reader_of
-from ssd.model.layers.replace import Replaced, is_plain, parents
+from ssd.model.layers.replace import Joint, Replaced, is_plain, parents, siblings
 from ssd.model.layers.row_plan import EXACT_ROWS, RowPlan, row_counts
 
-SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Layers of one module that read the same input in nearly every model; where they do not it only costs time."""
 _PREPARED_ROWS = 64
 _LONG = 1 << 22
 
@@ -81,37 +79,21 @@ def packed_weight(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-class FusedLinears:
-    """Layers that read the same input, computed as one when the first of them is asked."""
+class FusedLinears(Joint):
+    """Layers that read the same input: one packed product."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        """``linears`` : as many inputs each; with a bias all or none."""
+        """``linears`` : see `siblings`."""
+        super().__init__(linears)
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        self.sizes = [linear.out_features for linear in linears]
         self.product = PackedLinear(
             torch.cat([linear.weight.detach() for linear in linears]),
             torch.cat([bias.detach() for bias in biases]) if biases else None,
         )
-        self.in_features, self.dtype, self.has_bias = linears[0].in_features, linears[0].weight.dtype, bool(biases)
-        self._input: torch.Tensor | None = None
-        self._outputs: list[torch.Tensor | None] = []
 
-    def output(self, x: torch.Tensor, member: int) -> torch.Tensor:
-        """What layer ``member`` makes of ``x``; each layer is asked once for an input."""
-        found = self._outputs[member] if x is self._input else None
-        if found is None:
-            self._outputs = list(torch.split_with_sizes(self.product(x), self.sizes, -1))
-            self._input = x
-            found = self._outputs[member]
-            assert found is not None
-        self._outputs[member] = None
-        if not any(output is not None for output in self._outputs):
-            self._input = None  # nothing of a pass stays behind
-        return found
-
-    def take(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> None:
-        """Compute with others from now on, one a layer, no biases where there are none. O(size)."""
-        self.product.take(torch.cat(list(weights)), torch.cat(list(biases)) if biases else None)
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Joint.compute`."""
+        return self.product(x)
 
 
 class FusedMember(nn.Module):
@@ -135,16 +117,12 @@ class FusedMember(nn.Module):
 
 
 def _fuse(model: nn.Module, dtypes: Sequence[torch.dtype]) -> Iterator[Replaced]:
-    for parent in parents(model):
-        for names in SIBLINGS:
-            linears = [linear for name in names if is_plain(linear := getattr(parent, name, None), dtypes)]
-            if len(linears) < len(names) or not _fit_together(linears):
-                continue
-            group = FusedLinears(linears)
-            for member, name in enumerate(names):
-                part = FusedMember(group, member)
-                setattr(parent, name, part)
-                yield Replaced(parent, name, partial(_linear_again, part))
+    for parent, linears in siblings(model, lambda module: is_plain(module, dtypes)):
+        group = FusedLinears(list(linears.values()))
+        for member, name in enumerate(linears):
+            part = FusedMember(group, member)
+            setattr(parent, name, part)
+            yield Replaced(parent, name, partial(_linear_again, part))
 
 
 def pack_linears(model: nn.Module) -> Iterator[Replaced]:
@@ -197,11 +175,6 @@ def _linear_again(layer: Any) -> nn.Linear:
     if bias is not None:
         linear.bias = nn.Parameter(bias, requires_grad=False)
     return linear
-
-
-def _fit_together(linears: Sequence[nn.Linear]) -> bool:
-    kinds = {(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in linears}
-    return len(kinds) == 1 and len({id(linear) for linear in linears}) == len(linears)
 
 
 def _tied(model: nn.Module) -> dict[int, list[Place]]:

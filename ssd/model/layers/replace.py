@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -148,3 +149,49 @@ def has_hooks(module: nn.Module) -> bool:
     once a pass was asked for its hidden states."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__module__", None) != _COLLECTOR for hook in hooks)
+
+
+SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Layers of one module that read the same input in nearly every model; where they do not it only costs time."""
+
+
+def siblings(model: nn.Module, is_one: Callable[[Any], bool]) -> Iterator[tuple[nn.Module, dict[str, nn.Linear]]]:
+    """Modules, and of each the linear layers by name that can be computed as one. ``is_one`` : of a layer, by itself.
+
+    They have as many inputs each; with a bias all or none.
+    """
+    for parent in parents(model):
+        for names in SIBLINGS:
+            found = {name: each for name in names if is_one(each := getattr(parent, name, None))}
+            weights = {id(each.weight): each.weight for each in found.values()}
+            kinds = {(each.in_features, each.bias is None) for each in found.values()}
+            kept = {(weight.dtype, weight.device) for weight in weights.values()}
+            if len(weights) == len(names) and len(kinds) == len(kept) == 1:
+                yield parent, found
+
+
+class Joint(ABC):
+    """Linear layers that read the same input, computed as one when the first of them is asked."""
+
+    def __init__(self, linears: Iterable[nn.Linear]) -> None:
+        self.sizes = [linear.out_features for linear in linears]
+        self._input: torch.Tensor | None = None
+        self._outputs: list[torch.Tensor | None] = []
+
+    @abstractmethod
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """What all layers make of ``x``, [..., in], side by side: [..., outputs of all]."""
+
+    def output(self, x: torch.Tensor, member: int) -> torch.Tensor:
+        """What layer ``member`` makes of ``x``; each layer is asked once for an input."""
+        if len(self.sizes) == 1:
+            return self.compute(x)
+        found = self._outputs[member] if x is self._input else None
+        if found is None:
+            self._outputs = list(torch.split_with_sizes(self.compute(x), self.sizes, -1))
+            self._input, found = x, self._outputs[member]
+            assert found is not None
+        self._outputs[member] = None
+        if not any(output is not None for output in self._outputs):
+            self._input = None  # nothing of a pass stays behind
+        return found

@@ -22,12 +22,9 @@ import triton.language as tl
 from torch import nn
 
 from ssd.model.kv.triton_launch import early, take_turn
-from ssd.model.layers.replace import MOST_ERROR, Replaced, is_plain, parents, swap_forward
+from ssd.model.layers.replace import MOST_ERROR, Joint, Replaced, is_plain, siblings, swap_forward
 
 log = logging.getLogger(__name__)
-
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Layers of one module that read the same input in nearly every model; where they do not it only costs time."""
 
 FEW_ROWS = 16
 """That the kernel computes as fast as a library, or faster: it reads the weights once, with no second launch."""
@@ -106,13 +103,13 @@ def _asked_of(weight: torch.Tensor, tiles: Tiles) -> int:
     return asked if is_aligned and weight.shape[1] * weight.element_size() >= _ASKED else 0
 
 
-class Product:
-    """What one linear layer computes by, or several that read the same input, all when the first of them is asked."""
+class Product(Joint):
+    """What one linear layer computes by, or several that read the same input."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        """``linears`` : as many inputs each; with a bias all or none. Their weights become parts of one. O(weights)."""
+        """``linears`` : one, or see `siblings`: their weights become parts of one. O(weights)."""
+        super().__init__(linears)
         self._linears = linears
-        self.sizes = [each.out_features for each in linears]
         self.is_exact = self._is_library_exact = False
         self._joined: tuple[torch.Tensor, torch.Tensor | None] | None = None
         if len(linears) > 1:
@@ -122,22 +119,6 @@ class Product:
                 for each, part in zip(linears, torch.split_with_sizes(whole, self.sizes), strict=True):
                     getattr(each, name).data = part
             self._joined = joined[0], joined[1] if len(joined) > 1 else None
-        self._input: torch.Tensor | None = None
-        self._outputs: list[torch.Tensor | None] = []
-
-    def output(self, x: torch.Tensor, member: int) -> torch.Tensor:
-        """What layer ``member`` makes of ``x``; each layer is asked once for an input."""
-        if self._joined is None:
-            return self.compute(x)
-        found = self._outputs[member] if x is self._input else None
-        if found is None:
-            self._outputs = list(torch.split_with_sizes(self.compute(x), self.sizes, -1))
-            self._input, found = x, self._outputs[member]
-            assert found is not None
-        self._outputs[member] = None
-        if not any(output is not None for output in self._outputs):
-            self._input = None  # nothing of a pass stays behind
-        return found
 
     @property
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -150,7 +131,7 @@ class Product:
             self._is_library_exact = _is_library_exact(*self._weights)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """What all layers make of ``x``, [..., in], side by side: [..., outputs of all]."""
+        """As `Joint.compute`."""
         weight, bias = self._weights
         num_rows = x.numel() // max(1, x.shape[-1])
         if self.is_exact:
@@ -208,14 +189,11 @@ def sums_whole() -> Iterator[None]:
 
 def own_linears(model: nn.Module) -> Iterator[Replaced]:
     """Have plain linear layers compute by a `Product`; what was replaced, as it goes. Weights stay as they are."""
-    for parent in parents(model):
-        for names in SIBLINGS:
-            linears = [each for name in names if _is_own(each := getattr(parent, name, None))]
-            if len(linears) == len(names) and _fit_together(linears):
-                yield from _computed_by(Product(linears), linears)
+    for _parent, linears in siblings(model, _is_own):
+        yield from _computed_by(list(linears.values()))
     for module in model.modules():
         if _is_own(module):
-            yield from _computed_by(Product([module]), [module])
+            yield from _computed_by([module])
 
 
 def products_of(model: nn.Module) -> list[Product]:
@@ -224,7 +202,8 @@ def products_of(model: nn.Module) -> list[Product]:
     return list(found.values())
 
 
-def _computed_by(product: Product, linears: Sequence[Any]) -> Iterator[Replaced]:
+def _computed_by(linears: Sequence[Any]) -> Iterator[Replaced]:
+    product = Product(linears)
     for member, module in enumerate(linears):
         module.product, module.member = product, member
         yield swap_forward(module, _forward)
@@ -237,11 +216,6 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _is_own(module: Any) -> TypeGuard[nn.Linear]:
     return is_plain(module, list(MOST_ERROR)) and getattr(module.forward, "__func__", None) is nn.Linear.forward
-
-
-def _fit_together(linears: Sequence[nn.Linear]) -> bool:
-    kinds = {(each.in_features, each.weight.dtype, each.weight.device, each.bias is None) for each in linears}
-    return len(kinds) == 1 and len({id(each.weight) for each in linears}) == len(linears)
 
 
 _THREADS: Final = tl.constexpr(128)

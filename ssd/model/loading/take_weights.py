@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ssd.errors import ModelError
 from ssd.model.layers.adapted_linear import AdaptedLinear
 from ssd.model.layers.packed_embedding import PackedEmbedding
-from ssd.model.layers.packed_linear import FusedLinears, FusedMember, PackedLinear
+from ssd.model.layers.packed_linear import FusedMember, PackedLinear
 from ssd.model.layers.vector_layers import FusedNorm
 from ssd.model.loading.threads import one_thread_if_small
 
@@ -87,48 +87,37 @@ def _held(model: nn.Module) -> Iterator[Held]:
     for path, module in model.named_modules(remove_duplicate=False):
         modules[id(module)] = module
         paths.setdefault(id(module), []).append(f"{path}." if path else "")
-    groups: dict[int, tuple[FusedLinears, dict[int, list[str]]]] = {}
+    packed: dict[int, tuple[PackedLinear, list[int], dict[int, list[str]]]] = {}
     shared: dict[int, tuple[torch.Tensor, list[str]]] = {}
     readers: dict[int, list[PackedEmbedding]] = {}
     for key, module in modules.items():
         if isinstance(module, FusedMember):
-            groups.setdefault(id(module.group), (module.group, {}))[1][module.member] = paths[key]
+            product = module.group.product
+            packed.setdefault(id(product), (product, module.group.sizes, {}))[2][module.member] = paths[key]
+        elif isinstance(module, PackedLinear):
+            packed[key] = module, [module.out_features], {0: paths[key]}
         elif isinstance(module, PackedEmbedding):
             readers.setdefault(id(module.packed), []).append(module)
         elif isinstance(module, FusedNorm):
-            place = _place(paths[key], "weight", module.weight.shape, module.weight.dtype)
-            yield [place], module.take
-        elif not isinstance(module, PackedLinear):
+            yield [_place(paths[key], "weight", module.weight.shape, module.weight.dtype)], module.take
+        else:
             for name, tensor in _own(module):
                 shared.setdefault(id(tensor), (tensor, []))[1].extend(path + name for path in paths[key])
-    for module in modules.values():
-        if isinstance(module, PackedLinear):  # and the embeddings that read its weight
-            read_by = readers.get(id(module.packed), [])
-            size, num_outputs, has_bias, dtype = module.kind
-            everywhere = [path for each in (module, *read_by) for path in paths[id(each)]]
-            places = [_place(everywhere, "weight", (num_outputs, size), dtype)]
-            if has_bias:
-                places.append(_place(paths[id(module)], "bias", (num_outputs,), dtype))
-            yield places, partial(_put_packed, module, read_by)
-    for group, members in groups.values():
-        places = [
-            _place(members[member], name, (size, *rest), group.dtype)
-            for name, rest in (("weight", (group.in_features,)), *([("bias", ())] if group.has_bias else []))
-            for member, size in enumerate(group.sizes)
-        ]
-        yield places, partial(_put_group, group)
+    for product, sizes, members in packed.values():
+        size, _, has_bias, dtype = product.kind
+        read_by = readers.get(id(product.packed), [])  # embeddings, of a layer that is not one of several
+        also = [path for reader in read_by for path in paths[id(reader)]]
+        places = [_place(members[i] + also, "weight", (count, size), dtype) for i, count in enumerate(sizes)]
+        if has_bias:
+            places += [_place(members[i], "bias", (count,), dtype) for i, count in enumerate(sizes)]
+        yield places, partial(_put_packed, product, read_by, len(sizes))
     for tensor, names in shared.values():
         yield [Place(tuple(names), tuple(tensor.shape), tensor.dtype)], tensor.copy_
 
 
-def _put_group(group: FusedLinears, *new: torch.Tensor) -> None:
-    group.take(new[: len(group.sizes)], new[len(group.sizes) :])
-
-
-def _put_packed(
-    linear: PackedLinear, readers: Sequence[PackedEmbedding], weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> None:
-    linear.take(weight.clone(), bias)  # what is in order as it is would not be copied
+def _put_packed(linear: PackedLinear, readers: Sequence[PackedEmbedding], count: int, *new: torch.Tensor) -> None:
+    # Joined into a new tensor, one weight too: what is in order as it is would not be copied.
+    linear.take(torch.cat(new[:count]), torch.cat(new[count:]) if new[count:] else None)
     for reader in readers:
         reader.hold(linear.packed)
 
