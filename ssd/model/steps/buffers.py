@@ -20,9 +20,6 @@ from ssd.model.sampling.sampler import Noise, Sampler, packed_top
 
 Ints = npt.NDArray[np.int64]
 
-_UNDER_WAY = 4
-"""Copies of two passes."""
-
 _AHEAD = np.arange(1 << 12)[None]
 """How far behind its row's start each token of a chain stands."""
 
@@ -104,8 +101,6 @@ class StepBuffers:
         self._chosen = torch.zeros(max_positions, dtype=torch.int64, device=device)
         self._top = torch.zeros(max_positions, 2, SUCCESSORS, dtype=torch.int32, device=device) if keeps_top else None
         self._logits: torch.Tensor | None = None
-        self._sent: tuple[torch.Tensor, ...] = ()
-        """What was copied for the last two passes: a driver that reads a host's memory in place may not have yet."""
         self._max_positions = max_positions
         self._views: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
         """Of outputs, made once: they cost more than a draft."""
@@ -145,32 +140,28 @@ class StepBuffers:
         assert num_rows <= shape.rows and width <= shape.width and (trees is not None) == shape.is_tree
         assert noise is None or self._sampler is not None
         size = self._grids * shape.num_positions + 2 * shape.rows
-        # Of pinned memory: to copy other memory a driver may wait for the pass before.
+        # Pinned: to copy other memory a driver may wait for the pass before. torch keeps it until it was read.
         sent = torch.zeros(size, dtype=torch.int64, pin_memory=self._ints.is_cuda)
         ints = sent.numpy()
         places = _AHEAD[:, :width] if trees is None else trees.depths
         _fill(ints, shape.rows, shape.width, slots, starts, tokens, places, scratch)
-        self._sent = self._sent[-_UNDER_WAY:]
         if noise is not None:
             # One buffer takes all: temperatures lie side by side in the first half of theirs.
             first, n = 3 * shape.num_positions, shape.num_positions
-            grid = shape.rows, shape.width
-            ints[first : first + n].reshape(grid)[:num_rows, :width] = noise.keys.view(np.int64)
-            bits = ints[first + n : first + 2 * n].view(np.float32)[:n].reshape(grid)
+            ints[first : first + n].reshape(shape[:2])[:num_rows, :width] = noise.keys.view(np.int64)
+            bits = ints[first + n : first + 2 * n].view(np.float32)[:n].reshape(shape[:2])
             bits[:num_rows, :width] = noise.temperatures
         if trees is not None:
-            sees = np.broadcast_to(np.eye(shape.width, dtype=np.bool_), (shape.rows, shape.width, shape.width)).copy()
-            sees[:num_rows, :width, :width] = trees.sees
-            self._send(self._sees, torch.from_numpy(sees.reshape(-1)))
-        self._send(self._ints, sent)
+            grid = shape.rows, shape.width, shape.width
+            sees = torch.empty(grid, dtype=torch.bool, pin_memory=self._ints.is_cuda)
+            sees[:] = torch.eye(shape.width, dtype=torch.bool)
+            sees[:num_rows, :width, :width] = torch.from_numpy(trees.sees)
+            self._sees[: sees.numel()].copy_(sees.view(-1), non_blocking=True)
+        self._ints[:size].copy_(sent, non_blocking=True)
 
     def feed_chosen(self, num_rows: int) -> None:
         """Have the pass in place, of one position a row, read the tokens that the last one chose."""
         self._ints[:num_rows].copy_(self._chosen[:num_rows])
-
-    def _send(self, there: torch.Tensor, here: torch.Tensor) -> None:
-        there[: len(here)].copy_(here, non_blocking=True)
-        self._sent = (*self._sent, here)
 
     def store(self, logits: torch.Tensor, inputs: StepInputs) -> None:
         """Keep the logits of a pass, [rows, width, V], and the token of each position that they and its noise give.

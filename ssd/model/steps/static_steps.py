@@ -317,8 +317,6 @@ class StaticMoves:
         """``scratch`` : the first of at least two positions of every slot that never hold text."""
         self._kv_cache, self._scratch, self._record = kv_cache, scratch, record
         self._ints = torch.zeros(3, _MOST_MOVES, dtype=torch.int64, device=kv_cache.device)
-        self._sent: Ints = np.zeros(0, np.int64)
-        """What was copied last: a driver that reads a host's memory in place may not have read it yet."""
         self._step: Step | None = None
         self._has_failed = scratch + 2 > kv_cache.max_length
 
@@ -360,8 +358,7 @@ class StaticMoves:
 
     def _fill(self, slots: Ints, sources: Ints, targets: Ints) -> None:
         """What is too much is the last move once more."""
-        ints = np.stack([slots, sources, targets])
-        ints = np.concatenate([ints, np.repeat(ints[:, -1:], _MOST_MOVES - len(slots), 1)], 1)
-        # Pageable memory: the driver copies it aside before the call returns, and the host does not wait for the copy.
-        self._ints.copy_(torch.from_numpy(ints), non_blocking=True)
-        self._sent = ints
+        sent = torch.empty(self._ints.shape, dtype=torch.int64, pin_memory=self._ints.is_cuda)
+        for ints, row in zip((slots, sources, targets), sent.numpy(), strict=True):
+            row[: len(ints)], row[len(ints) :] = ints, ints[-1]
+        self._ints.copy_(sent, non_blocking=True)  # torch keeps what is pinned until it was read
