@@ -406,11 +406,11 @@ def test_a_draft_is_a_chain_with_the_leaves_that_pay(weights: list[list[float]],
 @pytest.mark.parametrize("right", [0, 4])
 def test_what_comes_of_drafts_says_what_the_next_are_worth(right: int) -> None:
     _, drafter = kind_of("model", num_slots=1, max_length=32)
-    before = drafter._chances_of(True).estimate(np.array([0.5]))[0]
+    before = drafter._chances[True].estimate(np.array([0.5]))[0]
     for _ in range(30):
         (draft,) = drafter.propose([ask(0, "a", [5, 6, 7])])
         drafter.observe("a", draft, min(right, leading_chain(np.array(draft.parents_of_all()))))
-    after = drafter._chances_of(True).estimate(np.array([0.5]))[0]
+    after = drafter._chances[True].estimate(np.array([0.5]))[0]
     assert after < before if right == 0 else after > before
 
 

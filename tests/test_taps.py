@@ -36,7 +36,7 @@ def tapping(model: PreTrainedModel, layers: tuple[int, ...] = LAYERS, **sizes: i
 
 def features_of(target: SlotTarget, slot: int) -> torch.Tensor:
     assert target.features is not None
-    return target.features.stored[slot, 0, : target.length(slot)]
+    return target.features[slot, 0, : target.length(slot)]
 
 
 @torch.inference_mode()

@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
-from ssd.model.kv.kv_cache import FeatureStore
 from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.sampler import Noise, PassOutput
@@ -64,8 +63,9 @@ class Target(ABC):
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self._keep_last = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
-        self.features: FeatureStore | None = None
-        """What a draft head reads of each position that slots hold; None where none was asked for."""
+        self.features: torch.Tensor | None = None
+        """What a draft head reads of each position that slots hold, [num_slots, 1, length, size]; None: not asked for.
+        """
         self.adapter_names: frozenset[str] = frozenset()
         """Adapters that slots may have."""
         self.adapters: list[str | None] = [None] * num_slots

@@ -79,8 +79,8 @@ class NetworkDrafter:
     def __init__(self, slots: TextSlots, vocab_size: int) -> None:
         """``vocab_size`` : tokens below it are drafted."""
         self._slots, self._vocab_size = slots, vocab_size
-        self._greedy_chances = PlattScaling(shift=0.5, scale=1.0)
-        self._sampled_chances = PlattScaling(shift=1.0, scale=0.5)
+        self._chances = {True: PlattScaling(shift=0.5, scale=1.0), False: PlattScaling(shift=1.0, scale=0.5)}
+        """Of greedy rows and of sampled ones."""
         self._price_list = PriceList()
         self._last: dict[str, tuple[bool, Floats]] = {}
 
@@ -107,7 +107,7 @@ class NetworkDrafter:
         wrong = np.flatnonzero(path[:length] != np.arange(min(length, len(path))))
         right = int(wrong[0]) if len(wrong) else min(length, len(path))
         tested = min(length, right + 1)
-        self._chances_of(greedy).learn(own[:tested], np.arange(tested) < right)
+        self._chances[greedy].learn(own[:tested], np.arange(tested) < right)
 
     def finish(self, request_id: str) -> None:
         """Forget a request."""
@@ -189,7 +189,7 @@ class NetworkDrafter:
         for b, row in enumerate(rows):
             row.state.text[len(row.request.context) + row.depth] = token_ids[b, 0]
             own = chances[b, :1]
-            row.chance *= float(self._chances_of(row.sampling.params.greedy).estimate(own)[0])
+            row.chance *= float(self._chances[row.sampling.params.greedy].estimate(own)[0])
             row.token_ids.append(token_ids[b])
             row.chances.append(chances[b])
 
@@ -202,9 +202,6 @@ class NetworkDrafter:
         expected = self._price_list.seconds(num_rows)
         # One that took many times as long was probably interrupted: it counts as slow, but not as that slow.
         self._price_list.observe(num_rows, 0, min(seconds, OUTLIER * expected) if expected else seconds)
-
-    def _chances_of(self, greedy: bool) -> PlattScaling:
-        return self._greedy_chances if greedy else self._sampled_chances
 
 
 class HeadDrafter(NetworkDrafter):

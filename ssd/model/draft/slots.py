@@ -209,7 +209,7 @@ class HeadSlots(TextSlots):
 
     def __init__(self, head: Head, target: Target, chunk_tokens: int) -> None:
         """``target`` : keeps the features that ``head`` reads."""
-        assert target.features is not None and target.features.size == head.feature_size
+        assert target.features is not None and target.features.shape[3] == head.feature_size
         super().__init__(target, chunk_tokens)
         self.draft_to_target, self.num_tokens = head.draft_to_target, head.num_tokens
         self._head, self._features = head, target.features
@@ -242,9 +242,8 @@ class HeadSlots(TextSlots):
     def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> Said:
         slots, tokens = [state.slot for state in states], self._next(states, counts)
         places = torch.from_numpy(self._kv_cache.lengths[slots][:, None] + np.arange(tokens.shape[1]))
-        features = self._features.read(
-            torch.tensor(slots, device=self.target.device), places.to(self.target.device)
-        )  # fmt: skip
+        device = self.target.device
+        features = self._features[torch.tensor(slots, device=device)[:, None], 0, places.to(device)]
         found = self._pass(slots, tokens, features, **({"logits_to_keep": 1} if skims else {}))
         self._kv_cache.lengths[slots] += np.asarray(counts)
         return found

@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ssd.errors import ModelError, first_line
 from ssd.model.kv.attention import ATTENTION_NAME
@@ -245,20 +239,16 @@ class Eagle3Head(Head):
         return self.lm_head(self.norm(features[:, -keep:])), features
 
 
-class _MiddleLayer(nn.Module):
+class _MiddleLayer(LlamaDecoderLayer):  # type: ignore[misc]  # transformers is not typed
     """A Llama layer whose attention reads embedding and features side by side."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.self_attn = LlamaAttention(config, layer_idx=0)
+        super().__init__(config, 0)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(self.self_attn, name)
             wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
             setattr(self.self_attn, name, wide)
-        self.mlp = LlamaMLP(config)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
         self,

@@ -35,12 +35,13 @@ class SlotKVCache:
         self.device = device
         self.kernel: AttentionKernel | None = None
         """What attends in every pass, whatever its rows bring."""
-        self.features: FeatureStore | None = None
+        self.features: torch.Tensor | None = None
+        """Of every position, laid out, moved and copied like keys of one head: [num_slots, 1, max_length, size]."""
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep_features(self, size: int, dtype: torch.dtype) -> None:
         """Keep ``size`` numbers of each position besides; before anything is written."""
-        self.features = FeatureStore(self.num_slots, self.max_length, size, dtype, self.device)
+        self.features = torch.zeros(self.num_slots, 1, self.max_length, size, dtype=dtype, device=self.device)
 
     def store(
         self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
@@ -96,7 +97,7 @@ class SlotKVCache:
         for pair in self._layers.values():
             yield from pair
         if self.features is not None:
-            yield self.features.stored
+            yield self.features
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -249,19 +250,3 @@ class SlotRows:
             mask.masked_fill_(~visible, float("-inf"))
             self._masks[key] = mask[:, None].repeat(1, 1, groups, 1)
         return self._masks[key]
-
-
-class FeatureStore:
-    """Features of every position, laid out, moved and copied like keys of one head: [num_slots, 1, length, size]."""
-
-    def __init__(self, num_slots: int, length: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.stored = torch.zeros(num_slots, 1, length, size, dtype=dtype, device=device)
-
-    @property
-    def size(self) -> int:
-        """Numbers of a position."""
-        return self.stored.shape[3]
-
-    def read(self, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """A copy of what is stored at places int64[B, T] of slots int64[B]: [B, T, size]."""
-        return self.stored[slots[:, None], 0, places]

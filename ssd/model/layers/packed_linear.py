@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,11 +22,8 @@ _PREPARED_ROWS = 64
 _LONG = 1 << 22
 
 
-class Place(NamedTuple):
-    """Where in a model a module stands."""
-
-    parent: nn.Module
-    name: str
+Places = list[tuple[nn.Module, str]]
+"""Where in a model modules stand: what holds them, and their names there."""
 
 
 class PackedLinear(nn.Module):
@@ -131,22 +128,21 @@ def pack_linears(model: nn.Module) -> Iterator[Replaced]:
     Weights are held once: those of a layer go when it is packed, and an embedding that is tied to it reads rows of what
     was packed, see `PackedEmbedding`; where it cannot, both stay. O(weights), and memory for one layer more.
     """
-    if not has_operators():
+    if not (dtypes := packed_types()):
         return
-    dtypes = packed_types()
     yield from _fuse(model, dtypes)
     tied = _tied(model)
     for parent in parents(model):
         for name in dict(parent.named_children()):
             linear = getattr(parent, name)
             if is_plain(linear, dtypes):
-                yield from _pack(linear, tied.pop(id(linear.weight), [Place(parent, name)]))
+                yield from _pack(linear, tied.pop(id(linear.weight), [(parent, name)]))
     for parameter in model.parameters():
         if type(parameter.data) is torch.Tensor:  # while one is mapped from a file, all of the file is
             parameter.data = parameter.data.clone()
 
 
-def _pack(linear: nn.Linear, places: list[Place]) -> Iterator[Replaced]:
+def _pack(linear: nn.Linear, places: Places) -> Iterator[Replaced]:
     """Replace all that stands in ``places``, which are those of the layer's weight, or nothing."""
     packed = PackedLinear(linear.weight, linear.bias)
     again = cache(partial(_linear_again, packed))
@@ -177,14 +173,14 @@ def _linear_again(layer: Any) -> nn.Linear:
     return linear
 
 
-def _tied(model: nn.Module) -> dict[int, list[Place]]:
+def _tied(model: nn.Module) -> dict[int, Places]:
     """Where the modules stand that own a weight with others, by the weight's ``id``."""
-    places: dict[int, list[Place]] = {}
+    places: dict[int, Places] = {}
     for parent in parents(model):
         for name, child in parent.named_children():
             weight = child._parameters.get("weight")
             if weight is not None:
-                places.setdefault(id(weight), []).append(Place(parent, name))
+                places.setdefault(id(weight), []).append((parent, name))
     return {weight: found for weight, found in places.items() if len(found) > 1}
 
 
@@ -212,23 +208,15 @@ def prepare_linears(model: nn.Module) -> None:
                 packed(torch.zeros(1, num_rows, size, dtype=dtype))
 
 
-def has_operators() -> bool:
-    """Whether this torch has the two operators."""
-    names = ("_linear_pointwise", "_reorder_linear_weight")
-    return torch.backends.mkldnn.is_available() and all(  # type: ignore[no-untyped-call]
-        hasattr(torch.ops.mkldnn, name) for name in names
-    )
-
-
 @cache
 def packed_types() -> tuple[torch.dtype, ...]:
-    """Of weights that can be packed here: bfloat16 takes AVX-512, or AVX2 that converts it."""
+    """Of weights that can be packed here: bfloat16 takes AVX-512, or AVX2 that converts it; none without oneDNN."""
     return tuple(dtype for dtype in (torch.float32, torch.bfloat16) if _can_pack(dtype))
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
     try:
         packed_weight(torch.zeros(16, 16, dtype=dtype))
-    except RuntimeError:
+    except (AttributeError, RuntimeError):  # no operator, or none for this type
         return False
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -51,12 +52,11 @@ class Tap:
                     f"the draft head reads behind layer {layer}, and {type(model).__name__} has {len(found)}: it was "
                     "made for another model"
                 )
-            if layer == FINAL:
-                decoder.register_forward_hook(self._after(layer))
-            elif layer == 0:
+            if layer == 0:
                 found[0].register_forward_pre_hook(self._before_all, with_kwargs=True)
             else:
-                found[layer - 1].register_forward_hook(self._after(layer))
+                module = decoder if layer == FINAL else found[layer - 1]
+                module.register_forward_hook(partial(self._after, layer))
 
     @contextmanager
     def listening(self) -> Iterator[list[torch.Tensor]]:
@@ -73,12 +73,9 @@ class Tap:
             self._is_listening = False
             self._seen.clear()  # what a recorded pass allocates must not be kept
 
-    def _after(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
-        def keep(_module: nn.Module, _given: Any, output: Any) -> None:
-            if self._is_listening:
-                self._seen[layer] = output if isinstance(output, torch.Tensor) else output[0]
-
-        return keep
+    def _after(self, layer: int, _module: nn.Module, _given: Any, output: Any) -> None:
+        if self._is_listening:
+            self._seen[layer] = output if isinstance(output, torch.Tensor) else output[0]
 
     def _before_all(self, _module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._is_listening:

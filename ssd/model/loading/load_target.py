@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ssd.config import Exact
 from ssd.errors import ModelError, first_line
-from ssd.model.layers.packed_linear import PackedLinear, has_operators, packed_types
+from ssd.model.layers.packed_linear import PackedLinear, packed_types
 from ssd.model.layers.replace import is_plain
 from ssd.model.layers.row_plan import find_rows, seconds_of
 from ssd.model.layers.tap import Tapped, require_tap
@@ -55,7 +55,7 @@ def faster_type(model: PreTrainedModel) -> torch.dtype:
     for module in model.modules():
         if is_plain(module, _TYPES):
             kinds.setdefault((module.in_features, module.out_features), []).append(module)
-    if not has_operators() or not kinds or torch.bfloat16 not in packed_types():
+    if not kinds or torch.bfloat16 not in packed_types():
         return torch.float32
     seconds = dict.fromkeys(_TYPES, 0.0)
     for (size, num_outputs), layers in kinds.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -108,19 +109,13 @@ def steps_error(target: SlotTarget) -> float:
 
 def _candidates(device: torch.device, enforce_eager: bool) -> Iterator[Candidate]:
     """What to try, fastest first."""
-    kernel, sampler = triton_kernel(), sampler_of(device)
+    kernel: AttentionKernel | None = None
+    with suppress(ImportError):  # triton comes with CUDA builds of torch; without it, torch attends
+        from ssd.model.kv.triton_attention import triton_attention as kernel
+    sampler = sampler_of(device)
     if not enforce_eager:
         if kernel is not None:
             yield Candidate("CUDA graphs with our attention kernel", lambda: CudaGraphs(device), kernel, sampler)
         yield Candidate("CUDA graphs", lambda: CudaGraphs(device), None, sampler)
     if kernel is not None:
         yield Candidate("eager passes with our attention kernel", lambda: eagerly, kernel, sampler)
-
-
-def triton_kernel() -> AttentionKernel | None:
-    """Our attention kernel where Triton is installed."""
-    try:
-        from ssd.model.kv.triton_attention import triton_attention
-    except ImportError:  # it comes with CUDA builds of torch; without it, torch attends
-        return None
-    return triton_attention

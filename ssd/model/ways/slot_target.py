@@ -154,7 +154,7 @@ class SlotTarget(Target):
         with tap.listening() as hidden:
             logits = self._run(tokens, rows, **kwargs)
         assert self.features is not None
-        rows.put(tapped.combine(hidden)[:, None], self.features.stored)
+        rows.put(tapped.combine(hidden)[:, None], self.features)
         return logits
 
     def _run(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
