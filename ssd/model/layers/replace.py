@@ -162,7 +162,7 @@ def siblings(model: nn.Module, is_one: Callable[[Any], bool]) -> Iterator[tuple[
     """
     for parent in parents(model):
         for names in SIBLINGS:
-            found = {name: each for name in names if is_one(each := getattr(parent, name, None))}
+            found: dict[str, Any] = {name: each for name in names if is_one(each := getattr(parent, name, None))}
             weights = {id(each.weight): each.weight for each in found.values()}
             kinds = {(each.in_features, each.bias is None) for each in found.values()}
             kept = {(weight.dtype, weight.device) for weight in weights.values()}
