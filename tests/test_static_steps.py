@@ -248,10 +248,9 @@ def test_static_moves_move_what_moves_move(seed: int, num_moves: int) -> None:
         plain._layers[layer] = values[0].clone(), values[1].clone()
         static._layers[layer] = values[0].clone(), values[1].clone()
     pairs = random.permutation(3 * 200)[:num_moves]  # distinct slots and targets, of the text alone
-    slots, targets, sources = pairs // 200, pairs % 200, random.integers(0, 200, num_moves)
-    moves = StaticMoves(static, scratch=200, record=eagerly)
-    plain.move(slots, sources, targets)
-    if not moves.run(slots, sources, targets):
+    moves = torch.from_numpy(np.stack([pairs // 200, random.integers(0, 200, num_moves), pairs % 200]))
+    plain.move(moves)
+    if not StaticMoves(static, scratch=200, record=eagerly).run(moves):
         assert num_moves > 256
         return
     for layer, pair in plain._layers.items():
@@ -268,7 +267,7 @@ def test_moves_that_fail_are_left_to_the_plain_one(
     before = [stored[:, :, :10].clone() for stored in kv_cache._layers[0]]
     moves = StaticMoves(kv_cache, scratch=10, record=record)
     for _ in range(2):
-        assert not moves.run(np.array([1]), np.array([5]), np.array([2]))
+        assert not moves.run(torch.tensor([[1], [5], [2]]))
     assert all(torch.equal(stored[:, :, :10], was) for stored, was in zip(kv_cache._layers[0], before, strict=True))
     assert sum("layer by layer" in record.message for record in caplog.records) == 1
 

@@ -66,17 +66,13 @@ class SlotKVCache:
         """All that a layer holds, as `store` returns it, once it has attended, so that its reach is known."""
         return self._layers.get(layer) if layer in self.reach else None
 
-    def move(
-        self, slots: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
-    ) -> None:
-        """Copy single positions inside their slots, in every layer: entry i from ``sources[i]`` to ``targets[i]``.
+    def move(self, moves: torch.Tensor) -> None:
+        """Copy single positions inside their slots, in every layer.
 
-        All int64[n]; the pairs (slot, target) are distinct. Everything is read before anything is written.
+        moves : int64[3, n] on the device, of each the slot, where it is and where it goes. Pairs (slot, target) that
+        are equal must have equal sources. Everything is read before anything is written.
         """
-        self.move_at(*(torch.from_numpy(each).to(self.device) for each in (slots, sources, targets)))
-
-    def move_at(self, at: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-        """``move`` by tensors on the device, int64[n]; pairs (slot, target) that are equal must have equal sources."""
+        at, source, target = moves
         for stored in self.tensors():
             stored[at, :, target] = stored[at, :, source]
 

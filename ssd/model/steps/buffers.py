@@ -20,6 +20,9 @@ from ssd.model.sampling.sampler import Noise, Sampler, packed_top
 
 Ints = npt.NDArray[np.int64]
 
+_GRIDS = 5
+"""Numbers of each position: token, position, place, and what it is sampled with: key, temperature."""
+
 _AHEAD = np.arange(1 << 12)[None]
 """How far behind its row's start each token of a chain stands."""
 
@@ -64,13 +67,13 @@ class StepShape(NamedTuple):
 
 class StepInputs(NamedTuple):
     """What a pass of one shape reads: tokens, int64[B, T], and their rows; and what each position is sampled with, as
-    `Sampler` has it: int64[B * T] and float32[B * T], None without one.
+    `Sampler` has it: int64[B * T] and float32[B * T].
     """
 
     tokens: torch.Tensor
     rows: SlotRows
-    keys: torch.Tensor | None
-    temperatures: torch.Tensor | None
+    keys: torch.Tensor
+    temperatures: torch.Tensor
 
 
 class StepBuffers:
@@ -94,9 +97,7 @@ class StepBuffers:
         keeps_top : whether a pass finds the most probable tokens of every position too.
         """
         self._sampler = sampler
-        self._grids = 3 if sampler is None else 5
-        """Numbers of each position: token, position, place, and what it is sampled with: key, temperature."""
-        self._ints = torch.zeros(self._grids * max_positions + 2 * max_rows, dtype=torch.int64, device=device)
+        self._ints = torch.zeros(_GRIDS * max_positions + 2 * max_rows, dtype=torch.int64, device=device)
         self._sees = torch.zeros(max_positions * max_width, dtype=torch.bool, device=device)
         self._chosen = torch.zeros(max_positions, dtype=torch.int64, device=device)
         self._top = torch.zeros(max_positions, 2, SUCCESSORS, dtype=torch.int32, device=device) if keeps_top else None
@@ -108,16 +109,15 @@ class StepBuffers:
     def inputs(self, shape: StepShape, kv_cache: SlotKVCache, kernel: AttentionKernel | None) -> StepInputs:
         """Views of what `fill` fills."""
         n, b = shape.num_positions, shape.rows
-        sizes = [n] * self._grids + [b, b]
-        tokens, positions, places, *noise, slots, starts = torch.split(self._ints[: sum(sizes)], sizes)
+        sizes = [n] * _GRIDS + [b, b]
+        tokens, positions, places, keys, temperatures, slots, starts = torch.split(self._ints[: sum(sizes)], sizes)
         grid = (b, shape.width)
         sees = self._sees[: n * shape.width].view(*grid, shape.width) if shape.is_tree else None
         rows = SlotRows(
             kv_cache, slots, positions.view(grid), places.view(grid), starts.view(b, 1), shape.num_keys, None, sees,
             kernel,
         )  # fmt: skip
-        keys, temperatures = (noise[0], noise[1].view(torch.float32)[:n]) if noise else (None, None)
-        return StepInputs(tokens.view(grid), rows, keys, temperatures)
+        return StepInputs(tokens.view(grid), rows, keys, temperatures.view(torch.float32)[:n])
 
     def fill(
         self,
@@ -139,7 +139,7 @@ class StepBuffers:
         num_rows, width = tokens.shape
         assert num_rows <= shape.rows and width <= shape.width and (trees is not None) == shape.is_tree
         assert noise is None or self._sampler is not None
-        size = self._grids * shape.num_positions + 2 * shape.rows
+        size = _GRIDS * shape.num_positions + 2 * shape.rows
         # Pinned: to copy other memory a driver may wait for the pass before. torch keeps it until it was read.
         sent = torch.zeros(size, dtype=torch.int64, pin_memory=self._ints.is_cuda)
         ints = sent.numpy()
@@ -173,11 +173,7 @@ class StepBuffers:
             self._logits = torch.empty(self._max_positions, flat.shape[-1], dtype=flat.dtype, device=flat.device)
         kept = self._logits[: len(flat)]
         kept.copy_(flat)
-        if self._sampler is None:
-            chosen = flat.argmax(-1)
-        else:
-            assert inputs.keys is not None and inputs.temperatures is not None
-            chosen = self._sampler(kept, inputs.keys, inputs.temperatures)
+        chosen = flat.argmax(-1) if self._sampler is None else self._sampler(kept, inputs.keys, inputs.temperatures)
         self._chosen[: len(flat)].copy_(chosen)
         if self._top is not None:
             self._top[: len(flat)].copy_(packed_top(kept))

@@ -320,12 +320,14 @@ class StaticMoves:
         self._step: Step | None = None
         self._has_failed = scratch + 2 > kv_cache.max_length
 
-    def run(self, slots: Ints, sources: Ints, targets: Ints) -> bool:
-        """Move as `SlotKVCache.move` does; False where that must be called instead. Nothing is done then."""
-        if len(slots) > _MOST_MOVES or not self.open():
+    def run(self, moves: torch.Tensor) -> bool:
+        """Move as `SlotKVCache.move` does, ``moves`` on the host; False where that must be called instead. Nothing is
+        done then.
+        """
+        if moves.shape[1] > _MOST_MOVES or not self.open():
             return False
         assert self._step is not None
-        self._fill(slots, sources, targets)
+        self._fill(moves)
         self._step()
         return True
 
@@ -337,10 +339,10 @@ class StaticMoves:
         assert self._kv_cache.bytes_per_token  # layers are there: what comes later would not be moved
 
         def step() -> None:
-            self._kv_cache.move_at(*self._ints)
+            self._kv_cache.move(self._ints)
 
         try:
-            self._fill(np.zeros(1, np.int64), np.array([self._scratch + 1]), np.array([self._scratch]))
+            self._fill(torch.tensor([[0], [self._scratch + 1], [self._scratch]]))
             step()
             recorded = self._record(step)
             for stored in self._kv_cache.tensors():
@@ -356,9 +358,8 @@ class StaticMoves:
         self._step = recorded
         return True
 
-    def _fill(self, slots: Ints, sources: Ints, targets: Ints) -> None:
+    def _fill(self, moves: torch.Tensor) -> None:
         """What is too much is the last move once more."""
         sent = torch.empty(self._ints.shape, dtype=torch.int64, pin_memory=self._ints.is_cuda)
-        for ints, row in zip((slots, sources, targets), sent.numpy(), strict=True):
-            row[: len(ints)], row[len(ints) :] = ints, ints[-1]
+        sent[:, : moves.shape[1]], sent[:, moves.shape[1] :] = moves, moves[:, -1:]
         self._ints.copy_(sent, non_blocking=True)  # torch keeps what is pinned until it was read

@@ -117,9 +117,9 @@ class SlotTarget(Target):
             if len(to):
                 moves.append(np.stack([np.full(len(to), slot), start + path[to], start + to]))
         if moves:
-            slots_and_places = np.concatenate(moves, axis=1)
-            if self.steps is None or not self.steps.moves.run(*slots_and_places):
-                self.kv_cache.move(*slots_and_places)
+            together = torch.from_numpy(np.concatenate(moves, axis=1))
+            if self.steps is None or not self.steps.moves.run(together):
+                self.kv_cache.move(together.to(self.device))
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
         self.kv_cache.copy(source, slot, start, end)
