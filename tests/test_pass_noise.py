@@ -166,7 +166,7 @@ def test_recording_a_shape_leaves_the_tokens_of_the_pass_that_needed_it() -> Non
     _, static = pair_of_targets(MODEL, sampler=formula)
     for _ in range(2):  # recorded, and repeated
         check_batch(static, rows)
-    assert static.steps is not None and static.steps.num_recorded == 1
+    assert static.steps is not None and len(static.steps._steps) == 1
 
 
 @settings(max_examples=30)

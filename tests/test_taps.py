@@ -98,7 +98,7 @@ def test_recorded_passes_store_what_plain_ones_do(recorder: str) -> None:
     texts = [text(11), text(14, seed=1), text(9, seed=2)]
     for target in (plain, static):
         read_in_parts(target, [2, 0, 3], texts)
-    assert static.steps.num_recorded and static.steps.failure is None
+    assert static.steps._steps and static.steps.failure is None
     for slot in (2, 0, 3):
         torch.testing.assert_close(features_of(static, slot), features_of(plain, slot), atol=1e-5, rtol=1e-4)
 

@@ -140,14 +140,12 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         self._limit = limit
         self._request_id = f"generate-{next(_ids)}"
         self._draft = EMPTY_DRAFT
-        self._start = 0
         self._price_list = PriceList()
         self._drafted_at = 0.0
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         """``input_ids``, int64[1, n], with the draft behind it; no scores, so transformers samples and compares."""
         context = self.note(input_ids)
-        self._start = len(context)
         try:
             self._draft = self._propose(context)
         except Exception:  # a drafter must not fail the request

@@ -113,8 +113,6 @@ class Speculator(VllmDrafter):
         self._ending: list[Request] = []
         self._seated: list[str] | None = None  # ids of the rows
         self._texts: list[Request | None] = []
-        self.num_steps = self.num_behind = 0
-        """Steps that were drafted for, and those in which the device was ahead of what was known."""
         super().__init__(vllm_config, longest=self._longest, price=_LOW_PRICE)
         self._num_ranks = tensor_rank()[1]
         if self._core is None:
@@ -247,8 +245,6 @@ class Speculator(VllmDrafter):
             self._seated = list(batch.req_ids)
         # A row whose prompt is not computed to its end has said nothing.
         says = batch.num_computed_tokens_np[:count] + batch.num_scheduled_tokens[:count] >= batch.prefill_len_np[:count]
-        self.num_steps += 1
-        self.num_behind += bool(self._steps)
         limit = self._longest if self._steps else self._width
         core.drafter.draft(says, core.cache.snapshot(), step.told_np, limit)
         return step.told[:count].to(self._device, non_blocking=True)

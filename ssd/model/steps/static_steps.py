@@ -198,11 +198,6 @@ class StaticSteps:
         """Why there are no static steps any more."""
 
     @property
-    def num_recorded(self) -> int:
-        """Shapes that are ready."""
-        return len(self._steps)
-
-    @property
     def takes_noise(self) -> bool:
         """Whether passes choose tokens with noise."""
         return self._takes_noise and self.failure is None
