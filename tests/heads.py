@@ -66,7 +66,7 @@ def random_eagle3(
             if parameter.ndim > 1:
                 parameter.mul_(4.0)
     if draft_vocab_size is not None:
-        head.map_vocabulary(torch.randperm(own.vocab_size)[:draft_vocab_size].sort().values)
+        head.draft_to_target = torch.randperm(own.vocab_size)[:draft_vocab_size].sort().values
     return head.to(model.dtype).eval()
 
 

@@ -58,7 +58,7 @@ class Eagle3Training:
         config.tie_word_embeddings = False
         config._attn_implementation = "sdpa"
         self.head = Eagle3Head(config, target.get_input_embeddings(), feature_layers, draft_vocab_size=len(draft_ids))
-        self.head.map_vocabulary(draft_ids)
+        self.head.draft_to_target = draft_ids
         self._draft_ids = draft_ids
         self._begin(target)
 
@@ -115,7 +115,11 @@ class Eagle3Training:
                 "use_aux_hidden_state": True,
             },
         }
-        return config, dict(head.state_dict())
+        tensors = dict(head.state_dict())
+        ids = tensors.pop("draft_to_target")  # is published as what to add to a drafted id, and which are drafted
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(described["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
+        return config, tensors
 
 
 STEP_ROWS = 8

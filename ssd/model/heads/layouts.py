@@ -145,10 +145,9 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
     shape = _llama_config({**layer, "vocab_size": own.vocab_size}, target)
     mapping, made = _mapping(tensors, own.vocab_size), {}
     if mapping is not None:
+        made["draft_to_target"] = mapping
         if (wanted := number(config, "draft_vocab_size")) not in (None, len(mapping)):
             raise ModelError(f"draft_vocab_size is {wanted}, but d2t has {len(mapping)} entries: download it again")
-        made["d2t"] = mapping - torch.arange(len(mapping))
-        made["t2d"] = torch.zeros(own.vocab_size, dtype=torch.bool).index_fill_(0, mapping, True)
     embed = _embeddings(tensors, target, shape)
     layers = _layers_read(target, listed, 0 if names else 1)
     with torch.device("meta"):

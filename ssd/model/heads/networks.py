@@ -24,16 +24,19 @@ class Head(nn.Module, ABC):
     ``feature_layers`` : whose hidden states it reads: k for what comes out of the first k decoder layers, 0 for the
     embeddings, `tap.FINAL`. ``feature_size`` : numbers kept of each position. ``num_tokens`` : most that it drafts;
     None is any number. ``attends`` : whether it reads the whole text, and not its end alone. ``config`` : of layers
-    whose attention is found by the name that stands there.
+    whose attention is found by the name that stands there. ``draft_to_target`` : int64[Vd], the target's id of each
+    token that it can draft; None where the vocabularies are one.
     """
 
     feature_layers: tuple[int, ...]
     feature_size: int
     num_tokens: int | None = None
     attends: bool = True
+    draft_to_target: torch.Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("draft_to_target", None)
         self.config: Any = None
         self._rotary: tuple[LlamaRotaryEmbedding, ...] = ()  # a module would be rounded with this one
 
@@ -71,11 +74,6 @@ class Head(nn.Module, ABC):
     def rotary(self) -> LlamaRotaryEmbedding | None:
         """Of `turn_by`."""
         return self._rotary[0] if self._rotary else None
-
-    @property
-    def draft_to_target(self) -> torch.Tensor | None:
-        """int64[Vd], the target's id of each token it can draft; None where the vocabularies are one."""
-        return None
 
 
 class TargetParts:
@@ -176,14 +174,9 @@ class Eagle3Head(Head):
     config : shape and rotary positions of the layer, and the name of its attention: "sdpa" with ``attention_mask``, or
     the slots'. embed : embeddings of token ids, as a rule the target's, which may be replaced by faster ones; no part
     of this module's state. feature_layers, target_hidden_size : which hidden states are fused, and their size.
-    draft_vocab_size : None where the head drafts every token of the target; otherwise `map_vocabulary` or the loaded
-    state says which. norm_before_residual : whether the layer adds to its normed features, as some published heads do.
+    draft_vocab_size : None where the head drafts every token of the target; otherwise ``draft_to_target`` is to be
+    filled. norm_before_residual : whether the layer adds to its normed features, as some published heads do.
     """
-
-    d2t: torch.Tensor
-    """int64[Vd], what to add to a drafted id to get the target's."""
-    t2d: torch.Tensor
-    """bool[V], whether the target's token can be drafted."""
 
     def __init__(
         self,
@@ -207,20 +200,7 @@ class Eagle3Head(Head):
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size or config.vocab_size, bias=False)
         self.turn_by(config, self.fc.weight.device)
         if draft_vocab_size is not None:
-            self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-
-    def map_vocabulary(self, draft_to_target: torch.Tensor) -> None:
-        """Draft these tokens of the target, int64[Vd], ascending."""
-        self.d2t.copy_(draft_to_target - torch.arange(len(draft_to_target)))
-        self.t2d.zero_()
-        self.t2d[draft_to_target] = True
-
-    @property
-    def draft_to_target(self) -> torch.Tensor | None:
-        """See `Head`."""
-        offsets = getattr(self, "d2t", None)
-        return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+            self.draft_to_target = torch.zeros(draft_vocab_size, dtype=torch.int64)
 
     def combine(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         """Fuse the hidden states into features, [..., feature_size]."""
