@@ -1,4 +1,4 @@
-"""Training of draft heads: what is drafted over a whole text at once is what is drafted token by token."""
+"""Training of draft heads: what is unrolled over a whole text at once is what serving computes token by token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.training.head import Eagle3Training, make_optimizers, save
-from benchmarks.training.measure import chains, read
+from benchmarks.training.head import Eagle3Training, make_optimizers, read, save, unroll
 from benchmarks.training.model import take_step
 from ssd.model.heads.layouts import load_head
 from ssd.model.heads.networks import Eagle3Head
@@ -47,8 +46,8 @@ def test_unrolled_steps_are_the_passes_of_serving(target: LlamaForCausalLM) -> N
     training = Eagle3Training(target, torch.arange(VOCABULARY), (1, 2, 3), 40)
     tokens = torch.randint(1, VOCABULARY, (2, 9))
     hidden, _ = read(target, tokens, Tap(target, (1, 2, 3)))
-    drafts = chains(training.head, tokens, hidden, VOCABULARY, 3, lambda logits: logits.argmax(-1))
     features = training.head.combine(hidden)
+    steps = list(unroll(training.head, tokens[:, 1:], features[:, :-1], 3))
     for start in range(8):
         cache = DynamicCache()
         positions = torch.arange(start + 1)[None]
@@ -56,10 +55,10 @@ def test_unrolled_steps_are_the_passes_of_serving(target: LlamaForCausalLM) -> N
             tokens[:, 1 : start + 2], features[:, : start + 1], positions, past_key_values=cache
         )
         for depth in range(min(3, 8 - start)):
-            drafted = logits[:, -1:].argmax(-1)
-            assert torch.equal(drafts[depth][:, start], drafted[:, 0])
-            position = torch.tensor([[start + depth + 1]])
-            logits, outgoing = training.head(drafted, outgoing[:, -1:], position, past_key_values=cache)
+            torch.testing.assert_close(steps[depth][:, start + depth], logits[:, -1])
+            if start + depth < 7:
+                said, position = tokens[:, start + depth + 2, None], torch.tensor([[start + depth + 1]])
+                logits, outgoing = training.head(said, outgoing[:, -1:], position, past_key_values=cache)
 
 
 def test_some_steps_lower_the_loss(target: LlamaForCausalLM) -> None:

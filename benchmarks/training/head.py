@@ -1,8 +1,8 @@
 """Train an EAGLE-3 head for the bundled model: ``python -m benchmarks.training.head --out DIR``, half an hour on a CPU.
 
-The model writes text, the head learns to say what the model said, and text of other prompts measures it. Everything
-follows from the seed and the number of steps. DIR gets a directory that ``--draft-head`` takes. The head reads its own
-output while it learns, as it will when it drafts: "training-time test" (arXiv 2503.01840, section 3).
+The model writes text, and the head learns to say what the model said. Everything follows from the seed and the number
+of steps. DIR gets a directory that ``--draft-head`` takes. The head reads its own output while it learns, as it will
+when it drafts: "training-time test" (arXiv 2503.01840, section 3). What it brings: ``python -m benchmarks.contenders``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional
 from torch.optim import AdamW, Muon, Optimizer
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
-from benchmarks.training.corpus import TokenStream, standard_library, training_documents
-from benchmarks.training.measure import (
-    ROW_LENGTH,
-    TEMPERATURES,
-    acceptance,
-    held_out_prompts,
-    read,
-    unroll,
-    write_batches,
-)
+from benchmarks.training.corpus import Prefixes, TokenStream, standard_library, training_documents
+from benchmarks.training.measure import write
 from benchmarks.training.model import log, take_step
 from ssd.bundled import MODEL_PATH
 from ssd.model.heads.networks import Eagle3Head
@@ -88,7 +81,7 @@ class Eagle3Training:
         features = self.head.combine([states[:, :-1] for states in hidden])
         wanted = torch.softmax(logits[:, 1:, self._draft_ids], -1)
         total, weights = torch.zeros(()), 0.0
-        for step, drafted in enumerate(unroll(self.head, tokens[:, 1:], features, depth, None)):
+        for step, drafted in enumerate(unroll(self.head, tokens[:, 1:], features, depth)):
             weight = STEP_WEIGHT**step
             distance = functional.cross_entropy(drafted[:, step:].flatten(0, 1), wanted[:, step:].flatten(0, 1))
             total = total + weight * distance
@@ -122,21 +115,54 @@ class Eagle3Training:
         return config, tensors
 
 
+@torch.no_grad()
+def read(model: PreTrainedModel, tokens: torch.Tensor, tap: Tap) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Hidden states that the tap takes, [rows, length, H] each, and logits, of every position of rows."""
+    with tap.listening() as hidden:
+        logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return hidden, logits
+
+
+def unroll(
+    head: Eagle3Head, next_tokens: torch.Tensor, features: torch.Tensor, num_steps: int
+) -> Iterator[torch.Tensor]:
+    """Logits [B, n, Vd] of each step.
+
+    next_tokens : int64[B, n], the token after each position. features : [B, n, H], the target's. The first j positions
+    of step j stand for nothing.
+    """
+    length = next_tokens.shape[1]
+    positions = torch.arange(length)[None]
+    cache = DynamicCache()
+    for step in range(num_steps):
+        mask = None if step == 0 else _reach(length, step)
+        logits, features = head(next_tokens, features, positions, attention_mask=mask, past_key_values=cache)
+        yield logits
+        features = functional.pad(features[:, :-1], (0, 0, 1, 0))
+
+
+def _reach(length: int, step: int) -> torch.Tensor:
+    """Which keys of this step and those before it a position sees, bool[1, 1, length, (step + 1) * length]."""
+    back = torch.arange(length)[:, None] - torch.arange(length)
+    blocks = [back >= step] + [back == step - earlier for earlier in range(1, step + 1)]
+    return torch.cat(blocks, dim=1)[None, None]
+
+
+ROW_LENGTH = 256
 STEP_ROWS = 8
 LONG_ROW_LENGTH = 1024
 LONG_EVERY = 8
 """Every so many steps rows of the corpus of this length are read, one token ahead: serving has long contexts."""
 TRAINED_DEPTH = 3
-"""Tokens ahead that the head is unrolled for; measured further."""
+"""Tokens ahead that the head is unrolled for."""
 WARM_UP_STEPS = 20
-HELD_OUT_ROWS = 96
-SAVE_EVERY = 100
-"""Steps; a run that is stopped leaves the head as it was then."""
 LEARNING_RATE = 3e-3
 LAYERS = (2, 4, 6)
 """Whose hidden states it reads."""
 DRAFT_VOCAB_SIZE, INTERMEDIATE_SIZE = 2048, 512
-WRITTEN_ROWS, WRITTEN_BATCHES = 256, 4
+WRITTEN_ROWS = 256
+WRITTEN_TEMPERATURES = (0.7, 0.0, 1.0, 0.7)
+"""Of the batches of written text in turn; every fourth answers questions."""
 LOG_EVERY = 20
 
 
@@ -171,8 +197,6 @@ def train(
         left = min(1.0, (args.steps - step) / (0.6 * args.steps))
         take_step(optimizers, LEARNING_RATE * min((step + 1) / WARM_UP_STEPS, left))
         losses.append(loss.item())
-        if step % SAVE_EVERY == SAVE_EVERY - 1:
-            save(training, args.out)
         if step % LOG_EVERY == LOG_EVERY - 1:
             seconds, mean = round(time.monotonic() - started), round(float(np.mean(losses[-LOG_EVERY:])), 3)
             log(args.out, step=step + 1, of=args.steps, loss=mean, seconds=seconds)
@@ -213,7 +237,7 @@ def save(training: Eagle3Training, out: Path) -> int:
 
 
 def main() -> None:
-    """Write, train, measure, save."""
+    """Write, train, save."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training.head", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for the head")
     parser.add_argument("--steps", type=int, default=420)
@@ -224,24 +248,22 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     target = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32).eval().requires_grad_(False)
     tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
-    files = standard_library()
-    documents = training_documents(files, tokenizer)
+    documents = training_documents(standard_library(), tokenizer)
     started = time.monotonic()
-    temperatures = [TEMPERATURES[batch % len(TEMPERATURES)] for batch in range(WRITTEN_BATCHES)]
-    texts = write_batches(target, documents, args.seed, WRITTEN_ROWS, temperatures)
-    written = torch.cat([each.tokens for each in texts])
+    prefixes = Prefixes(documents, args.seed, WRITTEN_ROWS)
+    written = torch.cat(
+        [
+            write(target, prefixes.batch(step), ROW_LENGTH, temperature, 1000 * args.seed + step)
+            for step, temperature in enumerate(WRITTEN_TEMPERATURES)
+        ]
+    )
     log(args.out, written=written.numel(), seconds=round(time.monotonic() - started))
     training = Eagle3Training(target, frequent_tokens(written, DRAFT_VOCAB_SIZE), LAYERS, INTERMEDIATE_SIZE)
     stream = TokenStream(documents, args.seed, STEP_ROWS * ROW_LENGTH)
     done = train(training, target, written, stream, args)
     num_bytes = save(training, args.out)
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    log(args.out, steps=args.steps, seed=args.seed, **done, bytes=num_bytes, **versions)
-    held_out = [
-        acceptance(target, training.head, texts)
-        for texts in write_batches(target, held_out_prompts(files, tokenizer), args.seed + 7, HELD_OUT_ROWS, (0.0, 0.7))
-    ]
-    log(args.out, kind="eagle3", held_out=held_out)
+    log(args.out, kind="eagle3", steps=args.steps, seed=args.seed, **done, bytes=num_bytes, **versions)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def unlikelihood_loss(model: LlamaForCausalLM, tokens: torch.Tensor, prefix_leng
     for row, mask in zip(written, looped, strict=True):
         # What follows end-of-text is never seen by anyone.
         end = int(np.argmax(row == END_OF_TEXT_ID)) if END_OF_TEXT_ID in row else len(row)
-        mask[:end] = looped_tokens(row[:end], first_copy=False)
+        mask[:end] = looped_tokens(row[:end])
     if not looped.any():
         return torch.zeros(()), 0.0
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[:, prefix_length - 1 :].float()
@@ -240,8 +240,7 @@ def train(args: argparse.Namespace) -> None:
         loss = backward(second, step, FINISH_ROW_LENGTH if step % 2 else ROW_LENGTH)
         start = prefixes.batch(step)
         length = start.shape[1] + rollout_tokens(step, args.finish_steps)
-        written = write(model, start, length, temperature=0.0, seed=0)  # end-of-text does not stop it
-        unlikelihood, share = unlikelihood_loss(model, written.tokens, written.start)
+        unlikelihood, share = unlikelihood_loss(model, write(model, start, length), start.shape[1])
         if unlikelihood.requires_grad:
             torch.autograd.backward(UNLIKELIHOOD_WEIGHT * unlikelihood)
         rate = PEAK_LEARNING_RATE * FINISH_SHARE * (1 - step / args.finish_steps)
