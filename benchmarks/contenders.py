@@ -16,7 +16,6 @@ object.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,7 +30,7 @@ from transformers import PreTrainedModel
 from benchmarks.run import Option, Run, bootstrap, spread
 from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios, requests_of
 from benchmarks.workloads import MIXED, NO_REPEATS, made_stream
-from ssd.bundled import MODEL_PATH
+from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
 from ssd.retrieval.cache import CacheSet
@@ -98,7 +97,6 @@ QUESTIONS: Final = {
 
 OPTIONS: dict[str, Any] = {
     "question": Option(default="sources", choices=tuple(QUESTIONS)),
-    "head": Option(default=None, kind=Path, metavar="DIR", help="a draft head of the model (default: the bundled one)"),
     **{
         name: Option(default=None, kind=int, help=f"{about} (default: as the question has it)")
         for name, about in (
@@ -133,14 +131,15 @@ def is_shown(row: Mapping[str, Any]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differs."""
-    run = Run("contenders", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True, unsaid=("head",))
+    run = Run("contenders", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True)
     args = run.args
     given = {name: getattr(args, name) for name in ("requests", "max_tokens", "prompt_tokens", "rounds", "batch")}
     question = replace(QUESTIONS[args.question], **{name: value for name, value in given.items() if value})
     run.parameters |= {name: value for name, value in asdict(question).items() if name != "ways"}
     run.name = args.question
     codec, model = run.load()
-    head = args.head or own_head(args)
+    # The draft head that comes with the bundled model, where it is the model.
+    head = HEAD_PATH if not args.shape and Path(args.model) == MODEL_PATH else None
     comparison = Comparison()
     for batch in question.batch:
         engines = {way.name: _opened(way, model, codec, question, batch, head) for way in question.ways
@@ -162,13 +161,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         mismatches=comparison.num_mismatches,
         is_wrong=comparison.num_mismatches > 0 and model.dtype == torch.float32,
     )
-
-
-def own_head(args: argparse.Namespace) -> Path | None:
-    """The draft head that comes with the bundled model, where it is the model and one does."""
-    shipped = MODEL_PATH.parent / "head"
-    is_bundled = not args.shape and Path(args.model) == MODEL_PATH
-    return shipped if is_bundled and (shipped / "config.json").is_file() else None
 
 
 def _opened(

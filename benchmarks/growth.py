@@ -25,10 +25,13 @@ from transformers import PreTrainedModel
 from benchmarks.run import Option, Run
 from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios, requests_of
 from benchmarks.workloads import Stream, cut, open_stream, snippets
-from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.config import CacheConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
+
+_LENGTH = 1024
+"""Most tokens of a prompt and its answer."""
 
 OPTIONS: dict[str, Any] = {
     "streams": Option(default=["mixed", "new"], several=True, metavar="NAME"),
@@ -37,9 +40,6 @@ OPTIONS: dict[str, Any] = {
     "repeated": Option(default=50, help="requests asked twice"),
     "max_tokens": 64,
     "window": Option(default=8, help="requests per measured window"),
-    "batch": Option(default=1, help="requests decoded together"),
-    "num_speculative_tokens": DraftConfig().num_speculative_tokens,
-    "max_model_len": 1024,
     "seed": 0,
 }
 COLUMNS = (
@@ -71,13 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = Run("growth", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True)
     args = run.args
     codec, model = run.load(speaks=True)
-    limit = args.num_speculative_tokens
-    again = repeat(model, codec, args.repeated, args.max_tokens, limit, seed=args.seed)
+    again = repeat(model, codec, args.repeated, args.max_tokens, seed=args.seed)
     run.say(f"the same {again['requests']} greedy requests twice: {again['steps_first']} verify steps, then "
             f"{again['steps_second']}; the second run has {again['speedup_second']}x the tokens/s of off")  # fmt: skip
     found = []
     for name in args.streams:
-        stream = open_stream(name, codec, args.requests, args.seed, args.max_model_len - args.max_tokens)
+        stream = open_stream(name, codec, args.requests, args.seed, _LENGTH - args.max_tokens)
         for sampling in args.sampling:
             windows, comparison = run_stream(model, codec, stream, sampling, args)
             found.append((run.row(summary(stream, sampling, windows, comparison)), windows))
@@ -89,18 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def repeat(
-    model: PreTrainedModel, codec: TextCodec, num_requests: int, max_tokens: int, limit: int, *, seed: int = 0
+    model: PreTrainedModel, codec: TextCodec, num_requests: int, max_tokens: int, *, seed: int = 0
 ) -> dict[str, Any]:
-    """The same greedy requests on an empty cache and again, one at a time; the second run against speculation off.
-
-    limit : most tokens of a draft.
-    """
+    """The same greedy requests on an empty cache and again, one at a time; the second run against speculation off."""
     length = max(512, 256 + max_tokens + 8)
     prompts = [cut(codec, text, 256) for text in snippets(seed + 1)[:num_requests]]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     requests = requests_of(prompts, [params] * num_requests)
     with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
-        on, off = _pair(model, codec, caches, 1, length, limit)
+        on, off = _pair(model, codec, caches, length)
         first = ask(on, requests)
         steps_first = on.metrics.num_verify_steps
         caches.flush()
@@ -137,7 +133,7 @@ def run_stream(
     ]
     requests = requests_of(stream.prompts, params)
     with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
-        on, off = _pair(model, codec, caches, args.batch, args.max_model_len, args.num_speculative_tokens)
+        on, off = _pair(model, codec, caches, _LENGTH)
         for number, first in enumerate(range(0, len(requests), args.window)):
             cached = caches.get("default").snapshot().num_tokens
             tallies = contest({"on": on, "off": off}, requests[first : first + args.window], number, comparison)
@@ -145,13 +141,11 @@ def run_stream(
     return windows, comparison
 
 
-def _pair(
-    model: PreTrainedModel, codec: TextCodec, caches: CacheSet, slots: int, length: int, limit: int
-) -> list[Engine]:
+def _pair(model: PreTrainedModel, codec: TextCodec, caches: CacheSet, length: int) -> list[Engine]:
     """With speculation and without."""
-    draft, config = DraftConfig(num_speculative_tokens=limit), EngineConfig(max_num_seqs=slots)
+    config = EngineConfig(max_num_seqs=1)
     return [
-        open_engine(model, name, slots=slots, length=length, draft=draft, config=config, codec=codec, caches=known)
+        open_engine(model, name, slots=1, length=length, config=config, codec=codec, caches=known)
         for name, known in (("ssd", caches), ("none", None))
     ]
 

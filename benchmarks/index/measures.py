@@ -116,11 +116,6 @@ class Context:
         return self.known == CONTEXT_TOKENS
 
 
-def window(segment: Segment, start: int, stop: int) -> Tokens:
-    """int32: tokens [start, stop) of a segment, without unpacking the others."""
-    return unpack(segment.text[segment.width * start :], stop - start, segment.width)
-
-
 def sample_contexts(snapshot: Snapshot, count: int, random: np.random.Generator) -> list[Context]:
     """``count`` contexts from random places of the segments, in turn present and broken.
 
@@ -155,7 +150,7 @@ def _stretch(segment: Segment, length: int, random: np.random.Generator) -> Toke
     if len(segment) <= length:
         return None
     start = int(random.integers(0, len(segment) - length))
-    text = window(segment, start, start + length)
+    text = unpack(segment.text, length, segment.width, start=start)
     return None if text.min() < 0 else text
 
 
@@ -164,7 +159,8 @@ def _largest_id(snapshot: Snapshot, random: np.random.Generator) -> int:
     found = 0
     for segment in snapshot.segments:
         start = int(random.integers(max(1, len(segment) - 4096)))
-        found = max(found, int(window(segment, start, min(len(segment), start + 4096)).max()))
+        count = min(4096, len(segment) - start)
+        found = max(found, int(unpack(segment.text, count, segment.width, start=start).max()))
     return found
 
 

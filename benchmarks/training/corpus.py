@@ -34,20 +34,13 @@ CONVERSATION_PERCENT = 45
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "You write Python code.", "Answer with Python source code only.")
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a conversation, as the chat template takes it."""
-
-    role: str
-    content: str
+Message = tuple[str, str]
+"""Role and content."""
 
 
 def render(messages: Iterable[Message]) -> str:
     """What ``CHAT_TEMPLATE`` renders, without Jinja."""
-    return "".join(
-        ROLES[message.role] + message.content + (END_OF_TEXT if message.role == "assistant" else "")
-        for message in messages
-    )
+    return "".join(ROLES[role] + content + (END_OF_TEXT if role == "assistant" else "") for role, content in messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +91,9 @@ def conversations(file: SourceFile) -> Iterator[list[Message]]:
             continue
         number //= 100
         if not pending and number % 4 == 0:
-            pending.append(Message("system", SYSTEM_MESSAGES[number // 4 % len(SYSTEM_MESSAGES)]))
+            pending.append(("system", SYSTEM_MESSAGES[number // 4 % len(SYSTEM_MESSAGES)]))
         number //= 64
-        pending += [Message("user", _question(function, docstring, number)), Message("assistant", source)]
+        pending += [("user", _question(function, docstring, number)), ("assistant", source)]
         # Four in five end here; the others go on with the next function of the file.
         if number // 4 % 5 or len(pending) > 4:
             yield pending
