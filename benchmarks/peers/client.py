@@ -24,10 +24,9 @@ class Peer(Child):
     ``options`` are the peer's own:
 
     - arctic: ``depth`` (64)
-    - vllm-ngram: ``min_ngram`` (2), ``max_ngram`` (5), ``max_context_tokens`` (65,536), ``max_draft`` (256)
-    - prompt-lookup-hf: ``max_matching_ngram_size`` (2)
-    - sglang: ``capacity`` (10,000,000), ``match_type`` (BFS), ``min_bfs_breadth`` (1), ``max_bfs_breadth`` (10),
-      ``max_trie_depth`` (18), ``draft_tokens`` (12), ``padded`` (0), ``prompts`` (0)
+    - vllm-ngram: ``max_context_tokens`` (65,536), ``max_draft`` (256)
+    - sglang: ``capacity`` (10,000,000), ``match_type`` (BFS), ``max_bfs_breadth`` (10), ``draft_tokens`` (12),
+      ``padded`` (0), ``prompts`` (0)
     - llama-cpp: ``type`` (ngram-mod), and ``first``, ``second``, ``third``, its three sizes
 
     A setting of arctic holds ``max_spec_factor``, ``max_spec_offset``, ``min_token_prob`` and ``use_tree_spec``, one of

