@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.training.head import Eagle3Training, make_optimizers, read, save, unroll
-from benchmarks.training.model import take_step
+from benchmarks.training.head import Eagle3Training, read, save, unroll
+from benchmarks.training.model import make_optimizers, take_step
 from ssd.model.heads.layouts import load_head
 from ssd.model.heads.networks import Eagle3Head
 from ssd.model.layers.tap import Tap
@@ -66,7 +66,7 @@ def test_some_steps_lower_the_loss(target: LlamaForCausalLM) -> None:
     tap = Tap(target, training.head.feature_layers)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(1, VOCABULARY, (4, 32)))
     hidden, logits = read(target, tokens, tap)
-    optimizers = make_optimizers(training)
+    optimizers = make_optimizers(training.head, "lm_head", 0.01, 0.0)
     losses = []
     for _ in range(20):
         loss = training.loss(tokens, hidden, logits, 3)

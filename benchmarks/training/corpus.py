@@ -52,11 +52,6 @@ class SourceFile:
     text: str
     held_out: bool
 
-    @property
-    def num_bytes(self) -> int:
-        """Length of the text in UTF-8."""
-        return len(self.text.encode())
-
 
 def is_held_out(path: str) -> bool:
     """Whether this file is kept for measuring; depends on its relative path alone."""
@@ -209,4 +204,4 @@ def held_out_documents(files: list[SourceFile], tokenizer: Tokenizer) -> tuple[l
     """Token ids of every file held out, and the number of bytes they stand for (end-of-text counts for none)."""
     held = [file for file in files if file.held_out]
     documents = [np.array(tokenizer.encode(file.text + END_OF_TEXT).ids, np.int64) for file in held]
-    return documents, sum(file.num_bytes for file in held)
+    return documents, sum(len(file.text.encode()) for file in held)

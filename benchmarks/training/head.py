@@ -20,12 +20,11 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional
-from torch.optim import AdamW, Muon, Optimizer
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 from benchmarks.training.corpus import Prefixes, TokenStream, standard_library, training_documents
 from benchmarks.training.measure import write
-from benchmarks.training.model import log, take_step
+from benchmarks.training.model import log, make_optimizers, take_step
 from ssd.bundled import MODEL_PATH
 from ssd.model.heads.networks import Eagle3Head
 from ssd.model.layers.tap import Tap
@@ -173,7 +172,7 @@ def train(
 
     written : int64[rows, ROW_LENGTH]. A third of the other steps reads the corpus.
     """
-    optimizers = make_optimizers(training)
+    optimizers = make_optimizers(training.head, "lm_head", 0.01, 0.0)
     tap = Tap(target, training.head.feature_layers)
     training.head.train()
     started = time.monotonic()
@@ -207,16 +206,6 @@ def train(
         "first_loss": round(float(np.mean(losses[:10])), 3),
         "last_loss": round(float(np.mean(losses[-10:])), 3),
     }
-
-
-def make_optimizers(training: Eagle3Training) -> list[Optimizer]:
-    """Muon on the matrices inside, as for the model; AdamW on output layers and all that is no matrix."""
-    named = dict(training.head.named_parameters())
-    inside = [name for name, weight in named.items() if weight.ndim == 2 and not name.startswith("lm_head")]
-    return [
-        Muon([named[name] for name in inside], weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        AdamW([weight for name, weight in named.items() if name not in inside], betas=(0.9, 0.95), weight_decay=0.0),
-    ]
 
 
 def frequent_tokens(written: torch.Tensor, count: int) -> torch.Tensor:

@@ -122,7 +122,7 @@ def write_record(files: Sequence[SourceFile], out: Path) -> None:
             {
                 "path": file.path,
                 "sha256": hashlib.sha256(file.text.encode()).hexdigest(),
-                "bytes": file.num_bytes,
+                "bytes": len(file.text.encode()),
                 "held_out": file.held_out,
             }
             for file in files
@@ -180,17 +180,17 @@ def learning_rate(step: int, num_steps: int) -> float:
     return PEAK_LEARNING_RATE * min(rise, FINISH_SHARE + (1 - FINISH_SHARE) * left)
 
 
-def make_optimizers(model: LlamaForCausalLM) -> list[Optimizer]:
-    """Muon (Jordan et al. 2024) on every matrix but the embedding; AdamW on the embedding and the norms.
+def make_optimizers(model: torch.nn.Module, outer: str, decay: float, outer_decay: float) -> list[Optimizer]:
+    """Muon (Jordan et al. 2024) on the matrices inside; AdamW on those with ``outer`` in their name and on the norms.
 
     Muon's updates are scaled to the size of AdamW's (Liu et al. 2025, section 2.2), so one learning rate serves both.
     """
     named = dict(model.named_parameters())
-    matrices = [name for name, weight in named.items() if weight.ndim == 2 and "embed" not in name]
+    matrices = [name for name, weight in named.items() if weight.ndim == 2 and outer not in name]
     rest = [weight for name, weight in named.items() if name not in matrices]
     return [
-        Muon([named[name] for name in matrices], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        AdamW(rest, betas=(0.9, 0.95), weight_decay=0.01),
+        Muon([named[name] for name in matrices], weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        AdamW(rest, betas=(0.9, 0.95), weight_decay=outer_decay),
     ]
 
 
@@ -208,7 +208,7 @@ def train(args: argparse.Namespace) -> None:
     tokenizer = train_tokenizer(file.text for file in files if not file.held_out)
     documents, held_out = training_documents(files, tokenizer), held_out_documents(files, tokenizer)
     model = LlamaForCausalLM(model_config())
-    optimizers, started = make_optimizers(model), time.monotonic()
+    optimizers, started = make_optimizers(model, "embed", 0.1, 0.01), time.monotonic()
     # Another seed in phase 2: phase 1 has not finished its second epoch, and its order must not simply go on.
     first = TokenStream(documents, args.seed, STEP_TOKENS)
     second = TokenStream(documents, args.seed + 1, FINISH_ROW_LENGTH)
