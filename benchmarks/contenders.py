@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any, Final
 
 import torch
@@ -225,7 +224,6 @@ def _rounds(
 def row_of(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     """Medians over rounds, with the least and the most."""
     over = ratios(rounds, name, OFF)
-    firsts = [fmean(each[name].firsts_s) / fmean(each[OFF].firsts_s) for each in rounds]
     return {
         "tokens_per_pass": spread([each[name].tokens_per_pass for each in rounds]),
         "tokens_per_s": spread([each[name].tokens_per_s for each in rounds], 2),
@@ -233,9 +231,6 @@ def row_of(rounds: Sequence[Round], name: str) -> dict[str, Any]:
         "over_off_95": bootstrap(over),
         "over_off_by_cpu_time": spread(ratios(rounds, name, OFF, "tokens_per_cpu_s")),
         "all_over": spread(ratios(rounds, ALL, name, "tokens_per_cpu_s")),
-        "first_token_over_off": round(median(firsts), 4),
-        "drafted_per_pass": spread([each[name].drafted / each[name].passes for each in rounds]),
-        "accepted_per_pass": spread([each[name].accepted / each[name].passes for each in rounds]),
     }
 
 

@@ -40,7 +40,6 @@ OPTIONS: dict[str, Any] = {
     "max_tokens": Option(default=64, help="of each answer"),
     "prompt_tokens": Option(default=256, help="most of a prompt"),
     "group": Option(default=5, help="requests timed together"),
-    "window": Option(default=EngineConfig().coupled_window, metavar="K"),
     "num_speculative_tokens": DraftConfig().num_speculative_tokens,
     "seed": 0,
 }
@@ -103,12 +102,7 @@ class Bench:
         self._numbers = count(1)
         self._namespace = ""
         root = f"benchmark {args.seed}".encode()  # the same for the same seed, so that a run can be repeated
-        config = EngineConfig(
-            max_num_seqs=_BATCH,
-            coupled_streams=args.streams,
-            coupled_window=args.window,
-            enable_prefix_caching=False,
-        )
+        config = EngineConfig(max_num_seqs=_BATCH, coupled_streams=args.streams, enable_prefix_caching=False)
         self._engines = {
             name: open_engine(
                 model,

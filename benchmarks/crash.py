@@ -45,13 +45,7 @@ Tokens = npt.NDArray[np.int32]
 Say = Callable[..., object]
 
 FINGERPRINT = "0123456789abcdef" * 2
-PROBLEMS = (
-    "unreadable_stores",
-    "segments_left_out",
-    "lost_sealed_sequences",
-    "wrong_texts",
-    "writer_failures",
-)
+PROBLEMS = ("unreadable_stores", "segments_left_out", "lost_sealed_sequences", "wrong_texts", "writer_failures")
 
 _FIRST_NUMBER = 1000  # sequence i begins with token 1000 + i, which occurs nowhere else
 _SHORTEST = 20

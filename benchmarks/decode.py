@@ -15,6 +15,7 @@ a table; the last line of stdout is one JSON object.
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import time
 from argparse import Namespace
@@ -28,9 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from benchmarks.profile import profiled, shown
+from benchmarks.profile import profiled
 from benchmarks.run import Option, Run
 from benchmarks.steps import (
     DRAFTING,
@@ -69,7 +70,7 @@ def time_generate(
     A round runs all ways in turn, the engine without drafts first: ``engine_over_it`` compares within rounds.
     """
     ways: dict[str, Callable[[], list[int]]] = {"engine": partial(_complete, target, prompt, num_tokens)}
-    ways |= {name: partial(_generate, model, prompt, num_tokens, how) for name, how in _options(model).items()}
+    ways |= {name: partial(_generate, model, prompt, num_tokens, how) for name, how in _GENERATE.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     errors: dict[str, str] = {}
     texts: dict[str, list[int]] = {}
@@ -80,7 +81,7 @@ def time_generate(
                 began = time.perf_counter()
                 try:
                     texts[name] = way()
-                except Exception as error:  # a compiler may be missing, or a model refuse the cache
+                except Exception as error:  # a model may refuse the cache
                     errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
                 seconds[name].append(time.perf_counter() - began)
     found: dict[str, dict[str, Any]] = {name: {"tokens_per_s": None, "error": why} for name, why in errors.items()}
@@ -102,15 +103,12 @@ def _complete(target: Target, prompt: Tokens, num_tokens: int) -> list[int]:
     return said
 
 
-def _options(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
-    """The ways of ``generate``; it compiles on CUDA only."""
-    static: dict[str, Any] = {"cache_implementation": "static"}
-    if model.device.type == "cuda":
-        compiled = {"compile_config": CompileConfig(fullgraph=False, mode="default"), "disable_compile": False}
-        fixed = {"static cache, compiled": static | compiled}
-    else:
-        fixed = {"static cache": static | {"disable_compile": True}}
-    return {"eager": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}} | fixed
+_GENERATE: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "prompt lookup": {"prompt_lookup_num_tokens": 10},
+    "static cache": {"cache_implementation": "static", "disable_compile": True},
+}
+"""The ways of ``generate``."""
 
 
 def _generate(model: PreTrainedModel, prompt: Tokens, num_tokens: int, options: dict[str, Any]) -> list[int]:
@@ -199,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in run.rows if args.profiled else ():
         shape = Shape(row["batch"], row["context"], row["T"] - 1)
         row["profiled"] = measure(target, text, shape, args, is_profiled=True)[0]
-        run.say(shown(row["profiled"]))
+        run.say(json.dumps(row["profiled"], indent=1))
     baselines: dict[str, dict[str, Any]] = {}
     if library is not None:
         (prompt,) = prompts_of(text, 1, args.context[0])

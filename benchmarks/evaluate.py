@@ -51,16 +51,8 @@ NOTE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differed."""
-    run = Run(
-        "evaluate",
-        __doc__,
-        argv,
-        OPTIONS,
-        COLUMNS,
-        has_model=True,
-        unsaid=("workloads", "save_cost"),
-        under=UNDER,
-    )
+    unsaid = ("workloads", "save_cost")
+    run = Run("evaluate", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=unsaid, under=UNDER)
     args = run.args
     codec, _ = run.load()
     for name in args.workloads:
@@ -81,10 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "output_tokens": ways[0]["output_tokens"],
                 "measured": measured,
                 "measured_rounds": [way["output_speedup"] for way in ways],
-                "measured_with_prompts": median(way["speedup"] for way in ways),
                 "tokens_per_step": round(median(way["output_tokens"] / way["passes_with"] for way in ways), 4),
                 "predicted": predicted,
-                "predicted_tokens_per_step": median(each["tokens_per_step"] for each in replayed),
                 "cost": rounds[0]["cost"],
                 "error": round(predicted / measured - 1.0, 4),
                 "mismatches": sum(way["outputs_differ"] + way["bits_differ"] for way in ways),

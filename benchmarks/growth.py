@@ -162,12 +162,8 @@ def summary(stream: Stream, sampling: str, windows: Sequence[Window], comparison
         "checksum": stream.checksum,
         "output_tokens": comparison.num_tokens,
         "mismatches": comparison.num_mismatches,
-        "cached_tokens": windows[-1][0],
-        "off_tokens_per_s": round(median(tallies["off"].tokens_per_s for _, tallies in windows), 1),
         "speedup_first": round(median(over_off[:fifth]), 3),
         "speedup_last": round(median(over_off[-fifth:]), 3),
-        "speedup_min": round(min(over_off), 3),
-        "speedup_max": round(max(over_off), 3),
         "acceptance_length_first": round(median(widths[:fifth]), 3),
         "acceptance_length_last": round(median(widths[-fifth:]), 3),
         "windows": [

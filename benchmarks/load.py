@@ -123,7 +123,7 @@ class Load:
     ``keys`` : of each request one; None sends none. ``salts`` : every fifth request has one of these. ``history`` :
     gets notes, which are sent to ``namespace``.
     ``counts`` : "right", "changed", "cancelled", "noted", "failed" where the server ought to have answered, and
-    "interrupted" where it was being killed. ``kinds`` : requests of each kind. ``num_tokens`` : of right answers.
+    "interrupted" where it was being killed. ``num_tokens`` : of right answers.
     """
 
     server: Server
@@ -133,7 +133,6 @@ class Load:
     history: History | None = None
     namespace: str = ""
     counts: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     num_tokens: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -197,15 +196,15 @@ class Load:
             outcome, failure = "interrupted" if was_ended else "failed", f"{kind}: {type(error).__name__}: {error}"
         with self._lock:
             self.counts[outcome] += 1
-            self.kinds[kind] += 1
+        if outcome == "failed":
+            self._note_failure(failure)
         if failure:
-            self._note_failure(failure, is_one=outcome == "failed")
             time.sleep(0.05)
         return not failure
 
-    def _note_failure(self, failure: str, *, is_one: bool = True) -> None:
+    def _note_failure(self, failure: str) -> None:
         with self._lock:
-            if is_one and len(self.failures) < _KEPT_FAILURES:
+            if len(self.failures) < _KEPT_FAILURES:
                 self.failures.append(failure[:600])
 
     def _ask(self, question: Question, chance: random.Random) -> str:

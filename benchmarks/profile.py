@@ -91,17 +91,3 @@ def summary(averages: Iterable[Any], number: int) -> dict[str, Any]:
 
 def _longest(times: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(times.items(), key=lambda item: -item[1])
-
-
-def shown(row: dict[str, Any]) -> str:
-    """A row, for people."""
-    lines = [f"  {row['step_ms']:.3f} ms under the profiler"]
-    if "device_busy_ms" in row:
-        lines.append(
-            f"  device: busy {row['device_busy_ms']:.3f} in {row['kernels']:.0f} kernels, waits for the host "
-            f"{row['waits_for_host_ms']:.3f}; host waits for the device {row['host_waits_ms']:.3f}"
-        )
-    else:
-        lines.append(f"  operators {row['operators_ms']:.3f}, outside of them {row['outside_operators_ms']:.3f}")
-    lines.append("  groups: " + ", ".join(f"{name} {ms:.3f}" for name, ms in row["groups_ms"].items()))
-    return "\n".join(lines)

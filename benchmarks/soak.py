@@ -93,7 +93,6 @@ def soak(run: Run) -> dict[str, Any]:
         "changed": load.counts["changed"],
         "left": load.counts["cancelled"],
         "failed": load.counts["failed"] + log.count("Traceback"),
-        "kinds": {kind: load.kinds[kind] for kind in dict.fromkeys(question.kind for question in asked)},
         "left_behind": left_behind,
         "closed_in_order": closed_in_order,
         "memory_mib": memory,

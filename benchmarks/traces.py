@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterable, Iterator
-from itertools import chain, groupby
+from collections.abc import Iterator
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -54,25 +54,6 @@ def _find(name: str, variable: str, relative: str, what: str) -> Path:
     raise ConfigError(f"no {what} {name!r}; give a path, or set {variable} to the folder that holds it")
 
 
-class TraceTokenizer:
-    """Text to ids without special tokens, and the end-of-text id. Needs the ``tokenizers`` package."""
-
-    def __init__(self, path: Path) -> None:
-        """Load a tokenizer.json; without an end-of-text token it gets an id past its vocabulary. Raises ConfigError."""
-        from tokenizers import Tokenizer
-
-        if not path.is_file():
-            raise ConfigError(f"no tokenizer.json at {path}")
-        self._tokenizer: Any = Tokenizer.from_file(str(path))
-        ids = [self._tokenizer.token_to_id(token) for token in _END_OF_TEXT]
-        known = [token_id for token_id in ids if token_id is not None]
-        self.end_of_text: int = known[0] if known else max(self._tokenizer.get_vocab().values()) + 1
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text`` alone."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a trace, in file order."""
     with gzip.open(path, "rt", encoding="utf-8", newline="\n") as lines:
@@ -80,34 +61,41 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def read_sessions(records: Iterable[dict[str, Any]], tokenizer: TraceTokenizer) -> Iterator[list[Row]]:
-    """Tokenize records lazily, a session at a time; prompt and output separately, as they are met while serving.
-
-    The rows of a conversation are views of one text, so a session takes the memory of its tokens once.
-    """
-    for _, group in groupby(records, key=itemgetter("session")):
-        session: list[Row] = []
-        history, bounds = list[int](), list[tuple[int, int]]()
-        for record in group:
-            if not record["prompt_is_delta"]:
-                session += _views(history, bounds)
-                history, bounds = [], []
-            history += tokenizer.encode(record["prompt"])
-            begin = len(history)
-            history += [*tokenizer.encode(record["output"]), tokenizer.end_of_text]
-            bounds.append((begin, len(history)))
-        yield session + _views(history, bounds)
-
-
 def read_rows(trace: Path, tokenizer: Path, max_output_tokens: int | None) -> list[Row]:
     """The rows of a trace before the first that would make more than ``max_output_tokens``; None: all."""
     num_tokens, kept = 0, list[Row]()
-    for row in chain.from_iterable(read_sessions(read_records(trace), TraceTokenizer(tokenizer))):
+    for row in _rows(trace, tokenizer):
         num_tokens += len(row.output)
         if max_output_tokens is not None and num_tokens > max_output_tokens:
             break
         kept.append(row)
     return kept
+
+
+def _rows(trace: Path, tokenizer: Path) -> Iterator[Row]:
+    """Tokenized lazily, a session at a time; prompt and output separately, as they are met while serving.
+
+    The rows of a conversation are views of one text, so a session takes the memory of its tokens once. Without special
+    tokens but for end-of-text behind every output, with an id past the vocabulary where there is none.
+    """
+    from tokenizers import Tokenizer
+
+    if not tokenizer.is_file():
+        raise ConfigError(f"no tokenizer.json at {tokenizer}")
+    found: Any = Tokenizer.from_file(str(tokenizer))
+    known = [token_id for token in _END_OF_TEXT if (token_id := found.token_to_id(token)) is not None]
+    end_of_text = known[0] if known else max(found.get_vocab().values()) + 1
+    for _, group in groupby(read_records(trace), key=itemgetter("session")):
+        history, bounds = list[int](), list[tuple[int, int]]()
+        for record in group:
+            if not record["prompt_is_delta"]:
+                yield from _views(history, bounds)
+                history, bounds = [], []
+            history += found.encode(record["prompt"], add_special_tokens=False).ids
+            begin = len(history)
+            history += [*found.encode(record["output"], add_special_tokens=False).ids, end_of_text]
+            bounds.append((begin, len(history)))
+        yield from _views(history, bounds)
 
 
 def _views(history: list[int], bounds: list[tuple[int, int]]) -> list[Row]:

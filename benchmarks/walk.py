@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int32]
 TokenIds = npt.NDArray[np.int32]
 
 Setting = dict[str, float | str]
@@ -42,9 +41,9 @@ class Steps(NamedTuple):
     2^31 - 1.
     """
 
-    drafted: Ints
-    accepted: Ints
-    ns: Ints
+    drafted: npt.NDArray[np.int32]
+    accepted: npt.NDArray[np.int32]
+    ns: npt.NDArray[np.int32]
 
 
 def agreeing(token_ids: Sequence[int], parents: Sequence[int] | None, text: Sequence[int], position: int) -> int:

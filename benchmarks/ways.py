@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,6 @@ class Tally:
     """Of all threads, those that keep the cache too; a device's work is not in it."""
     tokens: int = 0
     passes: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    firsts_s: list[float] = field(default_factory=list)
-    """Until the first token of each request."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -92,24 +88,18 @@ class Tally:
 def ask(engine: Engine, requests: Sequence[Request], tally: Tally | None = None) -> list[list[int]]:
     """What ``engine`` answers, as many requests at a time as it has slots; adds to ``tally`` what that took."""
     tally = Tally() if tally is None else tally
-    metrics = engine.metrics
-    before = metrics.num_verify_steps, metrics.num_draft_tokens, metrics.num_accepted_tokens
+    passes = engine.metrics.num_verify_steps
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
     began, cpu = time.perf_counter(), time.process_time()
     for request in requests:
         engine.submit(request)
     while engine.has_work():
         for part in engine.step():
-            said = outputs[part.request_id]
-            if part.token_ids and not said:
-                tally.firsts_s.append(time.perf_counter() - began)
-            said += part.token_ids
+            outputs[part.request_id] += part.token_ids
     tally.seconds += time.perf_counter() - began
     tally.cpu_s += time.process_time() - cpu
     tally.tokens += sum(map(len, outputs.values()))
-    tally.passes += metrics.num_verify_steps - before[0]
-    tally.drafted += metrics.num_draft_tokens - before[1]
-    tally.accepted += metrics.num_accepted_tokens - before[2]
+    tally.passes += engine.metrics.num_verify_steps - passes
     return list(outputs.values())
 
 

@@ -80,7 +80,6 @@ class Row:
         self.counts: Counter[str] = Counter()
         self.sharing_s: float | None = None
         """Seconds until a text learned by each server was drafted by all others, the longest."""
-        self.memory_mib = 0.0
         self.reasons: list[str] = []
         self.skipped = ""
         self._faults = faults
@@ -113,7 +112,6 @@ class Row:
         for member in fleet.members:
             self.counts["died"] += member.server.num_deaths
             member.server.num_deaths = 0
-            self.memory_mib = max(self.memory_mib, member.server.memory_mib())
         for load in fleet.loads:
             self.reasons += load.failures
             load.failures.clear()
@@ -132,7 +130,6 @@ class Row:
             "wrong": "; ".join(f"{self.counts[name]} {name}" for name in PROBLEMS if self.counts[name]) or "nothing",
             "promised": self.num_promised,
             "sharing_back_s": None if self.sharing_s is None else round(self.sharing_s, 2),
-            "memory_mib": round(self.memory_mib),
             "seconds": round(time.monotonic() - self._began, 1),
             "skipped": self.skipped,
         }

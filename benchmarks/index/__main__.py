@@ -45,10 +45,8 @@ _CONTEXTS: Final = 1000
 _REOPENINGS: Final = 3
 _LEAST_TOKENS: Final = 50_000
 
-Say = Callable[[str], None]
 
-
-def measure_index(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure_index(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """What belongs into the JSON object."""
     stream, random = completions(options.vocab, options.seed), np.random.default_rng(options.seed + 10)
     next(stream)  # which has all its memory then: it is none of the cache's
@@ -74,14 +72,12 @@ def measure_index(options: argparse.Namespace, say: Say) -> dict[str, Any]:
             caches.flush()
             stored = sample_contexts(cache.snapshot(), 1, random)[0].tokens.tolist()
         reopened = [_reopened(directory, options.tokens, stored) for _ in range(_REOPENINGS)]
-    seen = ("freshness_ms_p99", "maintenance_core_share", "propose_us_p99_merging")
     return {
         **filled,
         # Static files are built elsewhere: what the process grew by says nothing about their tokens.
         "bytes_per_token": None if options.static else filled["bytes_per_token"],
         **proposing,
-        **{name: traffic[name] for name in seen},
-        "traffic": traffic,
+        **traffic,
         "reopen_s": median(reopened),
         "reopen_s_all": reopened,
     }

@@ -197,17 +197,12 @@ class Prober:
         return took / 1e3, drafts[0].token_ids
 
 
-def percentile(values: Sequence[float] | npt.NDArray[np.float64], q: float) -> float:
-    """Rounded to a tenth; 0.0 of nothing."""
-    return round(float(np.percentile(np.asarray(values), q)), 1) if len(values) else 0.0
-
-
 def measure(snapshot: Snapshot, random: np.random.Generator, *, passes: int = 3, count: int = 2000) -> dict[str, Any]:
     """Microseconds of a call from Python: percentiles of a pass of ``count`` new contexts, the median over passes.
 
     Raises AssertionError when drafts are not what was stored.
     """
-    prober, cold, kinds = Prober(), list[list[float]](), {True: list[float](), False: list[float]()}
+    prober, cold = Prober(), list[list[float]]()
     unique = agreeing = 0
     gc.collect()
     gc.disable()
@@ -217,7 +212,6 @@ def measure(snapshot: Snapshot, random: np.random.Generator, *, passes: int = 3,
             for context in sample_contexts(snapshot, count, random):
                 took, draft = prober.one(context.tokens, snapshot)
                 cold[-1].append(took)
-                kinds[context.is_present].append(took)
                 if context.is_present and longest_match(snapshot, context.tokens, _CHECKED_MATCH_TOKENS).support == 1:
                     unique += 1
                     agreeing += np.array_equal(draft, context.following[: len(draft)])
@@ -229,8 +223,6 @@ def measure(snapshot: Snapshot, random: np.random.Generator, *, passes: int = 3,
     return {
         "propose_us_p50": round(p50, 1),
         "propose_us_p99": round(p99, 1),
-        "present_us_p50": percentile(kinds[True], 50),
-        "broken_us_p50": percentile(kinds[False], 50),
         "checked_drafts": unique,
         "checked_drafts_equal": int(agreeing),
     }
@@ -368,9 +360,9 @@ def watch_traffic(
     text is not drafted.
     """
     prober = Prober()
-    fresh_ms, resting_us, merging_us = list[float](), list[float](), list[float]()
+    fresh_ms, merging_us = list[float](), list[float]()
     append_s, arrived, marked, turns = 0.0, 0, 0, 0
-    before, stats = _upkeep_s(), cache.stats()
+    before = _upkeep_s()
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
         tokens = next(stream).copy()
@@ -390,16 +382,13 @@ def watch_traffic(
             turns += 1
             was_working = _is_merging()
             took = prober.one(contexts[turns % len(contexts)].tokens, cache.snapshot())[0]
-            (merging_us if was_working and _is_merging() else resting_us).append(took)
+            if was_working and _is_merging():
+                merging_us.append(took)
             time.sleep(0.001)
     elapsed = time.perf_counter() - began
     share = (_upkeep_s() - before + append_s) / elapsed
     return {
-        "tokens_per_s": round(arrived / elapsed),
         "freshness_ms_p99": round(float(np.percentile(fresh_ms, 99)), 3),
         "maintenance_core_share": round(share, 4),
-        "num_completions": marked,
-        "num_merged": cache.stats().num_merged - stats.num_merged,
-        "propose_us_p99_resting": percentile(resting_us, 99),
-        "propose_us_p99_merging": percentile(merging_us, 99),
+        "propose_us_p99_merging": round(float(np.percentile(merging_us or [0.0], 99)), 1),
     }

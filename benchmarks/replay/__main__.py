@@ -53,24 +53,20 @@ COLUMNS = (
 )
 
 
-def _plan(args: Any) -> Plan:
-    return Plan(
-        drafters=list(dict.fromkeys(args.drafter)),
-        draft=DraftConfig(num_speculative_tokens=args.max_draft),
-        index=IndexConfig(),
-        costs=[flat(_FLAT_WIDTH), read_step_costs(MEASURED_PATH).curve],
-        tree=args.tree,
-        max_output_tokens=args.max_output_tokens,
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     under = ("ssd/compiled", "ssd/drafting", "ssd/pricing", "ssd/retrieval", "cache_builder/evaluation")
     this = Run("replay", __doc__, argv, OPTIONS, COLUMNS, unsaid=tuple(OPTIONS), under=under)
     args = this.args
     try:
-        plan = _plan(args)
+        plan = Plan(
+            drafters=list(dict.fromkeys(args.drafter)),
+            draft=DraftConfig(num_speculative_tokens=args.max_draft),
+            index=IndexConfig(),
+            costs=[flat(_FLAT_WIDTH), read_step_costs(MEASURED_PATH).curve],
+            tree=args.tree,
+            max_output_tokens=args.max_output_tokens,
+        )
         if "sglang" in plan.drafters and not plan.tree:
             raise ConfigError("--drafter sglang drafts trees and nothing else; add --tree")
         traces = [find_trace(name) for name in args.traces or all_traces()]

@@ -80,7 +80,6 @@ OPTIONS: dict[str, Any] = {
     "max_tokens": 64,
     "window": Option(default=8, help="requests per measured window"),
     "batch": Option(default=[1, 4, 8], help="rows of a batch"),
-    "method": Option(default=list(METHODS["v1"]), choices=list(METHODS["v1"])),
     "runner": Option(default=["v1"], choices=list(METHODS)),
     "max_model_len": 1024,
     "seed": 0,
@@ -113,9 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, compare, print. Returns the exit status: 1 where speculation changed a token."""
     this = Run("vllm", __doc__, argv, OPTIONS, COLUMNS, under=UNDER)
     args, codec = this.args, TextCodec.load(str(MODEL_PATH))
-    args.method = list(dict.fromkeys(["none", *args.method]))
-    methods = {runner: {name: METHODS[runner].get(name) for name in args.method} for runner in args.runner}
-    this.parameters |= {"method": args.method, "methods": methods}
+    this.parameters["methods"] = {runner: METHODS[runner] for runner in args.runner}
     requests = stream(MIXED, args.requests, args.seed)
     limit = args.max_model_len - args.max_tokens - 32
     prompts = [codec.encode_prompt(request.text)[-limit:] for request in requests]
@@ -151,8 +148,7 @@ def run(
             stack.enter_context(
                 VllmEngine(MODEL_PATH, name, batch=batch, max_model_len=args.max_model_len, runner=runner)
             )
-            for name in args.method
-            if name in METHODS[runner]
+            for name in METHODS[runner]
         ]
         results: dict[str, Outcome] = {}
         for engine in engines:
