@@ -16,7 +16,7 @@ from ssd.drafting.protocol import Draft
 from ssd.pricing.calibration import FRUITLESS_AFTER, KeptShares, PlattScaling, Throttle
 from ssd.pricing.pass_costs import add_observation, cut_rows, fit_nonnegative
 from ssd.pricing.price_list import PassTime, PriceList
-from ssd.pricing.rate import AcceptanceRates, Excess, Rate, StepRate
+from ssd.pricing.rate import AcceptanceRates, Excess, StepRate
 from tests.reference import pricing as slow
 from tests.reference.drafts import promise_tested
 
@@ -189,22 +189,6 @@ def test_features_that_cannot_be_told_apart_count_as_the_first() -> None:
 
 
 # -- what a token is worth --
-
-
-passes = st.lists(st.tuples(st.integers(1, 20), st.floats(1e-3, 1.0)), max_size=30)
-
-
-@given(passes, st.lists(st.tuples(st.floats(1.0, 20.0), st.floats(1e-3, 1.0)), min_size=1, max_size=8))
-def test_the_best_way_gives_most_together_with_a_recent_pass(
-    seen: list[tuple[int, float]], ways: list[tuple[float, float]]
-) -> None:
-    rate, weights = Rate(), slow.fading(len(seen), 0.99)
-    for num_tokens, seconds in seen:
-        rate.observe(num_tokens, seconds)
-    tokens, time = np.average(seen, axis=0, weights=weights) if seen else (0.0, 0.0)
-    rates = [(way_tokens + tokens) / (way_time + time) for way_tokens, way_time in ways]
-    chosen = rate.best(np.array([each[0] for each in ways]), np.array([each[1] for each in ways]))
-    assert rates[chosen] == pytest.approx(max(rates))
 
 
 def test_steps_are_counted_and_not_the_pauses_between() -> None:

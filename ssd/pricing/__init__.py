@@ -6,8 +6,8 @@ seconds become tokens at the rate at which tokens come. Who estimates what, from
 - ``pass_costs``, ``price_list``: the **seconds of a pass**, with what telling of its drafts takes, from its positions,
   by least squares over recent passes and those timed at start-up. Read by the price and the cut; of a costly source's
   passes, by the arbiter.
-- ``rate.Rate``: the **tokens and seconds of a pass of late**. Read by the price and the cut: a token is worth the time
-  that it would take in this pass and one like the recent ones, (G + T) / (C + K).
+- ``rate.RateRecord``: the **tokens and seconds of a pass of late**. Read by the price and the cut: a token is worth the
+  time that it would take in this pass and one like the recent ones, (G + T) / (C + K).
 - ``PriceList.price``: the **price of a drafted token**, from both. Told to every drafter, which ends a draft, or does
   not begin one, where no token can pay any more.
 - ``PriceList.paying_width`` (rows padded to the widest) and ``cut_rows`` (no padding): the **cut**, from both and all

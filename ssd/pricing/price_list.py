@@ -38,7 +38,7 @@ class PriceList:
     and a vector become products of matrices; where a GPU is flat, both come out near 0 and nothing is cut. Least
     squares over the recent passes, which are forgotten exponentially, and with little weight those of the warm-up,
     which are kept for the sizes not seen lately: a change of load or context length is followed within some fifty
-    passes. What gives most is said by `Rate`. Only speed depends on it, never a token.
+    passes. What gives most is said by `joint_rate`. Only speed depends on it, never a token.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Float64, Record, Records, inlined, kernel, view_of
+from ssd.compiled.addresses import Float64, Record, inlined
 
 Floats = npt.NDArray[np.float64]
 
@@ -46,83 +46,50 @@ def recent_pass(rate: RateRecord) -> tuple[float, float]:
 
 @inlined
 def price_at(rate: RateRecord, num_tokens: float, seconds: float, more_seconds: float) -> float:
-    """Output tokens that ``more_seconds`` are worth in a pass that gives ``num_tokens`` in ``seconds`` without."""
+    """Output tokens that ``more_seconds`` are worth in a pass that gives ``num_tokens`` in ``seconds`` without.
+
+    A drafted token that adds them cannot pay below that chance of being accepted: what `joint_rate` leaves of a draft
+    is never shorter for having ended it here.
+    """
     tokens, time = recent_pass(rate)
     return float(more_seconds * (num_tokens + tokens) / max(seconds + time, _NO_TIME))
 
 
 @inlined
 def joint_rate(recent: tuple[float, float], num_tokens: float, seconds: float) -> float:
-    """Tokens per second of a pass and a ``recent_pass`` together."""
-    return float((num_tokens + recent[0]) / max(seconds + recent[1], _NO_TIME))
-
-
-_rate_at = view_of(RateRecord)
-
-
-@kernel
-def _add_pass(address: int, num_tokens: float, seconds: float) -> None:
-    add_pass(_rate_at(address), num_tokens, seconds)
-
-
-@kernel
-def _price_at(address: int, num_tokens: float, seconds: float, more_seconds: float) -> float:
-    return price_at(_rate_at(address), num_tokens, seconds, more_seconds)
-
-
-@kernel
-def _best(address: int, num_tokens: Floats, seconds: Floats) -> int:
-    recent = recent_pass(_rate_at(address))
-    best, most = 0, -1.0
-    for way in range(len(num_tokens)):
-        together = joint_rate(recent, num_tokens[way], seconds[way])
-        if together > most:
-            best, most = way, together
-    return best
-
-
-class Rate:
-    """Tokens per second of recent passes, and the choice of what gives most of this pass and one like them together.
+    """Tokens per second of a pass and a ``recent_pass`` together: what gives most of it is chosen.
 
     A token that is accepted saves the time it would have taken later. How much that is, recent passes tell, and this
     one too: text that is easy to draft now is easy a little later, and what it saves is then cheap. So for an expected
     output G and a time C of the pass, and T and K the average ones of late, (G + T) / (C + K) is maximised. In replays
     of recorded outputs that gave more than G / C, and more than charging time at the rate T / K (Dinkelbach 1967).
     """
+    return float((num_tokens + recent[0]) / max(seconds + recent[1], _NO_TIME))
 
-    def __init__(self, forgetting: float = FORGETTING) -> None:
+
+class Rate:
+    """Tokens per second of recent passes, of which those before count less and less."""
+
+    def __init__(self, forgetting: float) -> None:
         """``forgetting`` : what a pass counts after each later one."""
-        self._records = Records(RateRecord)
-        self._record = self._records[0]
-        self._record.forgetting = forgetting
+        self._forgetting = forgetting
+        self._passes = self._tokens = self._seconds = 0.0
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of recent passes; 0 before the first."""
-        record = self._record
-        return record.tokens / record.seconds if record.seconds > 0.0 else 0.0
+        return self._tokens / self._seconds if self._seconds > 0.0 else 0.0
 
     @property
     def seconds_per_pass(self) -> float:
         """Seconds of an average pass of late; 0 before the first."""
-        record = self._record
-        return record.seconds / record.passes if record.passes > 0.0 else 0.0
+        return self._seconds / self._passes if self._passes > 0.0 else 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Count a pass that put out ``num_tokens``."""
-        _add_pass(self._records.address, num_tokens, seconds)
-
-    def price(self, num_tokens: int, seconds: float, more_seconds: float) -> float:
-        """Below which chance of being accepted a drafted token cannot pay.
-
-        ``num_tokens``, ``seconds`` : output and time of this pass without any draft. ``more_seconds`` : what a drafted
-        token adds. What `best` leaves of a draft is never shorter for having ended it here.
-        """
-        return _price_at(self._records.address, num_tokens, seconds, more_seconds)
-
-    def best(self, num_tokens: Floats, seconds: Floats) -> int:
-        """Which of the ways to do this pass gives most: each one's expected output and time, float64[n]. O(n)."""
-        return _best(self._records.address, num_tokens, seconds)
+        self._passes = self._forgetting * self._passes + 1.0
+        self._tokens = self._forgetting * self._tokens + num_tokens
+        self._seconds = self._forgetting * self._seconds + seconds
 
 
 class StepRate:

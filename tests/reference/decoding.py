@@ -11,7 +11,7 @@ from cache_builder.evaluation.decoding import rising
 from cache_builder.evaluation.log import Row
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices
-from ssd.pricing.rate import Rate
+from ssd.pricing.rate import FORGETTING
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.walk import branch_of
 
@@ -19,24 +19,30 @@ Step = tuple[int, int, str]
 
 
 class CurvePrice:
-    """Draft as `Rate` says, where passes take what a curve says."""
+    """Draft what gives most in a pass and one like the recent ones together, where passes take what a curve says."""
 
     def __init__(self, curve: CostCurve, max_draft: int) -> None:
         self._costs = curve.upto(max_draft + 1)[1:]
         self._more = rising(self._costs)
-        self._rate = Rate()
+        self._sums = np.zeros(3)  # passes, tokens and seconds of late
+
+    def _recent(self) -> tuple[float, float]:
+        passes, tokens, seconds = self._sums.tolist()
+        return (tokens / passes, seconds / passes) if passes else (0.0, 0.0)
 
     def prices(self) -> Prices | None:
-        return np.array([self._rate.price(1, self._costs[0], more) for more in self._more])
+        tokens, seconds = self._recent()
+        return np.array([more * (1.0 + tokens) / (self._costs[0] + seconds) for more in self._more])
 
     def paying(self, draft: Draft) -> Draft:
         if draft.probabilities is None:
             return draft
         expected = np.append(1.0, 1.0 + np.cumsum(draft.chances()))
-        return draft.cut(self._rate.best(expected, self._costs[: len(expected)]))
+        tokens, seconds = self._recent()
+        return draft.cut(int(np.argmax((expected + tokens) / (self._costs[: len(expected)] + seconds))))
 
     def learn(self, num_drafted: int, num_output: int) -> None:
-        self._rate.observe(num_output, float(self._costs[num_drafted]))
+        self._sums = FORGETTING * self._sums + [1.0, num_output, self._costs[num_drafted]]
 
 
 class SlowDecoder:
