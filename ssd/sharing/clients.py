@@ -95,7 +95,6 @@ class BoundedParser(_RESP2Parser):
     _buffer: Any
     _sock: Any
     socket_read_size: int
-    encoder: Any
     _room = 0
     _unfinished: list[list[Any]]
 
@@ -115,6 +114,7 @@ class BoundedParser(_RESP2Parser):
     def _read_response(  # type: ignore[override]
         self, disable_decoding: bool = False, **settings: Any
     ) -> Any:
+        """As bytes in any case: `connect` says that nothing is decoded."""
         line = self._buffer.readline(**settings)
         kind, text = line[:1], line[1:]
         self._room -= _ELEMENT_BYTES + len(text)
@@ -122,12 +122,11 @@ class BoundedParser(_RESP2Parser):
             self._room -= int(text)
             if self._room < 0:
                 raise OversizedReplyError(self._unfinished)
-            text = self._buffer.read(int(text), **settings)
-            return self.encoder.decode(text) if self.encoder.decode_responses and not disable_decoding else text
+            return self._buffer.read(int(text), **settings)
         if self._room < 0:
             raise OversizedReplyError(self._unfinished)
         if kind == b"*" and text.isdigit():
-            return self._read_array(int(text), disable_decoding, settings)
+            return self._read_array(int(text), settings)
         if kind == b"-":
             error = self.parse_error(text.decode("utf-8", errors="replace"))  # type: ignore[no-untyped-call]
             if isinstance(error, RedisConnectionError):
@@ -141,13 +140,13 @@ class BoundedParser(_RESP2Parser):
             return None
         if kind != b"+":
             raise InvalidResponse(f"Protocol Error: {line[:80]!r}")
-        return text if disable_decoding else self.encoder.decode(text)
+        return text
 
-    def _read_array(self, num_elements: int, disable_decoding: bool, settings: dict[str, Any]) -> list[Any]:
+    def _read_array(self, num_elements: int, settings: dict[str, Any]) -> list[Any]:
         elements: list[Any] = []
         self._unfinished.append(elements)
         for _ in range(num_elements):
-            elements.append(self._read_response(disable_decoding, **settings))
+            elements.append(self._read_response(**settings))
         self._unfinished.pop()
         return elements
 
