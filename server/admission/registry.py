@@ -183,17 +183,17 @@ class Tenants:
 
     def __init__(
         self,
-        read: Callable[[], tuple[Tenant, ...]] = tuple,
+        read: Callable[[], tuple[Tenant, ...]],
         *,
-        names: NamespaceNames | None = None,
-        generations: Generations | None = None,
-        bases: tuple[str, ...] = (),
-        share_cache: bool = False,
+        names: NamespaceNames,
+        generations: Generations,
+        bases: tuple[str, ...],
+        share_cache: bool,
     ) -> None:
         """``read`` : the tenants as written now; raises ConfigError. ``bases`` : namespaces that are served."""
         self._read = read
-        self._names = names or NamespaceNames(secrets.token_bytes(32))
-        self._generations = generations or Generations(None, None)
+        self._names = names
+        self._generations = generations
         self._bases = bases
         self._share_cache = share_cache
         self._process_secret = secrets.token_bytes(32)

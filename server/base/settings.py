@@ -125,8 +125,6 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOption
     """Cache namespace of every request; None neither drafts from a cache nor learns."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """LoRA adapters by the names that requests call them by, and where each came from."""
-    api_keys: tuple[str, ...] = ()
-    """Any of these opens the service; empty leaves it open."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values for sampling fields that a request leaves out, by the names of ``SAMPLING_DEFAULTS``."""
     keep_alive_s: float = 15.0

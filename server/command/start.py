@@ -93,7 +93,6 @@ def make_settings(options: Options) -> ServerSettings:
         model=options.model.path,
         namespace=options.cache.namespace,
         adapters=options.model.adapters,
-        api_keys=options.service.api_keys,
         spec_decode_metrics=options.observe.spec_decode_metrics,
         no_access_log=options.observe.no_access_log,
         limits=options.limits,
@@ -333,7 +332,7 @@ def serve(
     watch = Watch(tenants, [path for path in files if path is not None])
     worker = Worker(loader)
     config = uvicorn.Config(
-        create_app(worker, settings, loader.sharing_stats, tenants, spans),
+        create_app(worker, settings, tenants, loader.sharing_stats, spans),
         log_config=None,
         access_log=False,
         http=protocol_within(settings.limits),

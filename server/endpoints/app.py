@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -19,7 +18,6 @@ from starlette.responses import JSONResponse, Response
 
 from server.admission.account import RATE_HEADERS
 from server.admission.gate import OPEN_PATHS, Gate, account_of
-from server.admission.opening import open_tenants
 from server.admission.registry import Tenants
 from server.answers.sending import ClientGone
 from server.answers.wire import json_text
@@ -324,19 +322,16 @@ _FIELDS = frozenset[str]().union(*(body.model_fields for _, body in _GENERATION.
 def create_app(
     worker: Worker,
     settings: ServerSettings,
-    sharing_stats: NamespaceStats | None = None,
-    tenants: Tenants | None = None,
+    tenants: Tenants,
+    sharing_stats: NamespaceStats,
     span: SpanSink | None = None,
 ) -> FastAPI:
     """The application over a worker that the caller starts and stops.
 
-    ``sharing_stats`` : for /metrics. ``tenants`` : who may come in; None makes each key of the settings a tenant of its
-    own. ``span`` : takes a span of each generation.
+    ``tenants`` : who may come in. ``sharing_stats`` : for /metrics. ``span`` : takes a span of each generation.
 
     Answers /live at once, /health with 200 once the worker takes requests, and everything under /v1 with 503 before.
     """
-    if tenants is None:
-        tenants = open_tenants(settings, secrets.token_bytes(32), keys=settings.api_keys)
     tenants.caches = lambda: None if worker.loaded_engine is None else worker.loaded_engine.caches
     service = Service(worker, settings, tenants, sharing_stats)
 

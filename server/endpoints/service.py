@@ -57,7 +57,7 @@ class Service:
     """What the endpoints share: bodies are read, prompts tokenised beside the event loop, generations started."""
 
     def __init__(
-        self, worker: Worker, settings: ServerSettings, tenants: Tenants, sharing_stats: NamespaceStats | None = None
+        self, worker: Worker, settings: ServerSettings, tenants: Tenants, sharing_stats: NamespaceStats
     ) -> None:
         self.worker, self.settings, self.tenants = worker, settings, tenants
         self.metrics = ServerMetrics(worker, settings.model_name, sharing_stats, tenants)

@@ -206,19 +206,13 @@ _STREAM_TEXTS = {
 class ServerMetrics(Collector):
     """Everything this process exports, of plain counters at each scrape."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        model_name: str,
-        sharing_stats: NamespaceStats | None = None,
-        tenants: Tenants | None = None,
-    ) -> None:
+    def __init__(self, worker: Worker, model_name: str, sharing_stats: NamespaceStats, tenants: Tenants) -> None:
         self._registry = CollectorRegistry()
         self._scraping = threading.Lock()
         labels = (model_name, "0")
         self.http = HttpCounts()
         self.latencies = Latencies(self._registry, labels)
-        self._worker, self._tenants, self._sharing_stats = worker, tenants or Tenants(), sharing_stats
+        self._worker, self._tenants, self._sharing_stats = worker, tenants, sharing_stats
         self._families = families = Families(labels)
         self._caches = NamespaceFamilies("ssd:cache", _CACHE_TEXTS, families)
         self._sharing = NamespaceFamilies("ssd:sharing", _SHARING_TEXTS, families)
@@ -262,8 +256,10 @@ class ServerMetrics(Collector):
         engine = self._worker.loaded_engine
         if engine is not None:
             yield from self._of_engine(engine)
-            if self._sharing_stats is not None:
-                yield from self._of_sharing(self._sharing_stats())
+            shared = self._sharing_stats()  # of the log, by the one namespace it is named after
+            yield from self._sharing.collect(self._by_label(shared))
+            for log in shared.values():
+                yield from self._streams.collect(self._by_label(log.streams))
 
     def _of_engine(self, engine: Engine) -> Iterator[Metric]:
         families, target, counts = self._families, engine.target, engine.metrics
@@ -309,12 +305,6 @@ class ServerMetrics(Collector):
         yield by(COUNTER, "ssd:tenant_refused", text, ("tenant", "reason"), refused)
         in_flight = {tenant: use.num_in_flight for tenant, use in uses.items()}
         yield by(GAUGE, "ssd:tenant_in_flight", "Choices that wait or run.", "tenant", in_flight)
-
-    def _of_sharing(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
-        """``stats`` : of the log, by the one namespace it is named after."""
-        yield from self._sharing.collect(self._by_label(stats))
-        for log in stats.values():
-            yield from self._streams.collect(self._by_label(log.streams))
 
     def _by_label(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """Of tenants' own namespaces by the tenants' names."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from server.admission.connections import protocol_within
+from server.admission.opening import open_tenants
 from server.admission.registry import Tenants
 from server.base.settings import ServerSettings
 from server.command.listen import listen, tls_arguments
@@ -217,17 +219,23 @@ def serving(
     load: Callable[[ExitStack], Any],
     *,
     wait: bool = True,
-    sharing_stats: NamespaceStats | None = None,
+    sharing_stats: NamespaceStats = dict,
     tenants: Tenants | None = None,
+    api_keys: tuple[str, ...] = (),
     span: SpanSink | None = None,
     network: NetworkOptions | None = None,
     **settings: Any,
 ) -> Iterator[RunningServer]:
-    """Serve whatever ``load`` returns; the arguments are those of ServerSettings. ``network`` : else a free port."""
+    """Serve whatever ``load`` returns; the arguments are those of ServerSettings. ``network`` : else a free port.
+
+    ``api_keys`` : each a tenant of its own, where no ``tenants`` are given.
+    """
     given: dict[str, Any] = {"model_names": ("test-model",), "model": "a/model", **settings}
     worker = Worker(load)
     server_settings = ServerSettings(**given)
-    app = create_app(worker, server_settings, sharing_stats, tenants, span)
+    if tenants is None:
+        tenants = open_tenants(server_settings, secrets.token_bytes(32), keys=api_keys)
+    app = create_app(worker, server_settings, tenants, sharing_stats, span)
     listener = socket.create_server(("127.0.0.1", 0)) if network is None else listen(network)
     # What an answer may leave in the system's hands before the server notices that nobody reads.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
