@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from server.admission.rules import Tenant
-from server.base.errors import TenantLimit
+from server.base.errors import ApiError
 from server.base.record import current_record
 from ssd.errors import QueueFull, RequestError
 
@@ -168,7 +168,7 @@ class Account:
             self._tokens.change(tenant.quotas.tokens_per_minute, now)
 
     def enter(self) -> None:
-        """Count a request before any work is done for it; raises TenantLimit, with nothing counted, if none is left."""
+        """Count a request before any work is done for it; raises ApiError, with nothing counted, if none is left."""
         with self._lock:
             now = self._clock()
             if (wait_s := self._requests.wait_s(1, now)) > 0:
@@ -238,9 +238,10 @@ class Account:
             message = f"this key may use {self._tokens.per_minute} tokens a minute: try again later"
             raise self._refused("tokens", message, wait_s)
 
-    def _refused(self, kind: str, message: str, wait_s: float) -> TenantLimit:
+    def _refused(self, kind: str, message: str, wait_s: float) -> ApiError:
         self.use.num_refused[kind] += 1
-        return TenantLimit(message, kind=kind, retry_after_s=max(1, math.ceil(wait_s)), headers=self.headers())
+        headers = {"retry-after": str(max(1, math.ceil(wait_s))), **self.headers()}
+        return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
 
 
 class Ticket:

@@ -31,6 +31,11 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 
 RETRY_AFTER_S = 1
+_HEADERS: Mapping[int, Mapping[str, str]] = {
+    401: {"www-authenticate": "Bearer"},
+    408: {"connection": "close"},  # what else comes of the body is not wanted
+    503: {"retry-after": str(RETRY_AFTER_S)},
+}
 
 
 class ServerNotReady(EngineError):
@@ -50,21 +55,15 @@ class ApiError(Exception):
 
     def __init__(
         self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None,
-        code: str | None = None,
+        code: str | None = None, headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
+        """``headers`` : of the answer, in place of those that its status has."""
         super().__init__(message)
         self.status = status
         self.kind = kind
         self.param = param
         self.code = code
-
-
-class TenantLimit(ApiError):
-    """What its own tenant may use is used up: nobody else's request is refused for it."""
-
-    def __init__(self, message: str, *, kind: str, retry_after_s: int, headers: Mapping[str, str]) -> None:
-        super().__init__(429, message, kind=kind, code="rate_limit_exceeded")
-        self.headers = {"retry-after": str(retry_after_s), **headers}
+        self.headers = _HEADERS.get(status, {}) if headers is None else headers
 
 
 def model_not_found(name: str, served: str) -> ApiError:
@@ -120,16 +119,9 @@ def _noted(error: Exception) -> ApiError:
 
 def error_response(error: Exception, scope: Scope) -> JSONResponse:
     """The whole answer to an error, in the form of the API that was spoken to; overload says when to try again."""
-    status = as_api_error(error).status
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    if status == 408:
-        headers["connection"] = "close"  # what else comes of the body is not wanted
-    if isinstance(error, TenantLimit):
-        headers |= error.headers
-    body = anthropic_error_body(error) if speaks_anthropic(scope) else error_body(error)
-    return JSONResponse(body, status, headers)
+    found = as_api_error(error)
+    body = anthropic_error_body(found) if speaks_anthropic(scope) else error_body(found)
+    return JSONResponse(body, found.status, found.headers)
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
