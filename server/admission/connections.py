@@ -11,10 +11,11 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pydantic_core
 from starlette.requests import ClientDisconnect, Request
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.admission.account import Budget, Share
 from server.admission.lanes import Lanes
@@ -23,11 +24,6 @@ from server.base.errors import ApiError
 from server.base.limits import SMALL_BODY_BYTES, Limits, Patience
 from server.base.record import current_record
 from ssd.errors import RequestError
-
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
-else:  # whichever uvicorn finds; what is used of them below is alike
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +38,7 @@ _BEYOND_IDLE_S = 5.0
 _MOST_LOOK_S = 5.0
 """A connection is looked at this often, or more where the limits are shorter. Looking takes about a microsecond."""
 _HEAD_BYTES = 64 << 10
-"""Longest head of a request; h11 has the same limit, httptools none."""
+"""Longest head of a request; httptools has no limit."""
 
 
 def num_beyond(limits: Limits) -> int:
@@ -50,7 +46,7 @@ def num_beyond(limits: Limits) -> int:
     return max(1, min(_MOST_BEYOND, limits.max_connections // 8))
 
 
-class GuardedProtocol(HttpProtocol):
+class GuardedProtocol(HttpToolsProtocol):
     """One connection: uvicorn's protocol, looked at now and then."""
 
     limits: ClassVar[Limits]
