@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from server.answers.wire import encode_event, encode_events
+from server.answers.wire import encode_events
 from server.base.errors import error_body
 from server.base.record import current_record
 from server.base.settings import ServerSettings
@@ -275,7 +275,7 @@ class Answer(ABC):
         if not self._options.include_usage:
             return b""
         last = {**self._chunk([]), "usage": self.generation.usage.body(), **self._draft_metrics()}
-        return encode_event(last, pad=self.pad)
+        return encode_events([("", last)], pad=self.pad)
 
     def failure(self, error: Exception) -> bytes:
         if not isinstance(error, SSDError):
@@ -283,7 +283,7 @@ class Answer(ABC):
         return self.failed(error)
 
     def failed(self, error: Exception) -> bytes:
-        return encode_event(error_body(error), pad=False)
+        return encode_events([("", error_body(error))], pad=False)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": self.chunk_name, **self._common, "choices": choices}

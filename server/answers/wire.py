@@ -49,11 +49,6 @@ def padded(content: bytes) -> bytes:
     return content + b" " * (-len(content) % PADDED_BYTES)
 
 
-def encode_event(body: dict[str, Any], *, pad: bool) -> bytes:
-    """One server-sent event without a name, see `encode_events`."""
-    return encode_events([("", body)], pad=pad)
-
-
 def encode_events(events: Sequence[tuple[str, dict[str, Any]]], *, pad: bool) -> bytes:
     """Server-sent events that go out together, names and bodies.
 

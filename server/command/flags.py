@@ -67,9 +67,9 @@ DEFAULTS = Parameter(negative="", show_default=shown_default, allow_repeating=Tr
 """No option has a ``--no-`` of its own, and the last one given counts."""
 
 
-def group(title: str, about: str = "", show: bool = True) -> Parameter:
+def group(title: str, *, show: bool = True) -> Parameter:
     """Fields that help shows below one title, without the title in their names."""
-    return Parameter(name="*", group=Group.create_ordered(title, help=about, show=show))
+    return Parameter(name="*", group=Group.create_ordered(title, show=show))
 
 
 def require_within(option: str, value: float, least: int, most: int, unit: str = "") -> None:

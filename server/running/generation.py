@@ -67,7 +67,6 @@ class Choice:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    num_cached_tokens: int = 0
     stats: RequestStats | None = None
     """The engine's, which it goes on writing; None before the first output."""
 
@@ -179,19 +178,17 @@ class Generation:
     def usage(self) -> Usage:
         """Counts so far; those of the prediction once all choices have ended. O(choices)."""
         per_prompt = max(1, len(self.choices) // len(self.prompts))
-        cached = [choice.num_cached_tokens for choice in self.choices]
-        usage = Usage(
+        cached = [0 if choice.stats is None else choice.stats.num_cached_tokens for choice in self.choices]
+        rejected = None
+        if self.prediction is not None and self._num_accepted is not None:
+            rejected = len(self.prediction) * len(self.choices) - self._num_accepted
+        return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_completion_tokens,
             cached_tokens=sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt)),
-            reasoning_tokens=self._num_reasoning,
-        )
-        if self.prediction is None or self._num_accepted is None:
-            return usage
-        return replace(
-            usage,
             accepted_prediction_tokens=self._num_accepted,
-            rejected_prediction_tokens=len(self.prediction) * len(self.choices) - self._num_accepted,
+            rejected_prediction_tokens=rejected,
+            reasoning_tokens=self._num_reasoning,
         )
 
     @property
@@ -237,7 +234,6 @@ class Generation:
         choice.token_ids.extend(output.token_ids)
         self._num_completion_tokens += len(output.token_ids)
         choice.stats = output.stats
-        choice.num_cached_tokens = output.stats.num_cached_tokens
         choice.logprobs.extend(output.logprobs or ())
         if output.prompt_logprobs is not None:
             choice.prompt_logprobs = output.prompt_logprobs

@@ -96,14 +96,30 @@ class ToolUse:
         return [{"type": "function", "function": function.told()} for function in self.functions]
 
 
-class ToolFields(BaseModel):
-    """The tools of a conversation."""
+def _chosen(functions: tuple[Function, ...], names: Sequence[str], param: str) -> tuple[Function, ...]:
+    """Those of ``names``, in the order they were given in."""
+    wanted = set(names)
+    if unknown := wanted - {function.name for function in functions}:
+        raise RequestError(f"{param} names {min(unknown)!r:.140}, which is none of the functions given", param=param)
+    return tuple(function for function in functions if function.name in wanted)
+
+
+class ChatTemplateFields(BaseModel):
+    """How messages and tools become a prompt."""
 
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = Field(
         default=None, description='"auto" where there are tools; "required" and a named tool are held to by a grammar'
     )
     parallel_tool_calls: bool = Field(default=True, description="false: at most one call in an answer")
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(min_length=1)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    documents: Annotated[list[dict[str, str]], Field(fail_fast=True)] = Field(
+        default_factory=list, description="texts for a template that puts them into the prompt"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_special_tokens: bool = False
 
     @field_validator("tools")
     @classmethod
@@ -135,27 +151,6 @@ class ToolFields(BaseModel):
     def without_tools(self) -> Self:
         """The same conversation where no tool is told of."""
         return self.model_copy(update={"tools": [], "tool_choice": None})
-
-
-def _chosen(functions: tuple[Function, ...], names: Sequence[str], param: str) -> tuple[Function, ...]:
-    """Those of ``names``, in the order they were given in."""
-    wanted = set(names)
-    if unknown := wanted - {function.name for function in functions}:
-        raise RequestError(f"{param} names {min(unknown)!r:.140}, which is none of the functions given", param=param)
-    return tuple(function for function in functions if function.name in wanted)
-
-
-class ChatTemplateFields(ToolFields):
-    """How messages and tools become a prompt."""
-
-    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(min_length=1)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    documents: Annotated[list[dict[str, str]], Field(fail_fast=True)] = Field(
-        default_factory=list, description="texts for a template that puts them into the prompt"
-    )
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    add_special_tokens: bool = False
 
     def template_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``TextCodec.encode_chat``; raises RequestError when they contradict each other."""

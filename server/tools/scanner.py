@@ -145,17 +145,14 @@ class Scanner:
                 return begin
         return end
 
-    def string(self, sink: Sink | None = None) -> Steps[str | None]:
+    def string(self) -> Steps[str | None]:
         """A JSON string, decoded; None where none comes next, it does not end or is not one that can be encoded."""
-        if not (yield from self.literal('"', sink=sink)):
+        if not (yield from self.literal('"')):
             return None
         pieces: list[str] = []
-
-        def keep(text: str) -> None:
-            pieces.append(text)
-            (sink or self._trail.append)(text)
-
-        if not (yield from self._rest_of_string(keep)):
+        ended = yield from self._rest_of_string(pieces.append)
+        self.keep("".join(pieces))
+        if not ended:
             return None
         try:
             decoded = json.loads('"' + "".join(pieces), strict=False)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.answers.wire import encode_event
+from server.answers.wire import encode_events
 from server.base.settings import read_sampling_defaults
 from server.schema.body import IGNORED, REFUSED
 from server.schema.chat import ChatBody
@@ -153,7 +153,8 @@ def test_output_limit(
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=100), st.integers(0, 1 << 30))
 def test_the_length_of_a_padded_event_does_not_tell_its_numbers_digits(numbers: list[float], count: int) -> None:
     padded = [
-        len(encode_event({"logprobs": some, "count": count}, pad=True)) for some in (numbers, [0.0] * len(numbers))
+        len(encode_events([("", {"logprobs": some, "count": count})], pad=True))
+        for some in (numbers, [0.0] * len(numbers))
     ]
     assert padded[0] == padded[1]
 
