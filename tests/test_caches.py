@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
 from cache_builder.building.unfinished import unfinished_directory, working_directory
-from cache_builder.commands.inspect import RIGHT, first_wrong, inspect
+from cache_builder.commands.inspect import inspect, is_sorted
 from cache_builder.commands.merge import merge
 from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
@@ -158,12 +158,12 @@ def rewritten(path: Path, segment: Segment) -> None:
 def test_any_order_but_that_of_the_text_is_noticed(sequences: list[list[int]], data: st.DataObject) -> None:
     tokens = np.array([token for sequence in sequences for token in [*sequence, SEPARATOR]], np.int32)
     segment = build_segment(tokens, start=None, segment_id="s")
-    assert first_wrong(segment) == RIGHT
+    assert is_sorted(segment)
     order = np.array(data.draw(st.permutations(segment.order.tolist())), np.int32)
     if data.draw(st.booleans()):
         order[data.draw(st.integers(0, len(order) - 1))] = data.draw(st.integers(1, len(order)))
     changed = Segment(segment.text, order, segment.fence, segment.width, None, "s")
-    assert (first_wrong(changed) == RIGHT) == (order.tolist() == naive_order(tokens.tolist()))
+    assert is_sorted(changed) == (order.tolist() == naive_order(tokens.tolist()))
 
 
 def test_a_sound_directory_is_called_sound(
