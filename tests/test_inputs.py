@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ def jsonl(*values: Any) -> bytes:
 
 
 def zst(data: bytes) -> bytes:
-    return zstandard.ZstdCompressor().compress(data)
+    return bytes(pa.compress(data, "zstd", asbytes=True))
 
 
 TEXT_LINES = jsonl(*({"text": text} for text in TEXTS))
