@@ -18,7 +18,7 @@ import xxhash
 
 from cache_builder.building.unfinished import check_new, replace_directory, working_directory
 from cache_builder.inputs.record import AS_WE_CALL_THEM, STANDARD_INPUT, FieldNames, Format, InputError, Record
-from cache_builder.inputs.records import Found, examples_of, read_part
+from cache_builder.inputs.records import Found, read_part, usable_in
 from cache_builder.inputs.sources import Source, find_sources, parts_of, weight_of
 from cache_builder.inputs.streams import is_regular
 from cache_builder.workers import Progress, run
@@ -208,9 +208,9 @@ class _Builder:
 
     def run(self) -> BlockResult:
         """Raises as ``build_block``."""
-        counts = BuildResult()
+        counts, options = BuildResult(), self._options
         for record in self._records():
-            found = self._examples(record)
+            found = usable_in(record, self._codec, options.fields, skip_invalid=options.skip_invalid)
             kept, of_record = self._pieces(found)
             if self._num_held and self._num_held + sum(map(len, kept)) + len(kept) > len(self._held):
                 self._write()
@@ -230,15 +230,6 @@ class _Builder:
     def _records(self) -> Iterator[Record]:
         for part in self._block.parts:
             yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.fields)
-
-    def _examples(self, record: Record) -> Found | None:
-        """None for an invalid line that is left out."""
-        try:
-            return examples_of(record, self._codec, self._options.fields)
-        except InputError:
-            if not (self._options.skip_invalid and record.is_json):
-                raise
-            return None
 
     def _pieces(self, found: Found | None) -> tuple[list[Tokens], BuildResult]:
         """What of a record is to be stored in the segment that is held."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from cache_builder.commands.options import (
     add_log_of_namespace,
@@ -13,10 +13,11 @@ from cache_builder.commands.options import (
     redis_client,
     redis_url_of,
 )
+from cache_builder.commands.redis_status import entry_of
 from ssd.errors import SSDError
 from ssd.retrieval.static import StaticWriter
-from ssd.sharing.entry import InvalidEntryError, stream_key, unpack_entry
-from ssd.sharing.stream import BEGINNING, all_entries, entries_after, value_of
+from ssd.sharing.entry import stream_key
+from ssd.sharing.stream import BEGINNING, all_entries, entries_after
 
 if TYPE_CHECKING:
     import redis
@@ -49,9 +50,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-_ANY_TOKEN: Final = 1 << 31
-
-
 def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path) -> None:
     """Write the log of a namespace into ``directory``, a cache as ``ssd-cache build`` makes one, each entry once; print
     what it was.
@@ -66,12 +64,10 @@ def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path)
         StaticWriter(directory, fingerprint=fingerprint, namespace=namespace) as writer,
     ):
         for raw in all_entries(client, key):
-            try:
-                entry = unpack_entry(value_of(raw), key, vocab_size=_ANY_TOKEN)
-            except InvalidEntryError:
+            entry = entry_of(raw, key)
+            if entry is None:
                 num_invalid += 1
-                continue
-            if entry.sequence_id not in seen:
+            elif entry.sequence_id not in seen:
                 seen.add(entry.sequence_id)
                 writer.append(entry.tokens)
                 num_tokens += len(entry.tokens)

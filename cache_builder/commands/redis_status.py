@@ -177,7 +177,7 @@ def _read(client: redis.Redis, key: str) -> Facts:
     newest = newest_entries(client, key, _SAMPLE)
     oldest = entries_after(client, key, BEGINNING, _SAMPLE).entries if num_entries > _SAMPLE else []
     read = [*oldest, *newest[::-1]]
-    entries = [_entry(raw, key) for raw in read]
+    entries = [entry_of(raw, key) for raw in read]
     writers = {entry.replica_id for entry in entries[len(oldest) :] if entry is not None}
     clock = _told(server_of(client, key).time)
 
@@ -197,7 +197,8 @@ def _read(client: redis.Redis, key: str) -> Facts:
     }
 
 
-def _entry(raw: RawEntry, key: str) -> Entry | None:
+def entry_of(raw: RawEntry, key: str) -> Entry | None:
+    """What an entry of the log ``key`` holds, of whatever vocabulary; None where it is none of ours."""
     try:
         return unpack_entry(value_of(raw), key, vocab_size=_ANY_TOKEN)
     except InvalidEntryError:

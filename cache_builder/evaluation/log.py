@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, Progress, Record, at_path
-from cache_builder.inputs.records import examples_of, line_of, read_sources
+from cache_builder.inputs.records import line_of, read_sources, usable_in
 from cache_builder.inputs.sources import Source
 from ssd.text.codec import TextCodec
 
@@ -102,14 +102,11 @@ def read_log(
     num_records = num_invalid = num_without_prompt = num_without_answer = 0
     beside = () if class_by is None else (class_by.partition(".")[0],)
     for record in read_sources(sources, progress, replace(fields, others=beside)):
-        try:
-            found = examples_of(record, codec, fields)
-            label = None if class_by is None else _label(record, class_by)
-        except InputError:
-            if not (skip_invalid and record.is_json):
-                raise
+        found = usable_in(record, codec, fields, skip_invalid=skip_invalid)
+        if found is None:
             num_invalid += 1
             continue
+        label = None if class_by is None else _label(record, class_by)
         num_records += 1
         num_without_prompt += not found.has_prompt
         num_without_answer += not found.has_answer

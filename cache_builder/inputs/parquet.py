@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cache_builder.inputs.record import InputError, Progress, Record
-from cache_builder.inputs.streams import is_url, open_raw
+from cache_builder.inputs.streams import open_raw
 from ssd.errors import first_line
 
 _BATCH_ROWS = 1024
@@ -76,12 +76,8 @@ def _parquet(name: str) -> Iterator[Any]:
     except ModuleNotFoundError:
         raise InputError(f"{name}: Parquet files need pyarrow: pip install 'ssd-serving[builder]'") from None
     try:
-        if is_url(name):
-            with open_raw(name) as raw, pyarrow.parquet.ParquetFile(raw, buffer_size=_BUFFER) as file:
-                yield file
-        else:
-            with pyarrow.parquet.ParquetFile(name, buffer_size=_BUFFER) as file:
-                yield file
+        with open_raw(name) as raw, pyarrow.parquet.ParquetFile(raw, buffer_size=_BUFFER) as file:
+            yield file
     except InputError:
         raise
     except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, IndexError) as error:

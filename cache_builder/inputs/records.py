@@ -84,6 +84,16 @@ def examples_of(record: Record, codec: TextCodec, fields: FieldNames = AS_WE_CAL
         raise InputError(f"{record.where}: {error}") from error
 
 
+def usable_in(record: Record, codec: TextCodec, fields: FieldNames, *, skip_invalid: bool) -> Found | None:
+    """As `examples_of`; None for a line that cannot be used where such are left out."""
+    try:
+        return examples_of(record, codec, fields)
+    except InputError:
+        if not (skip_invalid and record.is_json):
+            raise
+        return None
+
+
 def line_of(record: Record) -> Mapping[str, Any]:
     """The fields of a record that is JSON, or a row; raises InputError."""
     if record.line is not None:

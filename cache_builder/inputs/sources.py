@@ -85,10 +85,7 @@ def _of_directory(path: Path, format: Format) -> Iterator[Source]:
 
 
 def _file(path: Path, format: Format) -> Source:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    status = path.stat()
     if not is_regular(str(path)):  # a pipe never holds the same again
         return Source(str(path), _format_of(str(path), format), None, secrets.token_hex(8))
     return Source(str(path), _format_of(str(path), format), status.st_size, f"{status.st_mtime_ns}")
@@ -109,8 +106,6 @@ def _remote(name: str, format: Format) -> Iterator[Source]:
             if entries[key].get("type") == "directory":
                 continue
             yield _remote_file(name if key == name else str(system.unstrip_protocol(key)), entries[key], format)
-    except InputError:
-        raise
     except FileNotFoundError:
         raise InputError(f"{name}: no such file. Check the URL") from None
     except Exception as error:  # drivers raise what they like
