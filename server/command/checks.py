@@ -38,21 +38,6 @@ def find_config(model: str, hub: HubOptions) -> Path:
     return _fetched(model, "config.json", hub)
 
 
-def find_generation_config(model: str, hub: HubOptions) -> Path | None:
-    """The path of a model's generation_config.json, found as `find_config` finds the other; None where it has none."""
-    directory = Path(model)
-    if directory.is_dir():
-        path = directory / "generation_config.json"
-        return path if path.exists() else None
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model, "generation_config.json", **hub.file_arguments()))
-    except Exception as error:  # not there, not in the cache, or whatever a network may do
-        log.debug("no generation_config.json of %s", model, exc_info=error)
-        return None
-
-
 def read_config(path: Path) -> Mapping[str, Any]:
     """A config.json; raises ModelError where it is none."""
     try:

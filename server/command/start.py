@@ -24,7 +24,7 @@ from server.admission.registry import Tenants
 from server.admission.rules import KEY_VARIABLE, SECRET_OPTION, SECRET_VARIABLE, read_key_file
 from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options
-from server.command.checks import check_before_loading, find_generation_config
+from server.command.checks import check_before_loading
 from server.command.flags import spelled
 from server.command.listen import (
     HttpServer,
@@ -43,6 +43,7 @@ from server.running.engine_thread import Worker, WorkerState
 from ssd.errors import ConfigError, SSDError
 from ssd.sharing.connection import URL_VARIABLE, address_of
 from ssd.sharing.noise_root import NoiseRoot
+from ssd.text.load_tokenizer import find_generation_config
 
 if TYPE_CHECKING:
     from ssd.engine import Engine

@@ -143,25 +143,23 @@ def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) 
     return tuple(ids)
 
 
-def _generation_config(name_or_path: str, hub: HubOptions) -> dict[str, Any]:
+def find_generation_config(name_or_path: str, hub: HubOptions) -> Path | None:
+    """The path of a model's ``generation_config.json``, in its directory or from the hub; None where it has none."""
     path = Path(name_or_path)
     if path.exists():
         found = (path if path.is_dir() else path.parent) / "generation_config.json"
-    else:
-        from transformers.utils import cached_file
+        return found if found.exists() else None
+    from huggingface_hub import hf_hub_download
 
-        fetched = cached_file(
-            name_or_path,
-            "generation_config.json",
-            **hub.file_arguments(),
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        if fetched is None:
-            return {}
-        found = Path(fetched)
-    if not found.exists():
+    try:
+        return Path(hf_hub_download(name_or_path, "generation_config.json", **hub.file_arguments()))
+    except Exception:  # not there, not in the cache, or whatever a network may do
+        return None
+
+
+def _generation_config(name_or_path: str, hub: HubOptions) -> dict[str, Any]:
+    found = find_generation_config(name_or_path, hub)
+    if found is None:
         return {}
     try:
         config = json.loads(found.read_text())

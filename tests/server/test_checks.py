@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from server.command import checks
 from server.command.arguments import parse_arguments
 from server.command.checks import check_before_loading
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ConfigError, ModelError, SSDError
 from ssd.retrieval.static import StaticWriter
+from ssd.text.load_tokenizer import find_generation_config
 from tests.redis_server import RedisServer
 from tests.redis_server import redis_server as redis_server  # a fixture
 
@@ -151,4 +151,4 @@ def test_what_is_in_the_cache_is_used_without_a_network(
     check("owner/name", "--max-model-len", "128", "--download-dir", str(tmp_path / "hub"))
     assert "cannot be reached" in caplog.text
     options = parse_arguments(["owner/name", "--download-dir", str(tmp_path / "hub")], {}).model
-    assert checks.find_generation_config(options.path, options.hub) is None
+    assert find_generation_config(options.path, options.hub) is None
