@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Sequence as Rows
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,45 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.exactness import OracleDrafter, RandomDrafter
-from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
-from ssd.drafting import Draft, DraftRequest, make_drafter
+from benchmarks.exactness import OracleDrafter
+from ssd.config import CacheConfig
+from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.drafter import SuffixDrafter
-from ssd.drafting.protocol import EMPTY_DRAFT, Drafter
-from ssd.engine import Engine, FinishReason, Request
+from ssd.drafting.protocol import Drafter, NoDrafter
+from ssd.engine import FinishReason
 from ssd.engine.metrics import Histogram
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
-from ssd.model.loading.load_target import open_target
 from ssd.retrieval.cache import CacheSet
+from tests.engines import EOS, FINGERPRINT, ask, make_engine, prompt_of, target_of
 from tests.fixed_times import measure_asking
 from tests.models import VOCAB, tiny_model
-from tests.reference.target import greedy_decode
+from tests.reference.scheduling import plain_decode
 from tests.sharing_replica import eventually
 from tests.whole_answers import finish_all, tokens_of
-
-MODEL = tiny_model()
-PLAIN_MODEL = tiny_model()  # the same weights, never driven by an engine
-EOS = 2
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
-FINGERPRINT = "0" * 32
-
-
-def make_engine(drafter: Drafter | None = None, *, slots: int = 3, caches: CacheSet | None = None, k: int = 4,
-                eos: int = EOS, **config: Any) -> Engine:  # fmt: skip
-    target = open_target(MODEL, num_slots=slots, max_length=96, max_draft_tokens=k)
-    draft = DraftConfig(num_speculative_tokens=k)
-    return Engine(
-        target,
-        drafter=drafter or make_drafter("ssd", draft),
-        caches=caches,
-        config=EngineConfig(max_num_seqs=slots, **config),
-        draft=draft,
-        eos_token_ids=[eos],
-    )
-
-
-def prompt(seed: int, length: int = 9) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(seed).integers(3, VOCAB, length).tolist())
 
 
 def test_requests_are_answered_while_the_kernels_that_draft_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,19 +39,19 @@ def test_requests_are_answered_while_the_kernels_that_draft_are_compiled(monkeyp
         assert compiled.wait(60)
         warm_up(drafter)
 
-    def ask(drafter: SuffixDrafter, rows: Any, groups: Any) -> None:
+    def noted(drafter: SuffixDrafter, rows: Any, groups: Any) -> None:
         asked.extend(drafter._kept)
         draft(drafter, rows, groups)
 
     draft = SuffixDrafter.draft_groups
     monkeypatch.setattr(SuffixDrafter, "warm_up", wait_and_warm_up)
-    monkeypatch.setattr(SuffixDrafter, "draft_groups", ask)
+    monkeypatch.setattr(SuffixDrafter, "draft_groups", noted)
     engine = make_engine()
     engine.warm_up(patience_s=0.0)
     said = {}
     for name in ("before", "after"):
         assert engine.is_drafting == (name == "after")
-        engine.submit(Request(request_id=name, prompt_token_ids=prompt(1), sampling=GREEDY))
+        engine.submit(ask(name, prompt_of(1)))
         said[name] = tokens_of(finish_all(engine)[name])
         assert (name in asked) == (name == "after")
         compiled.set()
@@ -86,104 +61,53 @@ def test_requests_are_answered_while_the_kernels_that_draft_are_compiled(monkeyp
     assert engine.metrics.drafter_failures == 0
 
 
-@pytest.mark.parametrize("ignore_eos", [False, True])
-def test_end_of_text_ends_an_output_unless_it_is_ignored(ignore_eos: bool) -> None:
-    expected, _ = greedy_decode(PLAIN_MODEL, prompt(3), 12)
-    at = next(i for i in range(2, 11) if expected[i] not in expected[:i])
-    engine = make_engine(OracleDrafter({prompt(3): expected}, VOCAB), k=8, eos=expected[at])
-    engine.submit(Request(request_id="a", prompt_token_ids=prompt(3), sampling=replace(GREEDY, ignore_eos=ignore_eos)))
-    outputs = finish_all(engine)["a"]
-    assert tokens_of(outputs) == (expected if ignore_eos else expected[: at + 1])
-    reason = FinishReason.LENGTH if ignore_eos else FinishReason.STOP
-    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (reason, None)
-
-
-def test_a_stop_token_inside_an_accepted_draft_ends_it_there() -> None:
-    expected, _ = greedy_decode(PLAIN_MODEL, prompt(3), 12)
-    at = next(i for i in range(2, 12) if expected[i] not in expected[:i])
+@pytest.mark.parametrize("end", ["end of text", "ignored", "stop token"])
+def test_an_output_ends_inside_of_an_accepted_draft_and_nothing_behind_it_is_learned(end: str) -> None:
+    said = plain_decode(tiny_model(), prompt_of(3), ask("a", ()).sampling)
+    at = next(i for i in range(2, 11) if said[i] not in said[:i])
+    token = said[at]
     with CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
-        engine = make_engine(OracleDrafter({prompt(3): expected}, VOCAB), k=12, caches=caches)
-        sampling = SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=(expected[at],))
-        engine.submit(Request(request_id="a", prompt_token_ids=prompt(3), sampling=sampling))
+        drafter = OracleDrafter({prompt_of(3): said}, VOCAB)
+        is_stop = end == "stop token"
+        engine = make_engine(drafter, limit=8, caches=caches, eos=[EOS if is_stop else token])
+        stops = (token,) if is_stop else ()
+        engine.submit(ask("a", prompt_of(3), ignore_eos=end == "ignored", stop_token_ids=stops))
         outputs = finish_all(engine)["a"]
-        assert tokens_of(outputs) == expected[: at + 1]
-        assert outputs[-1].stop_reason == expected[at]
-        assert outputs[-1].stats.num_accepted_tokens <= at + 1
-        # Prompt, output and separator, nothing after the stop.
-        assert caches.get("default").snapshot().num_tokens == len(prompt(3)) + at + 2
-
-
-@settings(max_examples=25)
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 15), st.integers(0, 6)), min_size=1, max_size=8))
-def test_every_request_ends_once_and_counts_add_up(requests: list[tuple[int, int, int]]) -> None:
-    engine = make_engine(RandomDrafter(VOCAB), slots=2)
-    for index, (length, max_tokens, cancel_after) in enumerate(requests):
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=index)
-        engine.submit(Request(request_id=str(index), prompt_token_ids=prompt(index, length), sampling=sampling))
-        if cancel_after == 0:
-            engine.cancel(str(index))
-    outputs = finish_all(engine)
-    assert len(outputs) == len(requests)
-    for index, (_, max_tokens, cancel_after) in enumerate(requests):
-        mine = outputs[str(index)]
-        assert [output.finish_reason is not None for output in mine].count(True) == 1 and mine[-1].finish_reason
-        assert (mine[-1].finish_reason is FinishReason.CANCELLED) == (cancel_after == 0)
-        stats = mine[-1].stats
-        assert stats.num_output_tokens == len(tokens_of(mine)) <= max_tokens
-        assert stats.num_accepted_tokens <= stats.num_draft_tokens
-        if cancel_after:
-            assert stats.num_output_tokens <= stats.num_accepted_tokens + stats.num_verify_steps
-    assert engine.metrics.num_running == engine.metrics.num_waiting == 0
-
-
-def one_token(**sampling: Any) -> Request:
-    return Request(request_id="a", prompt_token_ids=(5,), sampling=SamplingParams(**sampling))
+        expected = said if end == "ignored" else said[: at + 1]
+        assert tokens_of(outputs) == expected
+        assert outputs[-1].finish_reason is (FinishReason.LENGTH if end == "ignored" else FinishReason.STOP)
+        assert outputs[-1].stop_reason == (token if is_stop else None)
+        assert outputs[-1].stats.num_accepted_tokens <= len(expected)
+        # Prompt, output and separator.
+        assert caches.get("default").snapshot().num_tokens == len(prompt_of(3)) + len(expected) + 1
 
 
 def test_bad_requests_are_refused_and_nothing_is_queued() -> None:
     engine = make_engine()
-    too_long = Request(request_id="a", prompt_token_ids=prompt(0, 96), sampling=GREEDY)
     for bad, error in (
-        (too_long, ContextTooLong),
-        (Request(request_id="a", prompt_token_ids=prompt(0, 90), sampling=GREEDY), ContextTooLong),
-        (Request(request_id="a", prompt_token_ids=()), RequestError),
-        (Request(request_id="a", prompt_token_ids=(VOCAB,)), RequestError),
-        (Request(request_id="a", prompt_token_ids=(3,), prediction_token_ids=(VOCAB,)), RequestError),
-        (one_token(logit_bias=((VOCAB, 1.0),)), RequestError),
-        (one_token(stop=("x",)), RequestError),
-    ):  # fmt: skip
+        (ask("a", prompt_of(0, 96)), ContextTooLong),
+        (ask("a", prompt_of(0, 90)), ContextTooLong),
+        (ask("a", ()), RequestError),
+        (ask("a", (VOCAB,)), RequestError),
+        (ask("a", (3,), prediction_token_ids=(VOCAB,)), RequestError),
+        (ask("a", (5,), logit_bias=((VOCAB, 1.0),)), RequestError),
+        (ask("a", (5,), stop=("x",)), RequestError),
+    ):
         with pytest.raises(error):
             engine.submit(bad)
     assert not engine.has_work()
 
 
 def test_a_full_queue_and_a_stopped_engine_refuse() -> None:
-    engine = make_engine(slots=1, max_waiting=1)
+    engine = make_engine(target=target_of(num_slots=1), max_waiting=1)
     for name in "ab":
-        engine.submit(Request(request_id=name, prompt_token_ids=(5,), sampling=GREEDY))
+        engine.submit(ask(name, (5,)))
     with pytest.raises(QueueFull):
-        engine.submit(Request(request_id="c", prompt_token_ids=(5,), sampling=GREEDY))
+        engine.submit(ask("c", (5,)))
     finish_all(engine)
     engine.close()
     with pytest.raises(EngineStopped):
-        engine.submit(Request(request_id="d", prompt_token_ids=(5,), sampling=GREEDY))
-
-
-def test_submitting_from_many_threads_loses_nothing() -> None:
-    engine = make_engine()
-
-    def submit(first: int) -> None:
-        for index in range(first, first + 10):
-            engine.submit(
-                Request(request_id=str(index), prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=1))
-            )
-
-    threads = [threading.Thread(target=submit, args=(first,)) for first in (0, 10, 20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(finish_all(engine)) == 30
+        engine.submit(ask("d", (5,)))
 
 
 def test_warm_up_leaves_no_trace_in_the_counts() -> None:
@@ -201,7 +125,7 @@ def count(histogram: Histogram) -> int:
 
 def test_who_never_had_a_slot_has_no_time_in_one() -> None:
     engine = make_engine()
-    engine.submit(Request(request_id="gone", prompt_token_ids=prompt(1)))
+    engine.submit(ask("gone", prompt_of(1)))
     engine.cancel("gone")
     finish_all(engine)
     found = engine.metrics.histograms
@@ -221,25 +145,33 @@ def test_a_number_is_counted_at_the_first_bound_it_is_not_above() -> None:
 
 
 @pytest.mark.parametrize("runs_beside_host", [False, True])
-@settings(max_examples=3)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_counts_of_requests_and_of_outputs_add_up(runs_beside_host: bool, seed: int) -> None:
+def test_every_request_ends_once_and_counts_add_up(runs_beside_host: bool, seed: int) -> None:
+    """Every third request is cancelled, some before they begin."""
     random = np.random.default_rng(seed)
-    target = open_target(tiny_model(), num_slots=3, max_length=64, max_draft_tokens=4)
-    target.runs_beside_host = runs_beside_host
-    draft = DraftConfig(num_speculative_tokens=4)
-    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
-        config = EngineConfig(max_num_seqs=3)
-        engine = Engine(target, drafter=make_drafter("ssd", draft), caches=caches, config=config, draft=draft)
-        prompts = random.integers(3, 50, (3, 9))
-        for number in range(6):
-            sampling = SamplingParams(max_tokens=int(random.integers(3, 30)), temperature=0.0, ignore_eos=True)
-            prompt = tuple(prompts[number % 3].tolist())
-            engine.submit(Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, keeps_steps=True))
-        outputs = []
+    outputs = []
+    with CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
+        engine = make_engine(target=target_of(num_slots=3), caches=caches, runs_beside_host=runs_beside_host)
+        prompts, most = random.integers(3, 50, (3, 9)), random.integers(3, 30, 9).tolist()
+        for number in range(9):
+            sampling = {"max_tokens": most[number], "ignore_eos": True}
+            engine.submit(ask(str(number), prompts[number % 3].tolist(), keeps_steps=True, **sampling))
+            outputs += [output for _ in range(int(random.integers(0, 3))) for output in engine.step()]
+            if number % 3 == 2:
+                engine.cancel(str(number))
         while engine.has_work():
             outputs += engine.step()
-    metrics, ended = engine.metrics, [output.stats for output in outputs if output.finish_reason is not None]
+    metrics, ends = engine.metrics, {o.request_id: o for o in outputs if o.finish_reason is not None}
+    assert sum(output.finish_reason is not None for output in outputs) == len(ends) == 9
+    assert metrics.num_running == metrics.num_waiting == 0
+    for number in range(9):
+        end, mine = ends[str(number)], [output for output in outputs if output.request_id == str(number)]
+        assert end is mine[-1] and end.stats.num_output_tokens == len(tokens_of(mine)) <= most[number]
+        is_whole = len(tokens_of(mine)) == most[number]
+        assert end.finish_reason is (FinishReason.LENGTH if number % 3 < 2 or is_whole else FinishReason.CANCELLED)
+        assert end.stats.num_output_tokens <= end.stats.num_accepted_tokens + end.stats.num_verify_steps
+    ended = [end.stats for end in ends.values()]
     drafts = [output.draft for output in outputs if output.draft is not None]
     assert metrics.num_accepted_tokens > 0
     for drafted, accepted in (
@@ -259,7 +191,7 @@ def test_counts_of_requests_and_of_outputs_add_up(runs_beside_host: bool, seed: 
 PROMPT = (1, 2, 3, 4, 5)
 
 
-class Knowing:
+class Knowing(NoDrafter):
     """Knows what will be said, and gives it so much of a chance."""
 
     def __init__(self, said: list[int], chance: float | None) -> None:
@@ -278,15 +210,11 @@ class Knowing:
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         assert num_accepted == len(draft.token_ids)
 
-    def finish(self, request_id: str) -> None:
-        return
 
-
-def outputs_of(drafter: Drafter) -> list[list[int]]:
+def outputs_of(drafter: Drafter | str) -> list[list[int]]:
     """Tokens by step."""
-    engine = make_engine(drafter, slots=1)
-    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    engine.submit(Request(request_id="a", prompt_token_ids=PROMPT, sampling=sampling))
+    engine = make_engine(drafter, target_of(num_slots=1))
+    engine.submit(ask("a", PROMPT, ignore_eos=True))
     steps = []
     while engine.has_work():
         steps.append([token for output in engine.step() for token in output.token_ids])
@@ -295,53 +223,47 @@ def outputs_of(drafter: Drafter) -> list[list[int]]:
 
 @pytest.mark.parametrize(("chance", "is_sure"), [(0.95, True), (0.8, False), (None, True)])
 def test_only_what_is_almost_certain_may_delay_the_first_token(chance: float | None, is_sure: bool) -> None:
-    said = [token for step in outputs_of(make_drafter("none", DraftConfig())) for token in step]
+    said = [token for step in outputs_of("none") for token in step]
     steps = outputs_of(Knowing(said, chance))
     assert [token for step in steps for token in step] == said
     assert len(steps[0]) == (5 if is_sure else 1)
     assert len(steps[1]) == 5, "whoever has seen the first token waits no longer for it"
 
 
-class Nothing:
+class Nothing(NoDrafter):
     """Never has a draft, and takes its time."""
 
-    def __init__(self) -> None:
-        self.num_asked = 0
+    num_asked = 0
 
     def propose(self, requests: Rows[DraftRequest]) -> list[Draft]:
         assert requests
         self.num_asked += len(requests)
         time.sleep(2e-3 * len(requests))
-        return [EMPTY_DRAFT] * len(requests)
+        return super().propose(requests)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         assert not len(draft.token_ids) and num_accepted == 0
-
-    def finish(self, request_id: str) -> None:
-        return
 
 
 def test_the_engine_asks_a_slow_drafter_less_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     measure_asking(monkeypatch)
     drafter = Nothing()
     texts = []
-    for k in (4, 0):
-        engine = make_engine(drafter, slots=4, k=k)
+    for limit in (4, 0):
+        engine = make_engine(drafter, limit=limit)
         for number in range(4):
-            sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-            engine.submit(Request(request_id=str(number), prompt_token_ids=prompt(number, 5), sampling=sampling))
+            engine.submit(ask(str(number), prompt_of(number, 5), max_tokens=40, ignore_eos=True))
         texts.append({name: tokens_of(outputs) for name, outputs in finish_all(engine).items()})
     assert texts[0] == texts[1] and all(len(text) == 40 for text in texts[0].values())
     assert 4 * 4 <= drafter.num_asked < 4 * 40
 
 
 def test_what_was_distrusted_is_tried_again_where_prices_left_no_draft() -> None:
-    engine = make_engine(slots=1)
+    engine = make_engine(target=target_of(num_slots=1))
     shares = engine._proposals._kept_shares
     for _ in range(50):
         shares.observe(1.0, 1.0, 0)
     before = shares.share(1.0)
-    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=1, ignore_eos=True)
-    engine.submit(Request(request_id="a", prompt_token_ids=PROMPT, sampling=sampling))
+    engine.submit(ask("a", PROMPT, max_tokens=40, temperature=1.0, seed=1, ignore_eos=True))
     finish_all(engine)
     assert shares.share(1.0) > before
