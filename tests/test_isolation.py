@@ -13,21 +13,20 @@ import numpy as np
 import pytest
 
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams, StructuredOutput
+from ssd.config import CacheConfig, DraftConfig, SamplingParams, StructuredOutput
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
-from ssd.engine import Engine, FinishReason, Request, RequestOutput
-from ssd.engine.sequence import Committed
+from ssd.engine import Engine, FinishReason, Request
 from ssd.engine.sequence import Sequence as EngineSequence
 from ssd.errors import EngineBroken
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling import target_tokens as choosing
-from ssd.model.sampling.sampler import host_tokens
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState
+from tests.engines import ask, make_engine
 from tests.test_namespaces import Panic, SlowSet
 from tests.whole_answers import Answer, finish_all, tokens_of, whole
 
@@ -46,21 +45,18 @@ def target_of_all() -> Target:
     return open_target(model, num_slots=SLOTS, max_length=128, max_draft_tokens=4, exact="on")
 
 
-def engine_of(caches: CacheSet, *, overlap: bool, shape: Any, drafter: Any = None) -> Engine:
+def engine_of(caches: CacheSet, *, overlap: bool, shape: Any, drafter: Any = "ssd") -> Engine:
+    settings: dict[str, Any] = {"max_num_seqs": SLOTS, "prefill_chunk_tokens": 24}
     target = target_of_all()
-    target.runs_beside_host = overlap
-    for slot in range(target.num_slots):
-        target.rollback(slot, 0)
-    draft = DraftConfig(num_speculative_tokens=4, draft_shape=shape)
-    return Engine(
-        target,
-        drafter=drafter or make_drafter("ssd", draft),
-        codec=CODEC,
-        caches=caches,
-        config=EngineConfig(max_num_seqs=SLOTS, prefill_chunk_tokens=24, coupled_streams=1, coupled_window=2),
-        draft=draft,
-        noise_root=lambda: b"of all",
-    )
+    return make_engine(
+        drafter, target, shape=shape, caches=caches, codec=CODEC, runs_beside_host=overlap, **settings
+    )  # fmt: skip
+
+
+def all_answered(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
+    for request in requests:
+        engine.submit(request)
+    return {name: whole(outputs) for name, outputs in finish_all(engine).items()}
 
 
 def requests_of(grammar_for: str | None = None) -> list[Request]:
@@ -72,30 +68,19 @@ def requests_of(grammar_for: str | None = None) -> list[Request]:
         "ruled": SamplingParams(max_tokens=24, temperature=1.0, presence_penalty=1.0, seed=7, stop=("zzzz",)),
         "waiting": SamplingParams(max_tokens=12, temperature=1.0, seed=9, prompt_logprobs=1),
     }
+    under_grammar = SamplingParams(max_tokens=24, seed=5, structured_output=StructuredOutput("regex", "[a-z ]{4,60}"))
     text = "import os\nfor name in names:\n    print(name)\nfor name in names:\n"
     return [
-        Request(
-            request_id=name,
-            prompt_token_ids=tuple(CODEC.encode_prompt(text if name == "greedy" else f"# {name}\n{text}")),
-            sampling=params
-            if name != grammar_for
-            else SamplingParams(max_tokens=24, seed=5, structured_output=StructuredOutput("regex", "[a-z ]{4,60}")),
-            cache_salt="own" if name == POISON else None,
-        )
+        ask(name, CODEC.encode_prompt(text if name == "greedy" else f"# {name}\n{text}"),
+            params if name != grammar_for else under_grammar, cache_salt="own" if name == POISON else None)
         for name, params in asked.items()
-    ]
+    ]  # fmt: skip
 
 
 @cache
 def undisturbed() -> dict[str, Answer]:
     with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
-        engine = engine_of(caches, overlap=False, shape="chain")
-        for request in requests_of():
-            engine.submit(request)
-        return {name: whole(outputs) for name, outputs in finish_all(engine).items()}
-
-
-Inject = Callable[[pytest.MonkeyPatch, Engine, BaseException], None]
+        return all_answered(engine_of(caches, overlap=False, shape="chain"), requests_of())
 
 
 def _slot_of(engine: Engine) -> int:
@@ -109,109 +94,62 @@ def _is_due(engine: Engine) -> bool:
     return sequence is not None and sequence.stats.num_output_tokens >= 5
 
 
-def in_prefill(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseException) -> None:
-    prefill = engine.target.prefill
-
-    def failing(slots: Any, tokens: Any, counts: Any) -> None:
-        prefill(slots, tokens, counts)
-        if _slot_of(engine) in slots:
-            raise error
-
-    monkeypatch.setattr(engine.target, "prefill", failing)
+def _chooses(engine: Engine, _logits: Any, _rows: Any, _counts: Any, params: Sequence[SamplingParams], *_: Any) -> bool:
+    return any(each.top_k == 20 for each in params) and _is_due(engine)
 
 
-def in_forward(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseException) -> None:
-    def failing(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def fail(slots: Any, *rest: Any) -> Any:
-            logits = plain(slots, *rest)
-            if _slot_of(engine) in slots and _is_due(engine):
+def _spells(_engine: Engine, sequence: EngineSequence, *_: Any) -> bool:
+    return sequence.request.request_id == POISON and sequence.stats.num_output_tokens >= 5
+
+
+Place = tuple[Callable[[Engine], Any], str, Callable[..., bool]]
+_FORWARD: Place = (lambda engine: engine.target, "forward",
+                   lambda engine, slots, *_: _slot_of(engine) in slots and _is_due(engine))  # fmt: skip
+STAGES: dict[str, list[Place]] = {
+    "prefill": [(lambda engine: engine.target, "prefill", lambda engine, slots, *_: _slot_of(engine) in slots)],
+    "forward": [_FORWARD],
+    # Alone, without drafts, it has no path to move.
+    "paths": [(lambda engine: engine.target, "keep_paths", lambda engine, slots, *_: _slot_of(engine) in slots),
+              _FORWARD],
+    "choosing": [(lambda _: choosing, "host_tokens", _chooses)],
+    "mask": [(lambda _: GrammarState, "_mask", lambda _, state, *__: len(state._token_ids) > 3)],
+    "advance": [(lambda _: GrammarState, "advance", lambda _, state, *__: len(state._token_ids) > 5)],
+    "text": [(lambda _: EngineSequence, "output", _spells)],
+}  # fmt: skip
+"""Where a fault is: whose method fails, after which calls."""
+
+
+def inject(monkeypatch: pytest.MonkeyPatch, engine: Engine, stage: str, error: BaseException) -> None:
+    for owner_of, name, is_faulty in STAGES[stage]:
+        plain = getattr(owner_of(engine), name)
+
+        def failing(*args: Any, plain: Any = plain, is_faulty: Any = is_faulty) -> Any:
+            found = plain(*args)
+            if is_faulty(engine, *args):
                 raise error
-            return logits
+            return found
 
-        return fail
-
-    monkeypatch.setattr(engine.target, "forward", failing(engine.target.forward))
-
-
-def in_moving_paths(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseException) -> None:
-    keep = engine.target.keep_paths
-
-    def failing(slots: Any, *rest: Any) -> None:
-        keep(slots, *rest)
-        if _slot_of(engine) in slots:
-            raise error
-
-    monkeypatch.setattr(engine.target, "keep_paths", failing)
-    in_forward(monkeypatch, engine, error)  # alone, without drafts, it has no path to move
-
-
-def in_choosing(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseException) -> None:
-    def failing(logits: Any, rows: Any, counts: Any, params: Sequence[SamplingParams], keys: Any) -> Any:
-        if any(each.top_k == 20 for each in params) and _is_due(engine):
-            raise error
-        return host_tokens(logits, rows, counts, params, keys)
-
-    monkeypatch.setattr(choosing, "host_tokens", failing)
-
-
-def in_a_grammar(monkeypatch: pytest.MonkeyPatch, _engine: Engine, error: BaseException) -> None:
-    mask, calls = GrammarState._mask, [0]
-
-    def failing(state: GrammarState, trial: Any, tried: Sequence[int]) -> Any:
-        calls[0] += 1
-        if calls[0] > 6:
-            raise error
-        return mask(state, trial, tried)
-
-    monkeypatch.setattr(GrammarState, "_mask", failing)
-
-
-def in_advancing_a_grammar(monkeypatch: pytest.MonkeyPatch, _engine: Engine, error: BaseException) -> None:
-    advance = GrammarState.advance
-
-    def failing(state: GrammarState, token_ids: Sequence[int]) -> None:
-        advance(state, token_ids)
-        if len(state._token_ids) > 5:
-            raise error
-
-    monkeypatch.setattr(GrammarState, "advance", failing)
-
-
-def in_making_text(monkeypatch: pytest.MonkeyPatch, _engine: Engine, error: BaseException) -> None:
-    output = EngineSequence.output
-
-    def failing(sequence: EngineSequence, taken: Committed) -> RequestOutput:
-        if sequence.request.request_id == POISON and sequence.stats.num_output_tokens >= 5:
-            raise error
-        return output(sequence, taken)
-
-    monkeypatch.setattr(EngineSequence, "output", failing)
-
-
-STAGES: list[Inject] = [
-    in_prefill, in_forward, in_moving_paths, in_choosing, in_a_grammar, in_advancing_a_grammar, in_making_text,
-]  # fmt: skip
+        monkeypatch.setattr(owner_of(engine), name, failing)
 
 
 KINDS: list[type[BaseException]] = [Failure, Panic, MemoryError]
 WAYS = [("chain", False), ("chain", True), ("tree", False), ("tree", True)]
 FAULTS = [
-    pytest.param(inject, kind, shape, overlap, id=f"{inject.__name__}-{kind.__name__}-{shape}-{overlap}")
-    for stage, inject in enumerate(STAGES)
+    (stage, KINDS[(number + turn) % len(KINDS)], shape, overlap)
+    for number, stage in enumerate(STAGES)
     for turn, (shape, overlap) in enumerate(WAYS)
-    for kind in [KINDS[(stage + turn) % len(KINDS)]]
-]  # fmt: skip
+]
 """Every stage in every way to run it; each stage meets every kind, and so does each way."""
 
 
-@pytest.mark.parametrize(("inject", "kind", "shape", "overlap"), FAULTS)
+@pytest.mark.parametrize(("stage", "kind", "shape", "overlap"), FAULTS)
 def test_a_fault_ends_the_request_it_belongs_to(
-    monkeypatch: pytest.MonkeyPatch, inject: Inject, kind: type[BaseException], shape: str, overlap: bool
+    monkeypatch: pytest.MonkeyPatch, stage: str, kind: type[BaseException], shape: str, overlap: bool
 ) -> None:
     with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
         engine = engine_of(caches, overlap=overlap, shape=shape)
-        inject(monkeypatch, engine, kind("injected"))
-        grammar_for = POISON if inject in (in_a_grammar, in_advancing_a_grammar) else None
+        inject(monkeypatch, engine, stage, kind("injected"))
+        grammar_for = POISON if stage in ("mask", "advance") else None
         for request in requests_of(grammar_for):
             engine.submit(request)
         outputs = finish_all(engine)
@@ -229,9 +167,7 @@ def test_a_fault_ends_the_request_it_belongs_to(
         assert engine.metrics.num_requests_finished == {"length": 4, "error": 1}
 
         # The slot it had is as good as any.
-        for request in requests_of():
-            engine.submit(request)
-        assert {name: whole(outputs) for name, outputs in finish_all(engine).items()} == expected
+        assert all_answered(engine, requests_of()) == expected
         assert engine.metrics.integrity_violations == 0
 
 
@@ -287,9 +223,7 @@ def test_a_fault_in_drafting_or_learning_fails_nothing_and_silences_nobody_else(
         poisoned = Poisoned(kind("injected"))
         drafter = Arbiter([poisoned, make_drafter("none", DraftConfig())]) if several else poisoned
         engine = engine_of(caches, overlap=overlap, shape="chain", drafter=drafter)
-        for request in requests_of():
-            engine.submit(request)
-        assert {name: whole(outputs) for name, outputs in finish_all(engine).items()} == undisturbed()
+        assert all_answered(engine, requests_of()) == undisturbed()
         assert poisoned.num_drafts > 0 and poisoned.num_deaf > 0
         assert engine.metrics.drafter_failures > poisoned.num_deaf
         assert caches.get().stats().num_tokens > 0
@@ -302,10 +236,10 @@ def test_a_namespace_whose_directory_does_not_answer_holds_up_nobody(tmp_path: P
         caches.opened.clear()
 
         def ask(round: int) -> dict[str, Answer]:
-            for request in requests_of():
-                namespace = "slow" if request.request_id in ("greedy", POISON) else "default"
-                engine.submit(replace(request, request_id=f"{request.request_id} {round}", namespace=namespace))
-            return {name.removesuffix(f" {round}"): whole(outputs) for name, outputs in finish_all(engine).items()}
+            slow = ("greedy", POISON)
+            named = [replace(each, namespace="slow" if each.request_id in slow else "default",
+                             request_id=f"{each.request_id} {round}") for each in requests_of()]  # fmt: skip
+            return {name.removesuffix(f" {round}"): answer for name, answer in all_answered(engine, named).items()}
 
         assert ask(1) == undisturbed()
         assert caches.names() == ["default"]
@@ -334,27 +268,23 @@ def test_a_target_that_computes_nothing_any_more_ends_the_engine(
 
         for name in ("forward", "prefill"):
             monkeypatch.setattr(engine.target, name, failing)
-        for request in requests_of():
-            engine.submit(request)
         with pytest.raises(EngineBroken, match="the device is gone"):
-            finish_all(engine)
+            all_answered(engine, requests_of())
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_what_tells_the_program_to_end_is_not_contained(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
-    for inject in (in_forward, in_choosing, in_making_text):
+    for stage in ("forward", "choosing", "text"):
         with (
             CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches,
             monkeypatch.context() as here,
         ):
             engine = engine_of(caches, overlap=False, shape="chain")
-            inject(here, engine, kind())
-            for request in requests_of():
-                engine.submit(request)
+            inject(here, engine, stage, kind())
             with pytest.raises(kind):
-                finish_all(engine)
+                all_answered(engine, requests_of())
 
 
 def test_a_failed_copy_of_keys_and_values_is_computed_instead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,11 +297,6 @@ def test_a_failed_copy_of_keys_and_values_is_computed_instead(monkeypatch: pytes
             raise Failure("injected")
 
         monkeypatch.setattr(engine.target, "_copy", failing)
-        prompt = tuple(np.random.default_rng(0).integers(300, 900, 60).tolist())
-        sampling = SamplingParams(max_tokens=6, temperature=0.0)
-        for choice in range(3):
-            engine.submit(
-                Request(request_id=str(choice), prompt_token_ids=prompt, sampling=sampling, choice_index=choice)
-            )
-        found = [whole(outputs) for outputs in finish_all(engine).values()]
-        assert copies and found[0] == found[1] == found[2]
+        prompt = np.random.default_rng(0).integers(300, 900, 60).tolist()
+        found = all_answered(engine, [ask(str(choice), prompt, choice_index=choice) for choice in range(3)])
+        assert copies and found["0"] == found["1"] == found["2"]
