@@ -21,14 +21,15 @@ from benchmarks.exactness import (
 )
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
-from ssd.config import DraftConfig, EngineConfig, SamplingParams
-from ssd.drafting import make_drafter
+from ssd.config import DraftShape, SamplingParams
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Drafter
-from ssd.engine import Engine, Request
+from ssd.engine import Request
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
-from tests.models import VOCAB, tiny_model
+from tests.engines import EOS, ask, make_engine, target_of
+from tests.models import VOCAB
+from tests.trees import BranchingDrafter
 from tests.whole_answers import Answer, answers_of
 
 NUM_PROMPTS = 200
@@ -96,8 +97,6 @@ def test_speculation_changes_no_token_and_no_log_probability(
 
 # -- any request --
 
-EOS = 2
-TARGET = open_target(tiny_model(), num_slots=2, max_length=96, max_draft_tokens=6, exact="on")
 SMALL = st.integers(3, 40)
 options = st.builds(
     SamplingParams,
@@ -121,30 +120,38 @@ options = st.builds(
 )
 
 
-def outputs_of(drafter: Drafter, prompt: Sequence[int], sampling: SamplingParams, *, k: int) -> Answer:
-    draft = DraftConfig(num_speculative_tokens=k)
-    config = EngineConfig(coupled_streams=1, coupled_window=2)
-    engine = Engine(
-        TARGET, drafter=drafter, config=config, draft=draft, eos_token_ids=[EOS], noise_root=lambda: b"of all"
-    )
-    # A second row, so that rows are of different length.
-    pair = (("a", sampling), ("beside", SamplingParams(max_tokens=9, temperature=0.0)))
-    return answers_of(
-        engine, [Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=params) for name, params in pair]
-    )[0]
+def said(architecture: str, drafter: Drafter | str, asked: Sequence[Request]) -> list[Answer]:
+    shape: DraftShape = "tree" if isinstance(drafter, BranchingDrafter) else "auto"
+    engine = make_engine(drafter, target_of(architecture), limit=6, shape=shape)
+    found = answers_of(engine, asked)
+    assert engine.metrics.drafter_failures == 0
+    if isinstance(drafter, BranchingDrafter):
+        assert engine.metrics.num_accepted_tokens == sum(accepted for _, accepted in drafter.paths)
+        for draft, num_accepted in drafter.paths:
+            assert draft.parents is None or (draft.path is not None and len(draft.path) == num_accepted)
+    return found
 
 
 @settings(max_examples=60)
-@given(options, st.lists(SMALL, min_size=1, max_size=12))
-def test_no_option_lets_speculation_change_the_output(sampling: SamplingParams, prompt: list[int]) -> None:
-    plain = outputs_of(make_drafter("none", DraftConfig()), prompt, sampling, k=0)
-    expected = plain.token_ids
-    if sampling.ignore_eos:
-        known = expected
-    else:
-        assert EOS not in expected[:-1]
-        known = [*expected, 7, 7]  # the drafter goes on where the output must stop
-    drafters = [OracleDrafter({tuple(prompt): known}, VOCAB), RandomDrafter(VOCAB), make_drafter("ssd", DraftConfig()),
-                make_drafter("ssd", DraftConfig(retrieval=False))]  # fmt: skip
-    for drafter in drafters:
-        assert outputs_of(drafter, prompt, sampling, k=6) == plain, drafter
+@given(
+    st.sampled_from(["llama", "llama", "mistral", "gemma2", "gpt_oss", "gpt2"]),
+    st.lists(st.tuples(options, st.lists(SMALL, min_size=1, max_size=12)), min_size=1, max_size=3),
+    st.integers(0, 2**32 - 1),
+)
+def test_no_option_lets_speculation_change_the_output(
+    architecture: str, rows: list[tuple[SamplingParams, list[int]]], seed: int
+) -> None:
+    """Beside a row that is always there; windows are 6 long, gemma2 caps its scores, gpt_oss has sinks."""
+    prompts = [(index + 41, *prompt) for index, (_, prompt) in enumerate(rows)]  # no two are the same
+    asked = [ask(str(i), prompt, params) for i, (prompt, (params, _)) in enumerate(zip(prompts, rows, strict=True))]
+    asked.append(ask("beside", prompts[0], max_tokens=9))
+    plain = said(architecture, "none", asked)
+    known = {}
+    for prompt, answer, (params, _) in zip(prompts, plain, rows, strict=False):
+        assert params.ignore_eos or EOS not in answer.token_ids[:-1]
+        # The drafter goes on where the output must stop.
+        known[prompt] = answer.token_ids if params.ignore_eos else [*answer.token_ids, 7, 7]
+    trees = [BranchingDrafter(known, VOCAB, seed=seed, shape=shape) for shape in ("random", "wide", "deep", "same")]
+    drafters: list[Drafter | str] = [OracleDrafter(known, VOCAB), RandomDrafter(VOCAB), trees[seed % 4], "ssd"]
+    for drafter in (*drafters, SuffixDrafter(retrieval=False)):
+        assert said(architecture, drafter, asked) == plain, drafter

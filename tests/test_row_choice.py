@@ -18,7 +18,9 @@ from ssd.model.sampling.row_choice import MASS_OF_ONE, masses_of
 from ssd.model.sampling.sampler import gumbel_noise, host_tokens, log_min_p
 from ssd.model.sampling.target_tokens import truncated_scores
 from tests.reference import sampling as slow
-from tests.reference.noise import coupled_key, position_keys
+from tests.reference.noise import coupled_key, gumbel, key_of
+from tests.reference.tree import path_of
+from tests.trees import trees
 
 params_of_rows = st.builds(
     SamplingParams,
@@ -130,33 +132,17 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
 @st.composite
-def drafts(draw: st.DrawFn) -> tuple[list[int], list[int] | None]:
-    tokens = draw(st.lists(st.integers(0, 2), max_size=12))
-    if draw(st.booleans()):
-        return tokens, None
-    return tokens, [draw(st.integers(-1, node - 1)) for node in range(len(tokens))]
-
-
-def path_to(parents: list[int] | None, node: int) -> list[int]:
-    if parents is None:
-        return list(range(node + 1))
-    return [*path_to(parents, parents[node]), node] if node >= 0 else []
+def drafts(draw: st.DrawFn) -> tuple[list[int], list[int] | None, list[list[int]]]:
+    """Tokens, parents unless it is a chain, and the tokens on the path to each node, the root first."""
+    tokens, parents = draw(trees(num_tokens=3))
+    is_chain = draw(st.booleans())
+    above = range(-1, len(tokens) - 1) if is_chain else parents
+    paths = [[tokens[i] for i in path_of(above, node)] for node in range(-1, len(tokens))]
+    return tokens, None if is_chain else parents, paths
 
 
 def int32(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.array(tokens, np.int32)
-
-
-@given(bits, st.integers(0, 99), texts, drafts())
-def test_seeded_noise_is_of_the_position(
-    seed: int, choice: int, text: list[int], draft: tuple[list[int], list[int] | None]
-) -> None:
-    tokens, parents = draft
-    keys = SequenceNoise.seeded(seed, choice).keys(
-        int32(text), int32(tokens), None if parents is None else int32(parents)
-    )
-    positions = np.array([len(text) + len(path_to(parents, node)) for node in range(-1, len(tokens))])
-    assert np.array_equal(keys, position_keys(seed, choice, positions))
 
 
 @given(bits, st.integers(0, 99), texts, drafts(), st.integers(1, 9), st.data())
@@ -164,18 +150,17 @@ def test_coupled_noise_is_of_the_last_tokens_and_of_how_often_they_came(
     secret: int,
     stream: int,
     text: list[int],
-    draft: tuple[list[int], list[int] | None],
+    draft: tuple[list[int], list[int] | None, list[list[int]]],
     window: int,
     data: st.DataObject,
 ) -> None:
-    tokens, parents = draft
+    tokens, parents, paths = draft
     told = data.draw(st.lists(st.integers(0, len(text)), max_size=3).map(sorted))
     noise = SequenceNoise.coupled(secret, stream, window)
     for end in told:
         noise.advance(int32(text)[:end])
     keys = noise.keys(int32(text), int32(tokens), None if parents is None else int32(parents))
-    for node, key in zip(range(-1, len(tokens)), keys.tolist(), strict=True):
-        path = [tokens[step] for step in path_to(parents, node)]
+    for path, key in zip(paths, keys.tolist(), strict=True):
         assert key == coupled_key(secret, stream, [*text, *path], window)
 
 
@@ -200,8 +185,14 @@ def gumbel_of(request: Any, position: int, token: int) -> float:
     position=st.integers(0, 2**31),
     token=st.integers(0, VOCABULARY - 1),
 )
-def test_kernels_foresee_the_noise_of_every_token(seed: int, choice: int, position: int, token: int) -> None:
-    keys = position_keys(seed, choice, np.array([position]))
-    expected = gumbel_noise(torch.from_numpy(keys.view(np.int64)), VOCABULARY)[0, token].item()
-    found = gumbel_of(np.uint64(request_key(seed, choice)), position, token)
-    assert abs(found - expected) <= 1e-12 * (1 + abs(expected))
+def test_noise_is_what_integer_arithmetic_says_and_kernels_foresee_it(
+    seed: int, choice: int, position: int, token: int
+) -> None:
+    key = key_of(seed, choice, position)
+    expected = gumbel(key, token)
+    keys = torch.tensor([key - (1 << 64) if key >> 63 else key])
+    for found in (
+        gumbel_noise(keys, VOCABULARY)[0, token].item(),
+        gumbel_of(np.uint64(request_key(seed, choice)), position, token),
+    ):
+        assert abs(found - expected) <= 1e-12 * (1 + abs(expected))

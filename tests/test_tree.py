@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.config import SamplingParams
-from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.protocol import Draft
+from benchmarks.exactness import RandomDrafter
+from ssd.config import DraftConfig, SamplingParams
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.engine.proposals import usable
+from ssd.errors import ConfigError
 from ssd.model.kv.tree import TreeShape, agree, is_tree, leading_chain, path_to
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import PassOutput
@@ -19,6 +24,7 @@ from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.ways.find_way import verifies_trees
 from ssd.model.ways.slot_target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS
+from tests.engines import ask, make_engine, prompt_of, target_of
 from tests.models import VOCAB, tiny_model
 from tests.reference import target as slow_target
 from tests.reference import tree as slow
@@ -26,6 +32,7 @@ from tests.reference.noise import coupled_key, key_of
 from tests.reference.tree import node_parents
 from tests.sampling_rows import make_row
 from tests.trees import NUM_TOKENS, trees
+from tests.whole_answers import answers_of
 
 
 def ints(values: list[int]) -> np.ndarray:
@@ -40,7 +47,7 @@ def test_the_shape_of_a_pass_equals_the_slow_twin(drafts: list[tuple[list[int], 
         assert is_tree(ints(parents), len(tokens))
         for node, seen in enumerate(slow.visible(parents)):
             assert set(np.flatnonzero(shape.sees[b, node]).tolist()) == seen
-            assert shape.depths[b, node] == slow.depths(parents, len(tokens))[node] == len(seen) - 1
+            assert shape.depths[b, node] == slow.depths(parents)[node] == len(seen) - 1
             assert path_to(ints(parents), node) == slow.path_of(parents, node - 1)
 
 
@@ -70,45 +77,47 @@ def test_acceptance_is_the_best_path_of_plain_decoding(tree: tuple[list[int], li
         assert output == slow.output_of(tokens, parents, choose)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
-    trees(max_size=7),
-    st.builds(
-        SamplingParams,
-        temperature=st.sampled_from([0.0, 1.0]),
-        repetition_penalty=st.sampled_from([1.0, 1.3]),
-        presence_penalty=st.sampled_from([0.0, 0.5]),
-        frequency_penalty=st.sampled_from([0.0, 0.7]),
-        logit_bias=st.sampled_from([(), ((2, 5.0),)]),
-        min_tokens=st.sampled_from([0, 3]),
-        top_k=st.sampled_from([0, 3]),
+    st.lists(
+        st.tuples(
+            trees(max_size=7),
+            st.booleans(),
+            st.builds(
+                SamplingParams,
+                temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+                repetition_penalty=st.sampled_from([1.0, 1.3]),
+                presence_penalty=st.sampled_from([0.0, 0.5]),
+                frequency_penalty=st.sampled_from([0.0, 0.7]),
+                logit_bias=st.sampled_from([(), ((2, 5.0),)]),
+                min_tokens=st.sampled_from([0, 3]),
+                top_k=st.sampled_from([-1, 0, 1, 3, 100]),
+                top_p=st.sampled_from([0.05, 0.5, 0.93, 1.0]),
+                min_p=st.sampled_from([0.0, 0.1, 1.0]),
+            ),
+        ),
+        min_size=1,
+        max_size=3,
     ),
     st.integers(0, 2**32 - 1),
     st.sampled_from([0, 1, 8]),
 )
-def test_each_node_is_sampled_after_its_own_path(
-    tree: tuple[list[int], list[int]], params: SamplingParams, seed: int, window: int
-) -> None:
+def test_each_node_is_sampled_after_its_own_path(rows: list[Any], seed: int, window: int) -> None:
     """With the noise of the path, too: of its length, or coupled, of its last tokens."""
-    tokens, parents = tree
-    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (1, len(tokens) + 1, 12)).astype(np.float32))
-    row = make_row(
-        params,
-        prompt=[1, 2],
-        output=[4],
-        draft=tokens,
-        parents=parents,
-        seed=seed,
-        choice_index=1,
-        window=window,
-        held_back_ids=(3, 5),
-    )
-    chosen = target_tokens(PassOutput(logits), [row])[0]
-    for node in range(len(tokens) + 1):
-        said = [4, *(tokens[t] for t in slow.path_of(parents, node - 1))]
-        scores = slow_target.penalised(logits[0, node].tolist(), params, [1, 2], said, [3, 5])
-        key = coupled_key(seed, 1, [1, 2, *said], window) if window else key_of(seed, 1, 2 + len(said))
-        assert chosen[node] == slow_target.token_at(scores, params, key)
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (len(rows), 8, 12)).astype(np.float32))
+    made = [
+        make_row(params, prompt=[1, 2], output=[4], draft=tokens, parents=None if is_chain else parents, seed=seed,
+                 choice_index=b, window=window, held_back_ids=(3, 5))
+        for b, ((tokens, parents), is_chain, params) in enumerate(rows)
+    ]  # fmt: skip
+    chosen = target_tokens(PassOutput(logits), made)
+    for b, ((tokens, parents), is_chain, params) in enumerate(rows):
+        above = list(range(-1, len(tokens) - 1)) if is_chain else parents
+        for node in range(len(tokens) + 1):
+            said = [4, *(tokens[t] for t in slow.path_of(above, node - 1))]
+            scores = slow_target.penalised(logits[b, node].tolist(), params, [1, 2], said, [3, 5])
+            key = coupled_key(seed, b, [1, 2, *said], window) if window else key_of(seed, b, 2 + len(said))
+            assert chosen[b, node] == slow_target.token_at(scores, params, key)
 
 
 PROMPT_LENGTHS = {3: 17, 0: 4, 2: 11}
@@ -226,11 +235,87 @@ def test_a_draft_is_accepted_up_to_the_first_difference(seed: int, num_rows: int
         assert paths[b, :size].tolist() == list(range(size)) and said[b, :size].tolist() == chosen[b, :size].tolist()
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 3), st.integers(0, 40)), max_size=5))
-def test_keys_of_several_sequences_are_those_of_each(rows: list[tuple[int, int, int]]) -> None:
-    noises = [SequenceNoise.seeded(seed, choice) for seed, choice, _ in rows]
-    keys = SequenceNoise.seeded_keys(noises, [length for *_, length in rows], 4)
-    assert keys.shape == (len(rows), 4)
-    for noise, (*_, length), found in zip(noises, rows, keys, strict=True):
-        own = noise.keys(np.zeros(length, np.int32), np.zeros(3, np.int32))
-        assert found.tolist() == own.tolist()
+# -- in the engine ---------------------------------------------------------------------------------------------------
+
+
+class Disordered(RandomDrafter):
+    """Trees that are none: a parent behind its child, itself, too few, too many; one too large; no tokens at all."""
+
+    _parents = ([1, -1, 0], [0, 0, 1], [-1, -1], [-1, 0, 1, 2], [-2, -1, 0])
+    calls = 0
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        self.calls += 1
+        number = self.calls % (len(self._parents) + 2)
+        if number > len(self._parents):
+            return [Draft(np.full(3, VOCAB + 5, np.int32))] * len(requests)
+        if number == len(self._parents):
+            return [Draft(np.full(90, 7, np.int32), parents=np.full(90, -1, np.int32)) for _ in requests]
+        return [Draft(np.full(3, 7, np.int32), parents=np.array(self._parents[number], np.int32)) for _ in requests]
+
+
+def test_what_is_no_tree_is_a_counter_and_changes_nothing() -> None:
+    asked = [ask(str(seed), prompt_of(seed), max_tokens=14) for seed in (1, 2)]
+    engine = make_engine(Disordered(VOCAB), limit=8, shape="tree")
+    found = answers_of(engine, asked)
+    assert engine.metrics.drafter_failures > 5
+    assert engine.metrics.num_draft_tokens > 0  # the one that was too big was cut
+    assert found == answers_of(make_engine("none"), asked)
+
+
+class Asked(RandomDrafter):
+    """Notes whether it was asked for trees."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.trees: set[bool] = set()
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        self.trees |= {request.tree for request in requests}
+        return super().propose(requests)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "expected"),
+    [("tree", 1, True), ("chain", 1, False), ("auto", 1, True), ("auto", 2, False), ("on falcon", 1, False)],
+)
+def test_trees_are_asked_for_where_they_can_be_verified(
+    shape: Any, count: int, expected: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter, on_falcon = Asked(), shape == "on falcon"
+    target = target_of("falcon", exact="auto") if on_falcon else target_of()
+    engine = make_engine(drafter, target, shape="tree" if on_falcon else shape)
+    # Where there are two, neither is ever alone.
+    asked = [ask(str(i), (5, 6 + i), max_tokens=3 if count == 1 else 1, temperature=1.0) for i in range(count)]
+    answers_of(engine, asked)
+    assert drafter.trees == {expected} and ("chains only" in caplog.text) == on_falcon
+
+
+def test_an_unknown_shape_is_refused() -> None:
+    with pytest.raises(ConfigError, match="draft_shape must be one of auto, chain, tree"):
+        DraftConfig(draft_shape="bush")  # type: ignore[arg-type]
+
+
+def test_the_last_step_of_a_tree_teaches_every_token_that_was_tested() -> None:
+    """The text is not seen again, so the path says what came: its tokens, and which siblings did not."""
+    text = np.array([3, 4, 5, 3, 4, 6, 3, 4, 5, 3, 4], np.int32)
+    learned = {}
+    for name in ("path", "none accepted", "unknown", "cut"):
+        drafter = SuffixDrafter(price=0.01)
+        draft = drafter.propose([DraftRequest("a", text, 3, None, 8, tree=True)])[0]
+        assert draft.parents is not None and len(draft.token_ids) == 8
+        parents = draft.parents.tolist()
+        before = drafter.model_of(None).num_learned
+        child = parents.index(0)
+        path = np.array([0, child], np.int32)
+        told, accepted = {
+            "path": (Draft(draft.token_ids, parents=draft.parents, path=path), 2),
+            "none accepted": (Draft(draft.token_ids, parents=draft.parents, path=path[:0]), 0),
+            "unknown": (draft, 2),
+            "cut": (Draft(draft.token_ids[:1], parents=draft.parents[:1], path=path[:1]), 1),
+        }[name]
+        drafter.observe("a", told, accepted)
+        drafter.finish("a")
+        learned[name] = drafter.model_of(None).num_learned - before
+    tested = [parent for parent in parents if parent in (-1, 0, child)]
+    assert learned == {"path": len(tested), "none accepted": parents.count(-1), "unknown": 0, "cut": 1}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.protocol import Draft, DraftRequest, NoDrafter
 
 NUM_TOKENS = 6
 """Small, so that equal siblings and accepted tokens are common."""
@@ -21,7 +21,7 @@ def trees(draw: st.DrawFn, max_size: int = 12, num_tokens: int = NUM_TOKENS) -> 
     return tokens, [draw(st.integers(-1, token - 1)) for token in range(size)]
 
 
-class BranchingDrafter:
+class BranchingDrafter(NoDrafter):
     """Knows each prompt's answer and hides it in a random tree: parts of it on some branches, noise on all others.
 
     ``shape`` : "random"; "wide", all behind the root; "deep", one chain; "same", one token everywhere.
@@ -63,6 +63,3 @@ class BranchingDrafter:
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Keeps what was said of it."""
         self.paths.append((draft, num_accepted))
-
-    def finish(self, request_id: str) -> None:
-        """Keeps nothing."""

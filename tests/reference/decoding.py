@@ -13,7 +13,7 @@ from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices
 from ssd.pricing.rate import FORGETTING
 from ssd.retrieval.snapshot import Snapshot
-from tests.reference.walk import branch_of
+from tests.reference.tree import path_of
 
 Step = tuple[int, int, str]
 
@@ -65,7 +65,7 @@ class SlowDecoder:
                 draft = EMPTY_DRAFT
             draft = self._pricing.paying(draft)
             truth, parents = text[position:].tolist(), draft.parents_of_all()
-            branches = [branch_of(node, parents) for node in range(len(draft.token_ids))]
+            branches = [path_of(parents, node) for node in range(len(draft.token_ids))]
             agreeing = [b for b in branches if draft.token_ids[b].tolist() == truth[: len(b)]]
             path = max(agreeing, key=len, default=[])
             if draft.parents is not None and path:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from ssd.config import SamplingParams
-from tests.reference.noise import gumbel, key_of
+from tests.reference.noise import gumbel
 
 
 def allowed_tokens(logits: Sequence[float], params: SamplingParams) -> dict[int, float]:
@@ -30,11 +29,6 @@ def allowed_tokens(logits: Sequence[float], params: SamplingParams) -> dict[int,
     if params.min_p > 0:
         kept = [token for token in kept if scores[token] >= highest + math.log(params.min_p)]
     return {token: scores[token] for token in kept}
-
-
-def sampled_token(logits: Sequence[float], params: SamplingParams, seed: int, choice: int, position: int) -> int:
-    """The token that the noise of a seed picks."""
-    return token_at(logits, params, key_of(seed, choice, position))
 
 
 def token_at(logits: Sequence[float], params: SamplingParams, key: int) -> int:
@@ -74,18 +68,6 @@ def penalised(
         weaker |= set(stop)
     left = left - weaker or left
     return [score if token in left else -math.inf for token, score in enumerate(scores)]
-
-
-@torch.inference_mode()
-def greedy_decode(model: torch.nn.Module, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
-    """Plain greedy decoding without any cache: tokens, and how far the best score led the second best at each."""
-    context, margins = list(prompt), []
-    for _ in range(num_tokens):
-        logits = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].double()
-        best = torch.topk(logits, 2)
-        margins.append(float(best.values[0] - best.values[1]))
-        context.append(int(best.indices[0]))
-    return context[len(prompt) :], margins
 
 
 def exact_law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:

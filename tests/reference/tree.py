@@ -42,11 +42,9 @@ def visible(parents: Sequence[int]) -> list[set[int]]:
     return [{0}, *({0, *(token + 1 for token in path_of(parents, leaf))} for leaf in range(len(parents)))]
 
 
-def depths(parents: Sequence[int] | None, num_tokens: int) -> list[int]:
+def depths(parents: Sequence[int]) -> list[int]:
     """Draft tokens on the path to each node, the root first: how far behind it each stands."""
-    if parents is None:
-        return list(range(num_tokens + 1))
-    return [0, *(len(path_of(parents, token)) for token in range(num_tokens))]
+    return [0, *(len(path_of(parents, token)) for token in range(len(parents)))]
 
 
 def node_parents(rows: Sequence[npt.NDArray[np.int32] | None], width: int) -> npt.NDArray[np.int64]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-
-def branch_of(index: int, parents: Sequence[int]) -> list[int]:
-    """Indices from the root to ``index``."""
-    return [] if index < 0 else [*branch_of(parents[index], parents), index]
+from tests.reference.tree import path_of
 
 
 def longest_agreeing(token_ids: Sequence[int], parents: Sequence[int], truth: Sequence[int]) -> int:
     """Length of the longest branch that is a prefix of ``truth``."""
-    branches = [[token_ids[i] for i in branch_of(index, parents)] for index in range(len(token_ids))]
+    branches = [[token_ids[i] for i in path_of(parents, index)] for index in range(len(token_ids))]
     return max((len(branch) for branch in branches if branch == list(truth[: len(branch)])), default=0)
 
 
