@@ -11,15 +11,15 @@ from transformers import LlamaConfig, PreTrainedModel
 from ssd.model.draft.drafter import HeadDrafter, tapped_by
 from ssd.model.heads.networks import Eagle3Head, Head, MedusaHead
 from ssd.model.kv.attention import ATTENTION_NAME
-from ssd.model.layers.tap import FINAL, Tapped
+from ssd.model.layers.tap import Tapped
 from ssd.model.loading.load_target import open_target
 from ssd.model.ways.slot_target import SlotTarget
 from tests.models import tiny_model
 
 
-def forgetful_model(**changes: Any) -> PreTrainedModel:
+def forgetful_model() -> PreTrainedModel:
     """A tiny model whose next token depends on the last one alone."""
-    model = tiny_model("Llama", **changes)
+    model = tiny_model()
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -44,16 +44,14 @@ class PerfectHead(Head):
         return logits, features
 
 
-def random_medusa(hidden_size: int, vocab_size: int, num_tokens: int = 3) -> MedusaHead:
+def random_medusa(hidden_size: int, vocab_size: int) -> MedusaHead:
     """Three tokens ahead, by weights that say nothing."""
     torch.manual_seed(2)
-    return MedusaHead(hidden_size, vocab_size, num_tokens)
+    return MedusaHead(hidden_size, vocab_size, 3)
 
 
-def random_eagle3(
-    model: PreTrainedModel, layers: Sequence[int] = (0, 1, FINAL), draft_vocab_size: int | None = 96
-) -> Eagle3Head:
-    """A head whose weights say nothing, over a reduced vocabulary."""
+def random_eagle3(model: PreTrainedModel, layers: Sequence[int], draft_vocab_size: int | None) -> Eagle3Head:
+    """A head whose weights say nothing, over a reduced vocabulary unless that is None."""
     own = model.config.get_text_config()
     config = LlamaConfig(
         vocab_size=own.vocab_size, hidden_size=own.hidden_size, intermediate_size=48, num_hidden_layers=1,
@@ -70,23 +68,15 @@ def random_eagle3(
     return head.to(model.dtype).eval()
 
 
-def tapped_target(
-    model: PreTrainedModel, head: Head, *, num_slots: int = 4, max_length: int = 96, max_width: int = 8
-) -> SlotTarget:
-    """A target that is exact, and keeps what ``head`` reads."""
+def head_drafter(
+    model: PreTrainedModel, head: Head, *, num_slots: int = 4, max_length: int = 96, chunk_tokens: int = 512
+) -> tuple[SlotTarget, HeadDrafter]:
+    """A head beside a fresh target that is exact, and keeps what the head reads."""
+    tapped = tapped_by(head, model.device, model.dtype)
     target = open_target(
-        model, num_slots=num_slots, max_length=max_length, max_draft_tokens=max_width - 1,
-        tapped=tapped_by(head, model.device, model.dtype), exact="on",
+        model, num_slots=num_slots, max_length=max_length, max_draft_tokens=7, tapped=tapped, exact="on"
     )  # fmt: skip
     assert isinstance(target, SlotTarget) and target.can_verify_trees
-    return target
-
-
-def head_drafter(
-    model: PreTrainedModel, head: Head, *, chunk_tokens: int = 512, **sizes: int
-) -> tuple[SlotTarget, HeadDrafter]:
-    """A head beside a fresh target."""
-    target = tapped_target(model, head, **sizes)
     return target, HeadDrafter(head, target, chunk_tokens=chunk_tokens)
 
 

@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.exactness import TIE_MARGIN
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, EngineConfig, SamplingParams
+from ssd.config import CacheConfig, EngineConfig
 from ssd.engine import Engine, Request
 from ssd.errors import ModelError, RequestError
 from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import open_target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
+from tests.engines import ask
 from tests.models import tiny_model
 from tests.whole_answers import answers_of
 
@@ -84,16 +85,11 @@ def engine(paths: dict[str, str], codec: TextCodec) -> Iterator[Engine]:
 def requests_of(codec: TextCodec, names: tuple[str | None, ...], prefix: str) -> list[Request]:
     """Every text with every adapter, neighbours with different ones."""
     return [
-        Request(
-            request_id=f"{prefix}/{number}/{name}",
-            prompt_token_ids=tuple(codec.encode_prompt(text)),
-            sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True),
-            namespace=f"default.{name}",
-            adapter=name,
-        )
+        ask(f"{prefix}/{number}/{name}", codec.encode_prompt(text), max_tokens=MAX_TOKENS, ignore_eos=True,
+            namespace=f"default.{name}", adapter=name)
         for number, text in enumerate(TEXTS)
         for name in names
-    ]
+    ]  # fmt: skip
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
@@ -167,10 +163,7 @@ def test_keys_and_values_of_an_adapter_are_not_used_for_another(engine: Engine, 
     prompt = tuple(codec.encode_prompt("def first(items):\n    for item in items:\n        return item\n" * 2))
     outputs: dict[tuple[str | None, int], list[int]] = {}
     for name in (None, "one", "two", "one"):
-        request = Request(
-            request_id=f"kept-{name}-{len(outputs)}", prompt_token_ids=prompt, adapter=name,
-            sampling=SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True),
-        )  # fmt: skip
+        request = ask(f"kept-{name}-{len(outputs)}", prompt, adapter=name, max_tokens=8, ignore_eos=True)
         hits = engine.metrics.prefix_cache_hits
         outputs[name, len(outputs)] = run(engine, [request])[request.request_id]
         assert (engine.metrics.prefix_cache_hits > hits) == (len(outputs) == 4)
@@ -179,7 +172,7 @@ def test_keys_and_values_of_an_adapter_are_not_used_for_another(engine: Engine, 
 
 def test_an_adapter_that_is_not_there_is_refused(engine: Engine) -> None:
     with pytest.raises(RequestError, match="three") as error:
-        engine.submit(Request(request_id="x", prompt_token_ids=(1,), adapter="three"))
+        engine.submit(ask("x", (1,), adapter="three"))
     assert error.value.param == "model"
 
 

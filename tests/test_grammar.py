@@ -19,16 +19,16 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.exactness import OracleDrafter, RandomDrafter
 from ssd.bundled import MODEL_PATH
-from ssd.config import DraftConfig, EngineConfig, SamplingParams, StructuredOutput
-from ssd.drafting import make_drafter
+from ssd.config import SamplingParams, StructuredOutput
 from ssd.drafting.protocol import Drafter
-from ssd.engine import Engine, FinishReason, Request
+from ssd.engine import Engine, FinishReason
 from ssd.errors import RequestError
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState
 from ssd.text.grammar_compiler import GrammarCompiler
 from ssd.text.grammar_memory import GrammarMemory
+from tests.engines import ask, make_engine
 from tests.tokenizers_for_tests import byte_level_tokenizer, real_tokenizers, sentencepiece_like_tokenizer
 from tests.whole_answers import Answer, finish_all, tokens_of, whole
 
@@ -211,19 +211,12 @@ def target() -> Any:
 
 
 def output_of(
-    target: Any, drafter: Drafter, prompt: Sequence[int], sampling: SamplingParams, k: int
+    target: Any, drafter: Drafter | str, prompt: Sequence[int], sampling: SamplingParams, k: int
 ) -> tuple[Answer, int]:
     """The answer, and how many passes it took."""
-    engine = Engine(
-        target,
-        drafter=drafter,
-        codec=CODEC,
-        config=EngineConfig(coupled_streams=1, coupled_window=2),
-        draft=DraftConfig(num_speculative_tokens=k),
-        noise_root=lambda: b"of all",
-    )
+    engine = make_engine(drafter, target, limit=k, codec=CODEC)
     for name, params in (("a", sampling), ("free", replace(sampling, structured_output=None, max_tokens=9))):
-        engine.submit(Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=params))
+        engine.submit(ask(name, prompt, params))
     outputs = finish_all(engine)["a"]
     return whole(outputs), outputs[-1].stats.num_verify_steps
 
@@ -237,13 +230,13 @@ def test_structured_output_fits_and_speculation_changes_no_token(target: Any, ki
         sampling = SamplingParams(
             max_tokens=60, temperature=temperature, seed=seed, structured_output=OUTPUTS[kind], logprobs=2
         )
-        plain, steps = output_of(target, make_drafter("none", DraftConfig()), prompt, sampling, 0)
+        plain, steps = output_of(target, "none", prompt, sampling, 0)
         assert (plain.token_ids[-1] == EOS) == (plain.finish_reason is FinishReason.STOP)
         if plain.finish_reason is FinishReason.STOP:
             assert fits(kind, plain.text), plain.text
         known = {tuple(prompt): [*plain.token_ids, EOS, 5]}
-        drafters = [OracleDrafter(known, CODEC.vocab_size), RandomDrafter(CODEC.vocab_size)]
-        for drafter in (*drafters, make_drafter("ssd", DraftConfig())):
+        drafters: list[Drafter | str] = [OracleDrafter(known, CODEC.vocab_size), RandomDrafter(CODEC.vocab_size), "ssd"]
+        for drafter in drafters:
             found, fewer = output_of(target, drafter, prompt, sampling, 8)
             assert found == plain
             if drafter is drafters[0] and len(plain.token_ids) > 2:
@@ -257,15 +250,13 @@ def test_weaker_rules_give_way_to_the_grammar(target: Any) -> None:
         max_tokens=8, temperature=0.0, min_tokens=8, allowed_token_ids=(7,), bad_words=(tuple(yes),),
         structured_output=StructuredOutput("choice", '["yes"]'),
     )  # fmt: skip
-    found, _ = output_of(target, make_drafter("none", DraftConfig()), CODEC.encode_prompt("x"), sampling, 0)
+    found, _ = output_of(target, "none", CODEC.encode_prompt("x"), sampling, 0)
     assert (found.text, found.finish_reason) == ("yes", FinishReason.STOP)
 
 
 def test_a_grammar_as_deep_as_it_is_long_ends_no_process() -> None:
-    codec = TextCodec.load(str(MODEL_PATH))
     chain = "start: a0\n" + "".join(f'a{rule}: "x" a{rule + 1}\n' for rule in range(4500)) + 'a4500: "y"\n'
-    compiler = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids)
-    compiler.compile(StructuredOutput("grammar", chain)).masks([])
+    compiler().compile(StructuredOutput("grammar", chain)).masks([])
 
 
 def test_what_one_tenant_compiled_is_compiled_again_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,15 +305,12 @@ def test_branches_that_would_be_compared_for_long_are_refused(lists: list[int]) 
 
 def many_of(target: Any, count: int, *, k: int) -> tuple[Engine, SamplingParams]:
     """An engine with one request under each of ``count`` grammars, and one, "free", without."""
-    engine = Engine(
-        target, drafter=RandomDrafter(CODEC.vocab_size), codec=CODEC, draft=DraftConfig(num_speculative_tokens=k)
-    )
+    engine = make_engine(RandomDrafter(CODEC.vocab_size), target, limit=k, codec=CODEC)
     sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, structured_output=OUTPUTS["json_schema"])
     for i in range(count):
-        prompt = tuple(CODEC.encode_prompt(f"def f{i}(a):"))
-        engine.submit(Request(request_id=f"{i}", prompt_token_ids=prompt, sampling=sampling))
+        engine.submit(ask(f"{i}", CODEC.encode_prompt(f"def f{i}(a):"), sampling))
     free = replace(sampling, structured_output=None, ignore_eos=True)
-    engine.submit(Request(request_id="free", prompt_token_ids=(5, 6), sampling=free))
+    engine.submit(ask("free", (5, 6), free))
     return engine, sampling
 
 
@@ -363,7 +351,7 @@ def test_requests_that_wait_hold_no_compiled_grammar(
 ) -> None:
     """What is kept is within the budget, what was put out is compiled again in its turn; none waits for ever."""
     pytest.importorskip("llguidance")
-    engine = Engine(target, drafter=make_drafter("none", DraftConfig()), codec=CODEC)
+    engine = make_engine("none", target, codec=CODEC)
     assert engine.grammars is not None
     engine.grammars.memory = memory = GrammarMemory(most_bytes)
     compiled: list[str] = []
@@ -375,8 +363,7 @@ def test_requests_that_wait_hold_no_compiled_grammar(
 
     monkeypatch.setattr(GrammarCompiler, "_matcher", counted)
     for i in range(40):
-        sampling = SamplingParams(max_tokens=8, temperature=0.0, structured_output=StructuredOutput("regex", f"a{i}b"))
-        engine.submit(Request(request_id=f"{i}", prompt_token_ids=(5, 6), sampling=sampling))
+        engine.submit(ask(f"{i}", (5, 6), max_tokens=8, structured_output=StructuredOutput("regex", f"a{i}b")))
     assert len(compiled) == 40
     assert memory.num_bytes <= most_bytes // 2
     outputs = {name: whole(each).text for name, each in finish_all(engine).items()}

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams
-from ssd.drafting import Arbiter, make_drafter
+from ssd.drafting import Arbiter
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
@@ -34,10 +34,11 @@ from ssd.model.target import pad_rows
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache_state import LearnedState
 from ssd.text.codec import TextCodec
+from tests.engines import ask, make_engine
 from tests.heads import PerfectHead, forgetful_model, head_drafter, random_eagle3, random_medusa
 from tests.models import VOCAB, tiny_model
-from tests.test_lossless import EOS, options
-from tests.whole_answers import Answer, finish_all, whole
+from tests.test_lossless import options
+from tests.whole_answers import Answer, answers_of, finish_all, whole
 
 SLOTS, LENGTH = 3, 48
 NAMES = ("perfect", "random", "whole vocabulary", "parallel", "model")
@@ -78,18 +79,10 @@ kept = cache(kind_of)
 
 
 def run(
-    target: SlotTarget,
-    drafter: Drafter,
-    requests: Sequence[Request],
-    *,
-    k: int = 6,
-    shape: DraftShape = "auto",
-    config: EngineConfig | None = None,
-    late: int = 0,
+    target: SlotTarget, drafter: Drafter | str, requests: Sequence[Request], *, late: int = 0, **more: Any
 ) -> tuple[Engine, list[Answer]]:
     """Answers to requests, the last ``late`` of which come after two steps."""
-    draft = DraftConfig(num_speculative_tokens=k, draft_shape=shape)
-    engine = Engine(target, drafter=drafter, draft=draft, eos_token_ids=[EOS], config=config)
+    engine = make_engine(drafter, target, limit=6, **more)
     for request in requests[: len(requests) - late]:
         engine.submit(request)
     begun = [output for _ in range(2) for output in engine.step()]
@@ -98,22 +91,6 @@ def run(
     found = finish_all(engine, begun)
     assert engine.metrics.drafter_failures == 0
     return engine, [whole(found[request.request_id]) for request in requests]
-
-
-def request_of(
-    index: int, prompt: Sequence[int], sampling: SamplingParams, namespace: str | None = None, priority: int = 0
-) -> Request:
-    return Request(
-        request_id=str(index),
-        prompt_token_ids=tuple(prompt),
-        sampling=sampling,
-        namespace=namespace,
-        priority=priority,
-    )
-
-
-def plain(target: SlotTarget, requests: Sequence[Request]) -> list[Answer]:
-    return run(target, make_drafter("none", DraftConfig()), requests, k=0)[1]
 
 
 @settings(max_examples=12)
@@ -128,8 +105,8 @@ def test_no_option_lets_a_head_change_the_output(
 ) -> None:
     target, drafter = kept(name)
     params = replace(sampling, seed=sampling.seed or 0)
-    requests = [request_of(0, prompt, params), request_of(1, prompt, SamplingParams(max_tokens=9, temperature=0.0))]
-    expected = plain(target, requests)
+    requests = [ask("0", prompt, params, namespace=None), ask("1", prompt, max_tokens=9, namespace=None)]
+    expected = run(target, "none", requests)[1]
     for chosen in (drafter, Arbiter([SuffixDrafter(), drafter])):
         assert run(target, chosen, requests, shape=shape)[1] == expected
 
@@ -141,21 +118,17 @@ def test_a_full_house_with_reuse_and_preemption_says_what_plain_decoding_says(na
     random = np.random.default_rng(3)
     common = random.integers(3, 40, 24).tolist()
     requests = [
-        request_of(
-            index,
-            [*common[: 24 - index], *random.integers(3, 40, 1 + index % 5).tolist()],
-            SamplingParams(
-                max_tokens=24, temperature=0.8 * (index % 2), top_k=8, seed=index, ignore_eos=True, logprobs=1
-            ),
-            namespace="shared",
+        ask(
+            str(index), [*common[: 24 - index], *random.integers(3, 40, 1 + index % 5).tolist()], max_tokens=24,
+            temperature=0.8 * (index % 2), top_k=8, seed=index, ignore_eos=True, logprobs=1, namespace="shared",
             priority=-1 if index > 8 else 0,
         )
         for index in range(12)
-    ]
-    expected = plain(target, [replace(request, priority=0) for request in requests])
-    config = EngineConfig(scheduling_policy="priority", prefill_chunk_tokens=16)
+    ]  # fmt: skip
+    expected = run(target, "none", [replace(request, priority=0) for request in requests])[1]
+    config: dict[str, Any] = {"scheduling_policy": "priority", "prefill_chunk_tokens": 16}
     for shape in ("chain", "tree"):
-        engine, found = run(target, drafter, requests, shape=shape, config=config, late=3)
+        engine, found = run(target, drafter, requests, shape=shape, late=3, **config)
         assert found == expected
         assert engine.metrics.num_preemptions
         if name == "perfect":
@@ -167,7 +140,7 @@ def test_a_full_house_with_reuse_and_preemption_says_what_plain_decoding_says(na
 # -- what a head says --------------------------------------------------------------------------------------------
 
 
-def ask(
+def asked(
     slot: int, name: str, context: Sequence[int], sampling: SamplingRow | None = None, limit: int = 5
 ) -> DraftRequest:
     return DraftRequest(
@@ -262,7 +235,7 @@ class House:
 
     def _request(self, slot: int, temperature: float) -> DraftRequest:
         sampling = SamplingRow(params=SamplingParams(temperature=temperature), noise=SequenceNoise.seeded(7))
-        return replace(ask(slot, self.names[slot], self.texts[slot], sampling), learned=SHARED)
+        return replace(asked(slot, self.names[slot], self.texts[slot], sampling), learned=SHARED)
 
     def _fresh(self, slot: int, temperature: float) -> Draft:
         target, drafter = kept(self.name, self.dtype, num_slots=1, max_length=LENGTH)
@@ -291,18 +264,18 @@ def test_what_a_head_read_for_one_namespace_is_read_again_for_another(other: Lea
     slots, text = drafter._slots, np.arange(3, 12, dtype=np.int32)
     assert isinstance(slots, HeadSlots)
 
-    def asked(name: str, learned: LearnedState | None) -> DraftRequest:
-        return replace(ask(0, name, text.tolist()), learned=learned)
+    def asked_in(name: str, learned: LearnedState | None) -> DraftRequest:
+        return replace(asked(0, name, text.tolist()), learned=learned)
 
     target.prefill([0], text[None, :-1].astype(np.int64), [len(text) - 1])
-    state = slots.follow(asked("one", SHARED))
+    state = slots.follow(asked_in("one", SHARED))
     assert state is not None
     slots.read([state])
     held = int(slots._kv_cache.lengths[0])
     assert held > 5
-    slots.follow(asked("one", SHARED))
+    slots.follow(asked_in("one", SHARED))
     assert slots._kv_cache.lengths[0] == len(text) - 2
-    slots.follow(asked("other", other))
+    slots.follow(asked_in("other", other))
     assert slots._kv_cache.lengths[0] == (len(text) - 2 if other is SHARED else 0)
 
 
@@ -361,11 +334,11 @@ def test_nothing_is_drafted_where_nothing_can_be_read() -> None:
     target.prefill([1], np.full((1, 9), 7), [9])
     text = [7] * 9 + [8]
     refused = [
-        ask(1, "short", [7]),
-        ask(2, "empty", text),
-        replace(ask(1, "nowhere", text), slot=None),
-        replace(ask(1, "nowhere", text), slot=-1),
-        replace(ask(1, "none", text), limit=0),
+        asked(1, "short", [7]),
+        asked(2, "empty", text),
+        replace(asked(1, "nowhere", text), slot=None),
+        replace(asked(1, "nowhere", text), slot=-1),
+        replace(asked(1, "none", text), limit=0),
     ]
     assert [len(draft.token_ids) for draft in drafter.propose(refused)] == [0] * len(refused)
     target.rollback(1, 0)
@@ -376,7 +349,7 @@ def test_what_is_new_to_a_head_takes_time_to_begin() -> None:
     drafter.warm_up()
     assert drafter.seconds_per_token(1) > 0
     target.prefill([0], np.full((1, 70), 7), [70])
-    long = ask(0, "long", [7] * 70 + [8])
+    long = asked(0, "long", [7] * 70 + [8])
     drafter.propose([long])
     assert drafter.seconds_to_begin(long) == 0.0
     assert drafter.seconds_to_begin(replace(long, request_id="another")) > 0.0
@@ -408,7 +381,7 @@ def test_what_comes_of_drafts_says_what_the_next_are_worth(right: int) -> None:
     _, drafter = kind_of("model", num_slots=1, max_length=32)
     before = drafter._chances[True].estimate(np.array([0.5]))[0]
     for _ in range(30):
-        (draft,) = drafter.propose([ask(0, "a", [5, 6, 7])])
+        (draft,) = drafter.propose([asked(0, "a", [5, 6, 7])])
         drafter.observe("a", draft, min(right, leading_chain(np.array(draft.parents_of_all()))))
     after = drafter._chances[True].estimate(np.array([0.5]))[0]
     assert after < before if right == 0 else after > before
@@ -420,10 +393,10 @@ def test_what_comes_of_drafts_says_what_the_next_are_worth(right: int) -> None:
 def test_no_room_and_foreign_tokens_mean_no_draft_of_a_model() -> None:
     _, drafter = kind_of("model", num_slots=1, max_length=LENGTH)
     for context, length in (([5] * 46, 2), ([5] * 48, 0), ([5] * 60, 0), ([5, VOCAB], 0), ([5, -1], 0)):
-        (draft,) = drafter.propose([ask(0, "a", context)])
+        (draft,) = drafter.propose([asked(0, "a", context)])
         assert leading_chain(np.array(draft.parents_of_all())) == length
         drafter.finish("a")
-    assert not len(drafter.propose([ask(1, "b", [5, 6])])[0].token_ids), "the target has more slots"
+    assert not len(drafter.propose([asked(1, "b", [5, 6])])[0].token_ids), "the target has more slots"
 
 
 @cache
@@ -451,12 +424,8 @@ def test_an_engine_with_a_draft_model_from_files_says_the_same() -> None:
             draft_model=draft_model,
         )
         engine.warm_up()
-        sampling = [SamplingParams(max_tokens=12, temperature=heat, seed=5, presence_penalty=0.7) for heat in (0, 0.9)]
-        requests = [request_of(index, [5, 9, 11], params) for index, params in enumerate(sampling)]
-        for request in requests:
-            engine.submit(request)
-        answers = finish_all(engine, [])
-        found.append([whole(answers[request.request_id]) for request in requests])
+        requests = [ask(str(heat), [5, 9, 11], temperature=heat, seed=5, presence_penalty=0.7) for heat in (0, 0.9)]
+        found.append(answers_of(engine, requests))
     assert found[0] == found[1]
 
 
@@ -484,7 +453,7 @@ def test_no_token_is_drafted_that_the_target_does_not_score(tmp_path: Path) -> N
     sampling = SamplingRow(
         params=SamplingParams(logit_bias=((codec().vocab_size - 1, 50.0),)), noise=SequenceNoise.seeded(1)
     )
-    assert drafter.propose([ask(0, "a", [5], sampling)])[0].token_ids.max() < target.vocab_size
+    assert drafter.propose([asked(0, "a", [5], sampling)])[0].token_ids.max() < target.vocab_size
 
 
 def test_a_recurrent_draft_model_is_refused() -> None:

@@ -12,16 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, TextStreamer
 
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.config import CacheConfig, DraftConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest, make_drafter
-from ssd.engine.engine import Engine
-from ssd.engine.request import Request
 from ssd.engine.sequence import secret_of
 from ssd.errors import RequestError
 from ssd.integrations.transformers import CoupledSampling, generate
-from ssd.model.loading.load_target import open_target
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.text.codec import TextCodec
+from tests.engines import ask, make_engine, target_of
 from tests.models import tiny_model
 from tests.reference.law import law_of_outputs, logits_of
 from tests.statistics import assert_follows
@@ -124,16 +122,10 @@ KINDS: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k":
 def test_coupled_text_is_the_engines_own(kind: dict[str, Any], cache: SuffixCache) -> None:
     """Short texts of a small model: no two scores are as near as rounding would need to tell them apart."""
     prompts = [(5, 6, 7, 5, 6), (9, 8), (40, 41, 42, 43, 44, 45, 46, 47, 48, 49)]
-    engine = Engine(
-        open_target(tiny_model(), num_slots=3, max_length=128),
-        drafter=make_drafter("ssd", DraftConfig()),
-        config=EngineConfig(coupled_streams=4, coupled_window=3),
-        eos_token_ids=(2,),
-        noise_root=lambda: b"a root",
-    )
-    sampling = SamplingParams(max_tokens=60, **kind)
+    target = target_of(max_length=128)
+    engine = make_engine("ssd", target, coupled_streams=4, coupled_window=3, root=lambda: b"a root")
     said = answers_of(engine, [
-        Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, noise_stream=number)
+        ask(str(number), prompt, max_tokens=60, noise_stream=number, **{"temperature": 1.0, **kind})
         for number, prompt in enumerate(prompts)
     ])  # fmt: skip
     model, drafter = tiny_model(), make_drafter("ssd", DraftConfig())
@@ -176,11 +168,6 @@ def test_coupled_text_does_not_depend_on_drafts_and_is_drafted_where_it_was_said
 def test_coupling_by_impossible_numbers_is_refused(numbers: dict[str, int], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         CoupledSampling(**numbers)
-
-
-def test_coupling_what_is_not_sampled_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(RequestError, match="pass do_sample=True"):
-        generate(model, torch.tensor([[5, 6]]), coupled=CoupledSampling(1), do_sample=False, max_new_tokens=2)
 
 
 def test_what_is_generated_is_learned_unless_told_otherwise(
@@ -228,18 +215,12 @@ def test_max_length_and_end_of_text_are_kept(model: PreTrainedModel, codec: Text
         ({"num_beams": 4}, "num_beams must be 1"),
         ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences must be 1"),
         ({"prompt_lookup_num_tokens": 5}, "prompt_lookup_num_tokens makes drafts of its own"),
+        ({"coupled": CoupledSampling(1), "do_sample": False, "max_new_tokens": 2}, "pass do_sample=True"),
+        ({"inputs": torch.ones(2, 3, dtype=torch.long)}, r"one prompt of shape \[1, n\], got \[2, 3\]"),
+        ({"model": "Mamba"}, "cannot take tokens back"),
     ],
 )
-def test_what_cannot_be_drafted_for_is_refused(model: PreTrainedModel, kwargs: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_drafted_for_is_refused(kwargs: dict[str, Any], message: str) -> None:
+    asked = {"inputs": torch.tensor([[5, 6]]), **kwargs, "model": tiny_model(kwargs.get("model", "Llama"))}
     with pytest.raises(RequestError, match=message):
-        generate(model, torch.tensor([[5, 6]]), **kwargs)
-
-
-def test_more_than_one_row_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(RequestError, match=r"one prompt of shape \[1, n\], got \[2, 3\]"):
-        generate(model, torch.ones(2, 3, dtype=torch.long))
-
-
-def test_models_that_cannot_take_tokens_back_are_refused() -> None:
-    with pytest.raises(RequestError, match="cannot take tokens back"):
-        generate(tiny_model("Mamba"), torch.tensor([[5, 6]]))
+        generate(asked.pop("model"), asked.pop("inputs"), **asked)

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ssd.bundled import MODEL_PATH
-from ssd.config import DraftConfig, EngineConfig, SamplingParams
-from ssd.engine import Request
+from ssd.config import DraftConfig, EngineConfig
 from ssd.errors import ConfigError
 from ssd.integrations.trl import Rollouts
+from tests.engines import ask
 from tests.whole_answers import answers_of
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install 'ssd-serving[trl]'")
@@ -129,12 +129,7 @@ def test_scoring_a_sample_gives_the_log_probabilities_it_was_drawn_with_to_the_b
             engine = rollouts._engine
             assert engine is not None and engine.target.exactness.holds
             scored = answers_of(engine, [
-                Request(
-                    request_id=f"scored {step} {index}",
-                    prompt_token_ids=(*prompt, *said),
-                    sampling=SamplingParams(max_tokens=1, prompt_logprobs=0),
-                    namespace=None,
-                )
+                ask(f"scored {step} {index}", (*prompt, *said), max_tokens=1, prompt_logprobs=0, namespace=None)
                 for index, (prompt, said) in enumerate(zip(output["prompt_ids"], output["completion_ids"], strict=True))
             ])  # fmt: skip
             for answer, logprobs in zip(scored, output["logprobs"], strict=True):

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
-from ssd.drafting import make_drafter
+from ssd.config import CacheConfig
 from ssd.engine import Engine, FinishReason, Request, RequestOutput, passes
 from ssd.engine.batch import Batch
 from ssd.engine.sequence import Sequence
@@ -22,17 +21,17 @@ from ssd.model.steps.static_steps import StaticSteps, eagerly
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
+from tests.engines import FINGERPRINT, ask, make_engine, prompt_of
 from tests.fixed_times import fix_times
 from tests.models import VOCAB, tiny_model
 from tests.test_pass_noise import formula
-from tests.whole_answers import finish_all, tokens_of, whole
+from tests.whole_answers import answers_of, finish_all, whole
 
-EOS = 2
 CODEC = TextCodec.load(str(MODEL_PATH))
 
 
 @cache
-def target_of(kind: str) -> Any:
+def opened(kind: str) -> Any:
     model = load_model(MODEL_PATH, dtype="float32", device="cpu") if kind == "bundled" else tiny_model()
     target: Any = open_target(model, num_slots=3, max_length=128, max_draft_tokens=4, exact="on")
     if kind == "static":
@@ -49,24 +48,13 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def engine_of(kind: str, *, runs_beside_host: bool, caches: CacheSet | None = None, drafter: str = "ssd") -> Engine:
-    target = target_of(kind)
-    target.runs_beside_host = runs_beside_host
-    for slot in range(target.num_slots):
-        target.rollback(slot, 0)
-    draft = DraftConfig(num_speculative_tokens=4)
-    return Engine(
-        target,
-        drafter=make_drafter(drafter, draft),
-        codec=CODEC if kind == "bundled" else None,
-        caches=caches,
-        config=EngineConfig(
-            max_num_seqs=3, prefill_chunk_tokens=16, scheduling_policy="priority", coupled_streams=1, coupled_window=2
-        ),
-        draft=draft,
-        noise_root=lambda: b"of all",
-        eos_token_ids=None if kind == "bundled" else [EOS],
-    )
+def engine_of(kind: str = "static", drafter: str = "ssd", **more: Any) -> Engine:
+    settings = {"max_num_seqs": 3, "prefill_chunk_tokens": 16, "scheduling_policy": "priority", **more}
+    return make_engine(drafter, opened(kind), codec=CODEC if kind == "bundled" else None, **settings)
+
+
+def sampled(name: str, max_tokens: int, **more: Any) -> Request:
+    return ask(name, (5, 6, 7), max_tokens=max_tokens, **{"temperature": 1.0, "seed": 1, "ignore_eos": True, **more})
 
 
 @settings(max_examples=40)
@@ -75,28 +63,22 @@ def test_a_random_load_gives_the_same(kind: str, quiet: int, seed: int, count: i
     random = np.random.default_rng(seed)
     requests = []
     for number in range(count):
-        length = int(random.integers(1, 40))
-        requests.append(
-            Request(
-                request_id=str(number),
-                prompt_token_ids=tuple(random.integers(3, VOCAB, length).tolist()),
-                sampling=SamplingParams(
-                    max_tokens=int(random.integers(1, 30)),
-                    temperature=float(random.choice([0.0, 1.0])),
-                    seed=number if number % 2 else None,  # even ones are coupled
-                    logprobs=int(random.choice([0, 2])) if random.random() < 0.5 else None,
-                    stop_token_ids=(int(random.integers(3, VOCAB)),),
-                )
-                if random.random() < 0.7
-                else SamplingParams(max_tokens=5, temperature=0.0, prompt_logprobs=1),
-                priority=int(random.integers(-2, 3)),
-            )
-        )
+        prompt = random.integers(3, VOCAB, int(random.integers(1, 40))).tolist()
+        more: dict[str, Any] = {"max_tokens": 5, "prompt_logprobs": 1}
+        if random.random() < 0.7:
+            more = {
+                "max_tokens": int(random.integers(1, 30)),
+                "temperature": float(random.choice([0.0, 1.0])),
+                "seed": number if number % 2 else None,  # even ones are coupled
+                "logprobs": int(random.choice([0, 2])) if random.random() < 0.5 else None,
+                "stop_token_ids": (int(random.integers(3, VOCAB)),),
+            }
+        requests.append(ask(str(number), prompt, priority=int(random.integers(-2, 3)), **more))
     arrivals = random.integers(0, 9, count).tolist()
     found = []
     for runs_beside_host in (False, True):
         with (
-            CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches,
+            CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches,
             pytest.MonkeyPatch.context() as patch,
         ):
             patch.setattr(passes, "_QUIET", quiet)
@@ -115,29 +97,20 @@ def test_a_random_load_gives_the_same(kind: str, quiet: int, seed: int, count: i
 def test_passes_follow_each_other_where_nothing_is_drafted(followed: list[int]) -> None:
     said = []
     for runs_beside_host in (False, True):
-        engine = engine_of("static", runs_beside_host=runs_beside_host, drafter="none")
-        for number, temperature in enumerate((0.0, 1.0)):
-            sampling = SamplingParams(max_tokens=20 + number, temperature=temperature, seed=1, ignore_eos=True)
-            engine.submit(
-                Request(request_id=str(number), prompt_token_ids=(5, 6, 7), sampling=sampling, namespace=None)
-            )
-        said.append({name: tokens_of(outputs) for name, outputs in finish_all(engine).items()})
+        engine = engine_of(drafter="none", runs_beside_host=runs_beside_host)
+        asked = [sampled(str(number), 20 + number, temperature=number) for number in range(2)]
+        said.append([answer.token_ids for answer in answers_of(engine, asked)])
         assert bool(followed) == runs_beside_host and engine.check() == []
     assert said[0] == said[1]
     assert followed[:18] == [2] * 18
 
 
 def test_who_comes_and_who_goes_waits_for_the_passes_under_way(followed: list[int]) -> None:
-    engine = engine_of("static", runs_beside_host=True, drafter="none")
-
-    def submit(name: str, max_tokens: int) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=len(name), ignore_eos=True)
-        engine.submit(Request(request_id=name, prompt_token_ids=(5, 6, 7), sampling=sampling, namespace=None))
-
-    submit("first", 60)
+    engine = engine_of(drafter="none", runs_beside_host=True)
+    engine.submit(sampled("first", 60))
     while len(followed) < 3:
         engine.step()
-    submit("second", 4)
+    engine.submit(sampled("second", 4))
     engine.cancel("first")
     ends = [output for _ in range(4) for output in engine.step() if output.finish_reason is not None]
     assert [output.request_id for output in ends] == ["first"] and engine.has_work()
@@ -147,10 +120,9 @@ def test_who_comes_and_who_goes_waits_for_the_passes_under_way(followed: list[in
 
 def test_a_pass_that_fails_takes_the_one_behind_it_along(followed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def said(fails: bool) -> dict[str, list[int]]:
-        engine = engine_of("static", runs_beside_host=True, drafter="none")
+        engine = engine_of(drafter="none", runs_beside_host=True)
         for name in "ab":
-            sampling = SamplingParams(max_tokens=25, temperature=1.0, seed=ord(name), ignore_eos=True)
-            engine.submit(Request(request_id=name, prompt_token_ids=(5, 6, 7), sampling=sampling, namespace=None))
+            engine.submit(sampled(name, 25, seed=ord(name)))
         outputs, verify, number = [], Pass.verify, len(followed)
         while engine.has_work():
             if fails and len(followed) > number + 2:
@@ -182,10 +154,8 @@ def test_text_is_made_and_learned_from_while_the_next_pass_runs(monkeypatch: pyt
         monkeypatch.setattr(
             cache, "append", lambda *a, **k: learned.append(engine._passes.first is not None) or append(*a, **k)
         )
-        prompt = tuple(CODEC.encode_prompt("import os\n"))
         for name, max_tokens in (("short", 3), ("long", 12)):
-            sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-            engine.submit(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling))
+            engine.submit(ask(name, CODEC.encode_prompt("import os\n"), max_tokens=max_tokens, ignore_eos=True))
         outputs = finish_all(engine)
     assert made[:-1] == [True] * (len(made) - 1) and not made[-1]
     assert learned == [True, False]
@@ -194,7 +164,7 @@ def test_text_is_made_and_learned_from_while_the_next_pass_runs(monkeypatch: pyt
 
 def test_what_a_cancelled_request_had_is_sent_before_its_end() -> None:
     engine = engine_of("tiny", runs_beside_host=True)
-    engine.submit(Request(request_id="a", prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=30)))
+    engine.submit(sampled("a", 30))
     assert engine.step() == [] and engine.has_work(), "the first pass is under way"
     engine.cancel("a")
     tokens, end = engine.step()
@@ -207,12 +177,11 @@ def test_what_a_cancelled_request_had_is_sent_before_its_end() -> None:
 def test_what_comes_next_is_drafted_while_a_pass_runs(wrong: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers that are stored, all or with a ``wrong`` token: prepared drafts are as good as others."""
     fix_times(monkeypatch)
-    prompts = [tuple(np.random.default_rng(row).integers(3, VOCAB, 12).tolist()) for row in range(3)]
-    sampling = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+    prompts = [prompt_of(row, 12) for row in range(3)]
 
     def answered(answers: list[list[int]], *, runs_beside_host: bool) -> tuple[list[list[int]], int, int]:
         """What was said; passes of all rows, and of how many the draft was prepared."""
-        with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+        with CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
             for prompt, answer in zip(prompts, answers, strict=False):
                 text = np.array([*prompt, *answer], np.int32)
                 if wrong is not None:
@@ -228,10 +197,9 @@ def test_what_comes_next_is_drafted_while_a_pass_runs(wrong: int | None, monkeyp
                 return drafts
 
             monkeypatch.setattr(engine._proposals, "propose", counted)
-            for row, prompt in enumerate(prompts):
-                engine.submit(Request(request_id=str(row), prompt_token_ids=prompt, sampling=sampling, learn=False))
-            outputs = finish_all(engine)
-        tokens = [tokens_of(outputs[str(row)]) for row in range(len(prompts))]
+            asked = [ask(str(row), prompt, max_tokens=80, ignore_eos=True, learn=False)
+                     for row, prompt in enumerate(prompts)]  # fmt: skip
+            tokens = [answer.token_ids for answer in answers_of(engine, asked)]
         return tokens, engine.metrics.num_verify_steps, sum(prepared)
 
     answers, _, _ = answered([], runs_beside_host=False)

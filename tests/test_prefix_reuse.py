@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,58 +13,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.exactness import RandomDrafter
-from ssd.config import DraftConfig, EngineConfig, SamplingParams
-from ssd.drafting import make_drafter
+from ssd.config import SamplingParams
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.schedule import scope_of
 from ssd.engine.sequence import secret_of
-from ssd.model.loading.load_target import open_target
+from tests import engines
+from tests.engines import ROOT, ask, target_of
+from tests.engines import prompt_of as text
 from tests.models import VOCAB, tiny_model
 from tests.reference import scheduling as slow
 from tests.reference.noise import coupled_key
 from tests.whole_answers import Answer, answers_of, finish_all, tokens_of, whole
 
 PLAIN_MODEL = tiny_model()  # never driven by an engine
-EOS = 2
-MAX_LENGTH = 96
 NOT_EXACT = {"stablelm", "mamba"}
-ROOT, STREAMS, WINDOW = b"of all", 2, 2
+STREAMS = 2
 
 
-@cache
-def model_of(architecture: str):  # type: ignore[no-untyped-def]
-    return tiny_model(architecture)
-
-
-def make_engine(architecture: str = "llama", *, slots: int = 3, random_drafts: bool = True, chunk: int = 512,
-                reuse: bool = True) -> Engine:  # fmt: skip
+def make_engine(
+    name: str = "Llama", *, slots: int = 3, random_drafts: bool = True, chunk: int = 512, reuse: bool = True
+) -> Engine:
     """An engine that takes priorities."""
-    draft = DraftConfig(num_speculative_tokens=4)
-    return Engine(
-        open_target(
-            model_of(architecture),
-            num_slots=slots,
-            max_length=MAX_LENGTH,
-            max_draft_tokens=4,
-            exact="auto" if architecture in NOT_EXACT else "on",
-        ),
-        drafter=RandomDrafter(VOCAB) if random_drafts else make_drafter("ssd", draft),
-        config=EngineConfig(
-            max_num_seqs=slots,
-            prefill_chunk_tokens=chunk,
-            enable_prefix_caching=reuse,
-            scheduling_policy="priority",
-            coupled_streams=STREAMS,
-            coupled_window=WINDOW,
-        ),
-        draft=draft,
-        eos_token_ids=[EOS],
-        noise_root=lambda: ROOT,
-    )
-
-
-def text(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(seed).integers(3, VOCAB, length).tolist())
+    target = target_of(name, num_slots=slots, exact="auto" if name in NOT_EXACT else "on")
+    return engines.make_engine(
+        RandomDrafter(VOCAB) if random_drafts else "ssd", target, prefill_chunk_tokens=chunk,
+        enable_prefix_caching=reuse, scheduling_policy="priority", coupled_streams=STREAMS,
+    )  # fmt: skip
 
 
 def greedy(max_tokens: int = 8) -> SamplingParams:
@@ -76,9 +49,8 @@ def drawn(seed: int | None, max_tokens: int = 8) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=1.0, top_p=0.95, seed=seed, ignore_eos=True, logprobs=1)
 
 
-def request(name: str, prompt: Sequence[int], sampling: SamplingParams | None = None, **fields: object) -> Request:
-    arguments: dict[str, object] = {"request_id": name, "prompt_token_ids": tuple(prompt), **fields}
-    return Request(sampling=sampling or greedy(), **arguments)  # type: ignore[arg-type]
+def request(name: str, prompt: Sequence[int], sampling: SamplingParams | None = None, **fields: Any) -> Request:
+    return ask(name, prompt, sampling or greedy(), **fields)
 
 
 def answer(engine: Engine, asked: Request) -> tuple[list[int], int]:
@@ -92,7 +64,7 @@ def expected(asked: Request) -> list[int]:
     key_after: Callable[[Sequence[int]], int] | None = None
     if asked.sampling.seed is None and asked.noise_stream is not None:
         secret, stream = secret_of(ROOT, asked.namespace or ""), asked.noise_stream
-        key_after = lambda text: coupled_key(secret, stream, text, WINDOW)  # noqa: E731
+        key_after = lambda text: coupled_key(secret, stream, text, 2)  # noqa: E731
     return slow.plain_decode(
         PLAIN_MODEL, asked.prompt_token_ids, asked.sampling, asked.choice_index, key_after=key_after
     )
@@ -219,14 +191,9 @@ def test_a_recurrent_model_reuses_nothing() -> None:
     assert first == second and second[1] == 0
 
 
-@cache
-def plain_engine() -> Engine:
-    return make_engine(slots=1, reuse=False)
-
-
 def alone(asked: Request) -> Answer:
     """By an engine that does nothing else, drafts nothing and keeps nothing."""
-    return answers_of(plain_engine(), [replace(asked, num_speculative_tokens=0)])[0]
+    return answers_of(make_engine(slots=1, reuse=False), [replace(asked, num_speculative_tokens=0)])[0]
 
 
 Asked = tuple[int, int, int, int, str, int]
@@ -297,31 +264,13 @@ def test_output_is_that_of_plain_decoding_one_at_a_time(asked: list[Asked], slot
 # The bookkeeping's check: silent when all is well, a sentence for each fault, and never a crash
 
 
-def running_engine() -> Engine:
-    """Two requests run, one waits, and none has been freed."""
-    engine = make_engine(slots=2)
-    for name in "abc":
-        engine.submit(request(name, text(ord(name), 20), greedy(30)))
-    engine.step()
-    assert engine.check() == []
-    return engine
-
-
-def lose_a_slot(engine: Engine) -> None:
-    engine._scheduler.running.pop()
-
-
-def give_a_slot_twice(engine: Engine) -> None:
-    engine._scheduler.running[1].slot = 0
-
-
 def feed_other_tokens(engine: Engine) -> None:
     engine.target.rollback(0, 10)
     engine.target.prefill([0], np.array([[9, 9]]), [2])
 
 
-def hold_too_much(engine: Engine) -> None:
-    engine.target.prefill([0], np.full((1, 20), 9), [20])
+def give_a_slot_twice(engine: Engine) -> None:
+    engine._scheduler.running[1].slot = 0
 
 
 def wait_and_run(engine: Engine) -> None:
@@ -331,15 +280,19 @@ def wait_and_run(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("break_it", "complaint"),
     [
-        (lose_a_slot, "slot 1 has 0 owners"),
+        (lambda engine: engine._scheduler.running.pop(), "slot 1 has 0 owners"),
         (give_a_slot_twice, "slot 0 has 2 owners"),
         (feed_other_tokens, "slot 0 holds other tokens than request a"),
-        (hold_too_much, "of the 21 of request a"),
+        (lambda engine: engine.target.prefill([0], np.full((1, 20), 9), [20]), "of the 21 of request a"),
         (wait_and_run, "request a is in 2 places"),
     ],
 )
-def test_a_fault_is_named(break_it: Callable[[Engine], None], complaint: str) -> None:
-    engine = running_engine()
+def test_a_fault_is_named(break_it: Callable[[Engine], object], complaint: str) -> None:
+    engine = make_engine(slots=2)  # two requests run, one waits, and none has been freed
+    for name in "abc":
+        engine.submit(request(name, text(ord(name), 20), greedy(30)))
+    engine.step()
+    assert engine.check() == []
     break_it(engine)
     assert any(complaint in found for found in engine.check()), engine.check()
 

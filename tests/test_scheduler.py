@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ from ssd.drafting.noise import SequenceNoise
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.schedule import PrefixReuse, Scheduler
 from ssd.engine.sequence import Sequence
-from ssd.model.loading.load_target import open_target
-from ssd.model.target import Target
+from tests.engines import prompt_of as text
+from tests.engines import target_of
 from tests.models import tiny_model
 from tests.reference import scheduling as slow
-from tests.test_prefix_reuse import drawn, expected, greedy, make_engine, model_of, request, text
+from tests.test_prefix_reuse import drawn, expected, greedy, make_engine, request
 from tests.whole_answers import finish_all, tokens_of
 
 
@@ -41,8 +40,7 @@ def test_who_runs_is_what_ageing_step_by_step_says(
     steps: list[tuple[list[int], list[int]]], num_slots: int, ageing_steps: int
 ) -> None:
     """At every step some arrive, by priority, and some of the running end, by place: fixed turns give the same."""
-    target = shared_target()
-    scheduler = Scheduler(num_slots, PrefixReuse(target), ageing_steps=ageing_steps)
+    scheduler = Scheduler(num_slots, PrefixReuse(target_of()), ageing_steps=ageing_steps)
     twin = slow.Ageing(num_slots, ageing_steps)
     number = 0
     for arriving, ending in steps:
@@ -73,7 +71,7 @@ def test_tenants_take_turns_and_none_runs_more_than_it_may(
 ) -> None:
     """At every step requests of some tenants arrive, and some of the running end, by place."""
     limits = dict(zip("abc", most, strict=True))
-    scheduler = Scheduler(num_slots, PrefixReuse(shared_target()))
+    scheduler = Scheduler(num_slots, PrefixReuse(target_of()))
     twin = slow.TakingTurns(num_slots, limits)
     number = 0
     for arriving, ending in steps:
@@ -101,28 +99,25 @@ def test_an_urgent_request_takes_no_slot_from_another_tenant() -> None:
     assert engine.metrics.num_preemptions == 0
 
 
-@cache
-def shared_target() -> Target:
-    return open_target(model_of("llama"), num_slots=3, max_length=8)
-
-
 def sequence_of(number: int, priority: int, **fields: Any) -> Sequence:
     asked = request(str(number), (5, 6), priority=priority, **fields)
     return Sequence(asked, max_length=8, eos_token_ids=(), stream=None, noise=SequenceNoise.seeded(0))
 
 
+@pytest.mark.parametrize("name", ["Llama", "mamba"])
 @pytest.mark.parametrize("sampling", [greedy(40), drawn(7, 40)], ids=["greedy", "drawn"])
-def test_a_more_urgent_request_takes_the_slot_and_the_output_stays_the_same(sampling: SamplingParams) -> None:
-    engine = make_engine(slots=1)
-    slow_one = request("slow", text(1, 20), sampling, priority=1)
-    engine.submit(slow_one)
+def test_a_more_urgent_request_takes_the_slot_and_the_output_stays_the_same(
+    sampling: SamplingParams, name: str
+) -> None:
+    engine = make_engine(name, slots=1)
+    engine.submit(request("slow", text(1, 20), sampling, priority=1))
     begun = [output for _ in range(5) for output in engine.step()]
     assert 0 < len(tokens_of(begun)) < 40
     engine.submit(request("urgent", text(2, 20), greedy(3)))
     assert {output.request_id for output in engine.step()} == {"urgent"}
     assert engine.metrics.num_preemptions == 1
     outputs = finish_all(engine, begun)
-    assert tokens_of(outputs["slow"]) == expected(slow_one)
+    assert tokens_of(outputs["slow"]) == slow.plain_decode(tiny_model(name), text(1, 20), sampling)
     assert outputs["slow"][-1].finish_reason is FinishReason.LENGTH
     assert engine.metrics.prompt_tokens == 40  # a resumed prompt counts once
 
@@ -140,17 +135,6 @@ def test_a_preempted_prompt_goes_on_where_it_was() -> None:
     assert engine.metrics.num_preemptions == 1
     assert tokens_of(outputs["long"]) == expected(long)
     assert outputs["long"][-1].stats.num_cached_tokens == 0  # its own work is no hit
-
-
-def test_recurrent_models_are_preempted_and_resumed_too() -> None:
-    engine = make_engine("mamba", slots=1)
-    engine.submit(request("slow", text(1, 10), greedy(12), priority=1))
-    begun = [output for _ in range(3) for output in engine.step()]
-    engine.submit(request("urgent", text(2, 5), greedy(2)))
-    outputs = finish_all(engine, begun)
-    assert engine.metrics.num_preemptions == 1
-    plain = slow.plain_decode(tiny_model("mamba"), text(1, 10), greedy(12))
-    assert tokens_of(outputs["slow"]) == plain
 
 
 # -- the budget of prompts ---------------------------------------------------------------------------------------------

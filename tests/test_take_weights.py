@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.exactness import RandomDrafter
 from ssd.bundled import MODEL_PATH
-from ssd.config import DraftConfig, EngineConfig, SamplingParams
-from ssd.engine import Engine, Request
+from ssd.engine import Engine
 from ssd.errors import EngineError, ModelError
 from ssd.model.layers.adapted_linear import AdaptedLinear, Rows
 from ssd.model.layers.packed_embedding import PackedEmbedding
@@ -21,6 +20,7 @@ from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.memory import weight_bytes
 from ssd.model.loading.take_weights import take_weights
 from ssd.model.target import Target
+from tests.engines import ask, make_engine
 from tests.models import VOCAB, tiny_model
 from tests.static_targets import RECORDERS, pair_of_targets
 from tests.whole_answers import Answer, answers_of
@@ -52,18 +52,14 @@ def moved(name: str, step: int, **changes: Any) -> PreTrainedModel:
 
 def engine_of(model: PreTrainedModel | Target) -> Engine:
     target = model if isinstance(model, Target) else open_target(model, num_slots=2, max_length=96, max_draft_tokens=4)
-    draft = DraftConfig(num_speculative_tokens=4)
-    return Engine(target, drafter=RandomDrafter(VOCAB), config=EngineConfig(max_num_seqs=2), draft=draft)
+    return make_engine(RandomDrafter(VOCAB), target, eos=())
 
 
 def said(engine: Engine, prompts: Sequence[list[int]] = PROMPTS) -> list[Answer]:
     """What it answers, greedy and with a seed, log-probabilities included."""
+    more: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "logprobs": 1}
     return answers_of(engine, [
-        Request(
-            request_id=f"{temperature}-{index}",
-            prompt_token_ids=tuple(prompt),
-            sampling=SamplingParams(max_tokens=8, temperature=temperature, seed=index, ignore_eos=True, logprobs=1),
-        )
+        ask(f"{temperature}-{index}", prompt, temperature=temperature, seed=index, **more)
         for temperature in (0.0, 0.9)
         for index, prompt in enumerate(prompts)
     ])  # fmt: skip
@@ -152,7 +148,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(spoil: A
 
 def test_weights_are_not_changed_under_a_request() -> None:
     engine = engine_of(tiny_model("Llama"))
-    engine.submit(Request(request_id="a", prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=8)))
+    engine.submit(ask("a", (5, 6, 7)))
     weights = moved("Llama", 1).state_dict()
     for _ in range(2):  # while it waits, and while it runs
         with pytest.raises(EngineError, match="let them end"):
@@ -175,11 +171,9 @@ def test_a_model_with_adapters_keeps_its_weights() -> None:
 def test_log_probabilities_may_be_those_that_tokens_are_drawn_with(num_drafted: int) -> None:
     """Against transformers' own order: repetition penalty, temperature, top-k; truth from the plain model."""
     plain, engine = tiny_model("Llama"), engine_of(tiny_model("Llama"))
-    sampling = SamplingParams(max_tokens=12, temperature=0.7, top_k=5, repetition_penalty=1.3, seed=1, logprobs=2,
-                              drawn_logprobs=True, ignore_eos=True)  # fmt: skip
     prompt = [5, 6, 7, 8, 5, 6]
-    engine.submit(Request(request_id="a", prompt_token_ids=tuple(prompt), sampling=sampling,
-                          num_speculative_tokens=num_drafted))  # fmt: skip
+    engine.submit(ask("a", prompt, temperature=0.7, top_k=5, repetition_penalty=1.3, seed=1, logprobs=2,
+                      drawn_logprobs=True, ignore_eos=True, num_speculative_tokens=num_drafted))  # fmt: skip
     context, num_compared = list(prompt), 0
     while engine.has_work():
         for output in engine.step():

@@ -12,17 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.config import CacheConfig, DraftConfig, SamplingParams
+from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting import make_drafter
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
 from ssd.drafting.successors import SUCCESSORS
-from ssd.engine import Engine, Request
+from ssd.engine import Engine
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import packed_top, top_tokens, unpacked
 from ssd.model.steps.static_steps import StaticSteps, eagerly
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
+from tests.engines import ask
 from tests.models import tiny_model
 from tests.whole_answers import finish_all, tokens_of
 
@@ -124,10 +125,9 @@ class Witness:
 
 def asked_of(engine: Engine, num_requests: int, max_tokens: int, **request: Any) -> dict[str, list[int]]:
     """Prompts that repeat themselves now and then, all at once: what each was answered."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     for i in range(num_requests):
-        prompt = tuple(np.random.default_rng(i).integers(3, 9, 1 + 9 * i).tolist())
-        engine.submit(Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling, **request))
+        prompt = np.random.default_rng(i).integers(3, 9, 1 + 9 * i).tolist()
+        engine.submit(ask(str(i), prompt, max_tokens=max_tokens, ignore_eos=True, **request))
     return {name: tokens_of(outputs) for name, outputs in finish_all(engine).items()}
 
 
