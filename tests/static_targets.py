@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -10,6 +11,7 @@ from ssd.model.kv.kv_cache import AttentionKernel
 from ssd.model.sampling.sampler import Sampler
 from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticSteps, eagerly
 from ssd.model.ways.slot_target import SlotTarget
+from tests.models import VOCAB
 
 RECORDERS = [
     "eagerly",
@@ -45,3 +47,20 @@ def pair_of_targets(
         static, recorder_of(recorder), tolerance=1e-4, kernel=kernel, sampler=sampler, keeps_top=True
     )
     return plain, static
+
+
+def have_same_bits(one: SlotTarget, other: SlotTarget) -> None:
+    """Prompts, chains and trees on both: the same logits, and keys and values of what slots hold, to the bit."""
+    random = np.random.default_rng(0)
+    for width, tree in ((40, None), (1, None), (7, None), (5, [-1, 0, 0, 2, 1]), (1, None), (16, None)):
+        tokens = random.integers(3, VOCAB, (2, width))
+        parents = None if tree is None else np.array([tree, list(range(-1, width - 1))])
+        said = []
+        for target in (one, other):
+            said.append(target.forward([2, 0], tokens, [width, width], parents=parents).logits)
+            if tree is not None:
+                target.keep_paths([2, 0], [width, width], [np.array([0, 2, 3]), np.arange(4)])
+        assert torch.equal(*said)
+    for found, want in zip(one.kv_cache.tensors(), other.kv_cache.tensors(), strict=True):
+        for slot in (2, 0):  # beyond, what was tried at the start
+            assert torch.equal(found[slot, :, : one.length(slot)], want[slot, :, : one.length(slot)])

@@ -77,7 +77,7 @@ def test_an_output_ends_inside_of_an_accepted_draft_and_nothing_behind_it_is_lea
         assert tokens_of(outputs) == expected
         assert outputs[-1].finish_reason is (FinishReason.LENGTH if end == "ignored" else FinishReason.STOP)
         assert outputs[-1].stop_reason == (token if is_stop else None)
-        assert outputs[-1].stats.num_accepted_tokens <= len(expected)
+        assert outputs[-1].stats.num_accepted_tokens <= outputs[-1].stats.num_output_tokens == len(expected)
         # Prompt, output and separator.
         assert caches.get("default").snapshot().num_tokens == len(prompt_of(3)) + len(expected) + 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -126,30 +127,21 @@ def test_what_is_carried_over_gives_a_fresh_drafters_draft_or_follows_a_place_th
         length += int(story.random.integers(1, 7))
 
 
-def test_text_dropped_from_the_tail_is_not_followed() -> None:
-    """Sealing lags: the ring drops the oldest sequences, with no change of segments."""
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_text_that_is_gone_is_not_followed(is_sealed: bool) -> None:
+    """Dropped by the ring where sealing lags; or sealed and evicted: no segments before and none after."""
     index = SuffixIndex(IndexConfig(capacity_tokens=2000, seal_tokens=4, lead_in_tokens=1))
     index.append(np.arange(100, dtype=np.int32))
     carried = drafter()
     assert carried.propose([ask([*range(20)], index.snapshot())])[0].token_ids.tolist() == [20, 21, 22, 23]
-    while index.num_dropped_tokens == 0:
-        index.append(np.full(189, 777, np.int32))
-    assert drafter().propose([ask([*range(22)], index.snapshot())])[0].token_ids.tolist() == []
-    assert carried.propose([ask([*range(22)], index.snapshot())])[0].token_ids.tolist() == []
-
-
-def test_text_sealed_and_evicted_is_not_followed() -> None:
-    """No segments before, no segments after: their table is the same."""
-    index = SuffixIndex(IndexConfig(capacity_tokens=2000, seal_tokens=4, lead_in_tokens=1))
-    index.append(np.arange(100, dtype=np.int32))
-    carried = drafter()
-    carried.propose([ask([*range(20)], index.snapshot())])
-    start, tokens = index.tail_to_seal() or (0, np.empty(0, np.int32))
-    index.install_sealed(build_segment(tokens, start=start, segment_id="s"))
-    while index.num_evicted_tokens == 0:
+    if is_sealed:
+        start, tokens = index.tail_to_seal() or (0, np.empty(0, np.int32))
+        index.install_sealed(build_segment(tokens, start=start, segment_id="s"))
+    while index.num_dropped_tokens + index.num_evicted_tokens == 0:
         index.append(np.full(189, 777, np.int32))
     assert len(index.snapshot().segments) == 0
-    assert carried.propose([ask([*range(22)], index.snapshot())])[0].token_ids.tolist() == []
+    for each in (drafter(), carried):
+        assert each.propose([ask([*range(22)], index.snapshot())])[0].token_ids.tolist() == []
 
 
 def test_a_read_only_or_foreign_context_compiles_nothing_and_drafts_the_same() -> None:

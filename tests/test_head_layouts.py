@@ -43,9 +43,9 @@ def mtp_directory(
     directory: Path,
     name: str,
     parts: dict[str, str],
-    prefix: str,
-    layer: str,
     *,
+    prefix: str = "model.layers.2.",
+    layer: str | None = None,
     config: dict[str, Any] | None = None,
     **changes: Any,
 ) -> tuple[Path, PreTrainedModel, dict[str, torch.Tensor]]:
@@ -53,7 +53,7 @@ def mtp_directory(
     owner, tensors = published.one_layer(name, directory / "owner", **changes)
     own = published.mtp_parts(has_norm="norm" in parts)
     named = {f"{prefix}{parts[key]}.weight": tensor for key, tensor in own.items()}
-    named |= {layer + key: tensor for key, tensor in tensors.items()}
+    named |= {(layer or prefix) + key: tensor for key, tensor in tensors.items()}
     settings = config if config is not None else {**config_of(tiny_model(name)), **DEEPSEEK}
     return published.write(directory / "head", settings, named), owner, own
 
@@ -91,23 +91,14 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 MTP_CASES: dict[str, dict[str, Any]] = {
-    "DeepSeek-V3": {
-        "name": "DeepSeek-V3 (latent attention)", "parts": NORMS, "prefix": "model.layers.2.",
-        "layer": "model.layers.2.",
-    },
+    "DeepSeek-V3": {"name": "DeepSeek-V3 (latent attention)", "parts": NORMS},
     "DeepSeek-V3, taken out": {
         "name": "DeepSeek-V3 (latent attention)", "parts": NORMS, "prefix": "model.layers.0.",
-        "layer": "model.layers.0.",
         "config": {"num_hidden_layers": 1, "num_nextn_predict_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB},
     },
-    "GLM-4.5": {"name": "GLM-4-MoE", "parts": NORMS, "prefix": "model.layers.2.", "layer": "model.layers.2."},
-    "GLM-4.5, a dense layer": {
-        "name": "GLM-4-MoE", "parts": NORMS, "prefix": "model.layers.2.", "layer": "model.layers.2.",
-        "first_k_dense_replace": 3,
-    },
-    "MiMo": {
-        "name": "Qwen2", "parts": LAYERNORMS, "prefix": "model.mtp_layers.0.", "layer": "model.mtp_layers.0."
-    },
+    "GLM-4.5": {"name": "GLM-4-MoE", "parts": NORMS},
+    "GLM-4.5, a dense layer": {"name": "GLM-4-MoE", "parts": NORMS, "first_k_dense_replace": 3},
+    "MiMo": {"name": "Qwen2", "parts": LAYERNORMS, "prefix": "model.mtp_layers.0."},
     "ERNIE 4.5": {"name": "ERNIE 4.5", "parts": ERNIE, "prefix": "model.", "layer": "model.mtp_block.0."},
 }  # fmt: skip
 

@@ -161,14 +161,6 @@ def test_a_sampler_that_is_wrong_or_fails_is_found_out(
     assert not samples_rightly(sampler, CPU) and said in caplog.text
 
 
-def test_recording_a_shape_leaves_the_tokens_of_the_pass_that_needed_it() -> None:
-    rows = [row_of(1, seed, [5, 6]) for seed in range(4)]
-    _, static = pair_of_targets(MODEL, sampler=formula)
-    for _ in range(2):  # recorded, and repeated
-        check_batch(static, rows)
-    assert static.steps is not None and len(static.steps._steps) == 1
-
-
 @settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 50))
 def test_a_device_chooses_what_the_host_chooses(seed: int, num_rows: int, vocab_size: int) -> None:

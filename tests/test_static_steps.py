@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
-from ssd.config import SamplingParams
 from ssd.drafting.successors import SUCCESSORS
 from ssd.model.kv.kv_cache import SlotKVCache
 from ssd.model.layers.tap import FINAL
@@ -32,7 +30,7 @@ from ssd.model.steps.static_steps import (
     collecting_nothing,
     eagerly,
 )
-from ssd.model.ways.recorded import Candidate, attach_first, steps_error
+from ssd.model.ways.recorded import Candidate, attach_first
 from ssd.model.ways.slot_target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS, UNTAPPED
 from tests.heads import everything
@@ -138,24 +136,6 @@ def test_any_batch_and_width_comes_out_as_from_plain_passes(name: str, seed: int
     random_walk(plain, static, seed, num_actions=6)
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_an_engine_over_static_steps_says_what_the_model_says(recorder: str) -> None:
-    plain, static = pair_of_targets(tiny_model("Mistral (sliding window)"), recorder, num_slots=16, max_length=96)
-    random = np.random.default_rng(0)
-    prompts = [random.integers(3, VOCAB, int(random.integers(2, 20))).tolist() for _ in range(12)]
-    greedy = [SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)] * 12
-    seeds = [None if i % 3 == 0 else i for i in range(12)]  # those without one are coupled
-    sampled = [SamplingParams(max_tokens=24, temperature=0.9, seed=i, repetition_penalty=1.1) for i in seeds]
-    expected = reference_greedy(plain, prompts, 24, [])
-    drawn, _ = run(plain, prompts, sampled, None, eos_token_ids=[])
-    report = Report()
-    for setting in (Setting("oracle", 8, 5), Setting("random", 3, 12), Setting("ssd", 8, 1)):
-        compare(static, prompts, greedy, expected, setting, eos_token_ids=[], report=report)
-        compare(static, prompts, sampled, drawn, setting, eos_token_ids=[], report=report)
-    assert report.passed, report.mismatches
-    assert static.steps is not None and static.steps.failure is None and len(static.steps._steps) >= 3
-
-
 def test_warming_up_records_common_shapes_and_touches_no_text() -> None:
     plain, static = pair_of_targets(tiny_model(), num_slots=3, max_width=5)
     static.can_verify_trees = True
@@ -195,18 +175,6 @@ def test_what_cannot_be_recorded_or_differs_is_run_plainly_and_said_once(
         assert torch.equal(expected.logits, found.logits) and found.chosen is None
     assert static.steps.failure is not None and said in static.steps.failure
     assert sum("kernel by kernel" in record.message for record in caplog.records) == 1
-
-
-def test_the_probe_finds_steps_that_compute_something_else() -> None:
-    _, static = pair_of_targets(tiny_model(), max_length=96)
-    static.can_verify_trees = True
-    assert steps_error(static) < 1e-4
-    for slot in range(static.num_slots):
-        static.rollback(slot, 0)
-    score: Any = static.score
-    static.steps = steps = StaticSteps(static, eagerly, tolerance=1e-4)
-    cast(Any, steps)._score = lambda tokens, rows: score(tokens, rows) + rows.starts[:, :, None]
-    assert steps_error(static) > 0.1
 
 
 def no_such_device() -> Recorder:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,7 +31,8 @@ from ssd.model.layers.vector_layers import FusedRotary
 from ssd.model.loading.take_weights import take_weights
 from ssd.model.ways.find_way import device_layers
 from ssd.model.ways.slot_target import SlotTarget
-from tests.models import VOCAB, tiny_model
+from tests.models import tiny_model
+from tests.static_targets import have_same_bits
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -168,20 +168,8 @@ def test_flat_layers_have_the_bits_of_the_library_s(name: str, dtype: torch.dtyp
         assert all(("forward" in vars(layer)) == is_flat for layer in model.model.layers)
         return SlotTarget(model, 3, 100, 16)
 
-    random = np.random.default_rng(0)
     with caches_as_on_a_device():
-        targets = opened(True), opened(False)
-        for width, tree in ((40, None), (1, None), (7, None), (5, [-1, 0, 0, 2, 1]), (1, None), (16, None)):
-            tokens = random.integers(3, VOCAB, (2, width))
-            parents = None if tree is None else np.array([tree, list(range(-1, width - 1))])
-            said = []
-            for target in targets:
-                said.append(target.forward([2, 0], tokens, [width, width], parents=parents).logits)
-                if tree is not None:
-                    target.keep_paths([2, 0], [width, width], [np.array([0, 2, 3]), np.arange(4)])
-            assert torch.equal(*said)
-        for found, want in zip(*(target.kv_cache.tensors() for target in targets), strict=True):
-            assert torch.equal(found, want)
+        have_same_bits(opened(True), opened(False))
 
 
 def test_a_compiler_that_fails_leaves_a_model_as_it_was() -> None:

@@ -108,7 +108,6 @@ class VllmBatch:
         self.requests: dict[str, Scripted] = {}
         self.drafts: dict[str, list[int]] = {}
         self.runner = Runner(self)
-        self.num_drafted = self.num_accepted = self.num_steps = 0
 
     def add(self, name: str, request: Scripted) -> None:
         """A new request, or one that comes back, in the row after the last."""
@@ -141,7 +140,6 @@ class VllmBatch:
 
     def sample(self, prefilling: Collection[str] = ()) -> list[list[int]]:
         """One step of the target: new tokens of each row, written behind its text; none for those prefilling."""
-        self.num_steps += 1
         sampled = []
         for row, name in enumerate(self.req_ids):
             request, draft = self.requests[name], self.drafts.pop(name, [])
@@ -150,8 +148,6 @@ class VllmBatch:
                 coming = request.output[len(request.said) :]
                 agreed = next((k for k, (a, b) in enumerate(zip(draft, coming, strict=False)) if a != b), len(draft))
                 new = coming[: min(agreed + 1, len(coming))]
-                self.num_drafted += len(draft)
-                self.num_accepted += len(new) - 1
             start = int(self.num_tokens_no_spec[row])
             self.token_ids_cpu[row, start : start + len(draft)] = draft  # as vLLM leaves them, also the rejected ones
             self.token_ids_cpu[row, start : start + len(new)] = new
@@ -192,10 +188,7 @@ class LateEvent:
         self._due = self._runner.num_steps + self._runner.lag
 
     def query(self) -> bool:
-        if self._runner.num_steps < self._due:
-            self._runner.num_waits += 1
-            return False
-        return True
+        return bool(self._runner.num_steps >= self._due)
 
     def synchronize(self) -> None:
         self._due = 0
@@ -206,7 +199,7 @@ class HandMadeRunner:
 
     def __init__(self, *, max_num_reqs: int, max_model_len: int, width: int, lag: int = 0) -> None:
         """``width`` : tokens of a draft. ``lag`` : after so many further steps what a step gave is on the host."""
-        self.width, self.lag, self.num_steps, self.num_waits = width, lag, 0, 0
+        self.width, self.lag, self.num_steps = width, lag, 0
         self.states = SimpleNamespace(
             all_token_ids=SimpleNamespace(gpu=torch.zeros((max_num_reqs, max_model_len), dtype=torch.int32)),
             total_len=SimpleNamespace(gpu=torch.zeros(max_num_reqs, dtype=torch.int32)),
@@ -216,7 +209,6 @@ class HandMadeRunner:
         self._free = list(range(max_num_reqs))
         self.requests: dict[str, Scripted] = {}
         self.speculator: Any = None
-        self.num_accepted = self.num_said = self.num_row_steps = 0
 
     def begin(self, requests: dict[str, Scripted], *, stop: Sequence[str] = ()) -> None:
         """Requests begin, or come back with what they said."""
@@ -234,7 +226,7 @@ class HandMadeRunner:
     def end(self, names: Iterable[str]) -> list[Scripted]:
         """Requests are over; the runner is told by the next step's schedule."""
         names = list(names)
-        ended = [self._leave(name) for name in names]
+        ended = [self.preempt(name) for name in names]
         output = SimpleNamespace(scheduled_new_reqs=[], finished_req_ids=set(names))
         setattr(output, LENGTHS, {name: r.client_length for name, r in zip(names, ended, strict=True)})
         self.speculator.on_step(self, output)
@@ -242,9 +234,6 @@ class HandMadeRunner:
 
     def preempt(self, name: str) -> Scripted:
         """A request loses its slot."""
-        return self._leave(name)
-
-    def _leave(self, name: str) -> Scripted:
         request = self.requests.pop(name)
         self._free.append(request.slot)
         return request
@@ -279,9 +268,6 @@ class HandMadeRunner:
             request.said += new
             request.num_computed = start + len(new) - 1
             num_sampled[row] = len(new)
-            self.num_row_steps += 1
-            self.num_accepted += len(new) - 1
-            self.num_said += len(new)
         slots = torch.tensor([self.requests[name].slot for name in names], dtype=torch.int64)
         self.num_steps += 1
         drafts: torch.Tensor = self.speculator.propose(

@@ -13,16 +13,6 @@ from transformers import PreTrainedModel
 Weights = dict[str, torch.Tensor]
 
 
-def causal(length: int) -> torch.Tensor:
-    """What is added to scores, [1, 1, T, T]: minus infinity for what comes later."""
-    mask = torch.zeros(1, 1, length, length)
-    for query in range(length):
-        for key in range(length):
-            if key > query:
-                mask[0, 0, query, key] = -torch.inf
-    return mask
-
-
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root mean square normalisation."""
     return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
@@ -54,7 +44,7 @@ def mtp(
         x,
         position_embeddings=decoder.rotary_emb(x, positions),
         position_ids=positions,
-        attention_mask=causal(length),
+        attention_mask=torch.full((1, 1, length, length), -torch.inf).triu(1),
     )
     out = out[0] if isinstance(out, tuple) else out
     return rms(out, parts["norm"], eps) if "norm" in parts else out
