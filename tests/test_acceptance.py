@@ -26,9 +26,7 @@ from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
 from tests.reference import drafting as reference
-from tests.test_search import contexts, sequences, snapshots
-
-PRICES = [0.02, 0.1, 0.5]
+from tests.test_search import sequences
 
 
 def levels_of(
@@ -94,21 +92,6 @@ def check_draft(
         assert found[tokens[depth]][0] == pytest.approx(best, rel=1e-9)
         product *= best
         assert product >= price - 1e-9
-
-
-@given(
-    snapshots, contexts.filter(bool), st.integers(1, 12), st.integers(1, 3), st.sampled_from(PRICES), st.integers(0, 9),
-    st.booleans(),
-)  # fmt: skip
-@settings(max_examples=200)
-def test_drafts_are_those_of_the_slow_twin(
-    snapshot: Snapshot, context: list[int], limit: int, least: int, price: float, prompt_length: int, tree: bool
-) -> None:
-    levels = levels_of(snapshot, context, limit + 1, least)
-    prices = np.array([price])
-    request = DraftRequest("a", np.array(context, np.int32), prompt_length, snapshot, limit, prices=prices, tree=tree)
-    draft = SuffixDrafter(min_match_length=least).propose([request])[0]
-    check_draft(draft, request, levels, asked_of(snapshot, context, prompt_length=prompt_length))
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -338,16 +321,3 @@ def test_requests_of_one_call_without_a_snapshot_teach_their_own_namespace_alone
     assert first.num_learned > 0
     assert first.to_bytes() == second.to_bytes()
     assert drafter.model_of(None).num_learned == 0
-
-
-@given(st.binary(max_size=64), st.integers(0, 2**31), st.integers(0, 255))
-@settings(max_examples=100)
-def test_damaged_bytes_are_refused_or_the_same(start: bytes, at: int, value: int) -> None:
-    stored = bytearray(AcceptanceModel().to_bytes())
-    stored[at % len(stored)] = value
-    for damaged in (start, bytes(stored), bytes(stored[: at % len(stored)])):
-        try:
-            model = AcceptanceModel.from_bytes(damaged)
-        except ValueError:
-            continue
-        assert model.to_bytes() == damaged

@@ -35,7 +35,7 @@ from tests.reference import drafting as reference
 from tests.reference.successors import entries_of_row
 from tests.test_acceptance import asked_of, check_draft, levels_of
 from tests.test_row_choice import gumbel_of
-from tests.test_search import contexts, sequences
+from tests.test_search import contexts, sequences, snapshots
 from tests.test_successors import scored_pass
 
 Offered = list[tuple[int, int, float, int]]
@@ -64,12 +64,18 @@ def said(positions: list[tuple[int, int, list[int]]], seed: int = 0, learned: Le
 
 
 def asked(
-    snapshot: Snapshot | None, context: list[int], limit: int, offered: Offered, temperature: float, **more: Any
+    snapshot: Snapshot | None,
+    context: list[int],
+    limit: int,
+    offered: Offered,
+    temperature: float,
+    prompt_length: int = 0,
+    **more: Any,
 ) -> DraftRequest:
     return DraftRequest(
         "a",
         np.array(context, np.int32),
-        0,
+        prompt_length,
         snapshot,
         limit,
         offers=offers_of(offered),
@@ -79,10 +85,15 @@ def asked(
 
 
 def situation(
-    snapshot: Snapshot, context: list[int], offered: Offered, positions: list[Any], seed: int, temperature: float
-) -> tuple[SuffixDrafter, slow.Asked]:
-    """A drafter that was told what the target said, and what the twin knows."""
-    drafter = SuffixDrafter()
+    drafter: SuffixDrafter,
+    snapshot: Snapshot,
+    context: list[int],
+    offered: Offered,
+    positions: list[Any],
+    seed: int,
+    temperature: float,
+) -> slow.Asked:
+    """What the twin knows when the drafter is told what the target said."""
     successors: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     if positions:
         scored = said(positions, seed)
@@ -95,7 +106,7 @@ def situation(
     more: dict[str, Any] = {"offers": by_path, "successors": successors, "warmth": warmth}
     if temperature:
         more |= {"noise": partial(noise_behind, len(context)), "temperature": temperature}
-    return drafter, asked_of(snapshot, context, **more)
+    return asked_of(snapshot, context, **more)
 
 
 def noise_behind(length: int, draft: Sequence[int], token: int) -> float:
@@ -103,12 +114,12 @@ def noise_behind(length: int, draft: Sequence[int], token: int) -> float:
     return float(gumbel_of(np.uint64(request_key(0, 0)), length + len(draft), token))
 
 
-situations = (few_snapshots, contexts.filter(bool), st.integers(1, 6), offers, told, st.integers(0, 9),
-              st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([0.02, 0.2]))  # fmt: skip
-
-
-@given(*situations, st.booleans())
-@settings(max_examples=200)
+@given(
+    snapshots, contexts.filter(bool), st.integers(1, 12), st.just([]) | offers, st.just([]) | told, st.integers(0, 9),
+    st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([0.02, 0.1, 0.5]), st.integers(1, 3), st.integers(0, 9),
+    st.booleans(),
+)  # fmt: skip
+@settings(max_examples=300)
 def test_drafts_of_all_sources_are_those_of_the_slow_twin(
     snapshot: Snapshot,
     context: list[int],
@@ -118,12 +129,15 @@ def test_drafts_of_all_sources_are_those_of_the_slow_twin(
     seed: int,
     temperature: float,
     price: float,
+    least: int,
+    prompt_length: int,
     tree: bool,
 ) -> None:
-    levels = levels_of(snapshot, context, limit + 1)
-    drafter, known = situation(snapshot, context, offered, positions, seed, temperature)
-    request = asked(snapshot, context, limit, offered, temperature, prices=np.array([price]), tree=tree)
-    check_draft(drafter.propose([request])[0], request, levels, known)
+    levels, drafter = levels_of(snapshot, context, limit + 1, least), SuffixDrafter(min_match_length=least)
+    known = situation(drafter, snapshot, context, offered, positions, seed, temperature)
+    prices = np.array([price])
+    request = asked(snapshot, context, limit, offered, temperature, prompt_length, prices=prices, tree=tree)
+    check_draft(drafter.propose([request])[0], request, levels, replace(known, prompt_length=prompt_length))
 
 
 def drafted(drafter: SuffixDrafter, context: list[int], offered: Offered, **more: Any) -> Draft:

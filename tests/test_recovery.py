@@ -17,6 +17,7 @@ from ssd.retrieval.cache_state import LearnedState
 from tests.reference import drafting as reference
 
 _HEADER_BYTES = len(AcceptanceModel().to_bytes()) - 4 * (2 * ENTRIES + NUM_LEARNED) - 8
+"""Its last eight say how many candidates were learned from."""
 _NUM_WEIGHTS = NUM_LEARNED - WHEN_SETS * KNOTS
 _OUTPUT_TOKENS = 120
 _PROMPT_TOKENS = 40
@@ -28,14 +29,15 @@ _FAST_AGAIN = 60
 assert most_undrafted(0.1) <= _REQUESTS * _OUTPUT_TOKENS
 
 
-def stored(chances: object, counts: object, weights: object, knots: object) -> bytes:
+def stored(chances: object, counts: object, weights: object, knots: object, num_learned: float = 0.0) -> bytes:
     """Bytes with a right checksum; each argument a number or as many as there are."""
     sizes = (ENTRIES, ENTRIES, _NUM_WEIGHTS, WHEN_SETS * KNOTS)
     numbers = [
         np.broadcast_to(np.asarray(each, np.float32), size)
         for each, size in zip((chances, counts, weights, knots), sizes, strict=True)
     ]
-    body = AcceptanceModel().to_bytes()[:_HEADER_BYTES] + np.concatenate(numbers).astype("<f4").tobytes()
+    header = AcceptanceModel().to_bytes()[: _HEADER_BYTES - 8] + np.float64(num_learned).tobytes()
+    body = header + np.concatenate(numbers).astype("<f4").tobytes()
     return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
 
@@ -96,6 +98,7 @@ def buffers(draw: st.DrawFn) -> bytes:
         numbers(COUNTS, ENTRIES, 1e6, 0.0),
         numbers(WEIGHTS, _NUM_WEIGHTS, 200.0, -100.0),
         numbers(CHANCES, WHEN_SETS * KNOTS, 1.0, 0.0),
+        draw(st.sampled_from([0.0, 2.0**53 - 1])),
     )
 
 
@@ -127,20 +130,25 @@ def test_any_numbers_with_a_right_checksum_are_recovered_from(kept: bytes, perio
     assert num_passes < _OUTPUT_TOKENS
 
 
-@given(buffers())
-@settings(max_examples=20)
-def test_what_is_restored_is_what_would_be_kept(kept: bytes) -> None:
+@given(buffers(), st.integers(0, 2**31), st.integers(1, 255))
+@settings(max_examples=40)
+def test_what_is_restored_is_what_would_be_kept_and_damaged_bytes_are_refused(kept: bytes, at: int, flip: int) -> None:
     restored = AcceptanceModel.from_bytes(kept).to_bytes()
     assert AcceptanceModel.from_bytes(restored).to_bytes() == restored
+    changed = bytearray(restored)
+    changed[at % len(changed)] ^= flip
+    for damaged in (bytes(changed), restored[: at % len(restored)], restored + b"x"):
+        with pytest.raises(ValueError, match="acceptance model"):
+            AcceptanceModel.from_bytes(damaged)
 
 
+@pytest.mark.parametrize("place", range(5))
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_is_refused(value: float) -> None:
-    for place in range(4):
-        numbers = [0.5, 2.0, 0.0, 0.5]
-        numbers[place] = value
-        with pytest.raises(ValueError, match="cannot be"):
-            AcceptanceModel.from_bytes(stored(*numbers))
+def test_what_is_no_number_is_refused(value: float, place: int) -> None:
+    numbers = [0.5, 2.0, 0.0, 0.5, 0.0]
+    numbers[place] = value
+    with pytest.raises(ValueError, match="cannot be"):
+        AcceptanceModel.from_bytes(stored(*numbers))
 
 
 def test_a_tree_that_is_not_grown_teaches() -> None:
