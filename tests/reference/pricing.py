@@ -125,16 +125,3 @@ def mean_excess(seen: Sequence[tuple[float, float, int]], promised: float, first
 
 _EXCESS_PROMISED = [0.05, 0.15, 0.3, 0.5, 0.8, 1.2, 1.8, 2.6, 4, 6, 10, 20]
 _EXCESS_FIRST = [0.05, 0.12, *(tenth / 10 for tenth in range(2, 10)), 0.97]
-
-
-def best_joint_rate(gains: Sequence[Sequence[float]], seconds: Sequence[float], recent: tuple[float, float]) -> float:
-    """Most tokens per second, of a pass and a ``recent`` one (tokens, seconds) together, over all beginnings of rows.
-
-    ``gains`` : of each row what each of its drafted tokens adds. ``seconds`` : of a pass by the tokens drafted in it.
-    """
-    return max(joint_rate(gains, lengths, seconds, recent) for lengths in lengths_of(gains))
-
-
-def lengths_of(gains: Sequence[Sequence[float]]) -> itertools.product[tuple[int, ...]]:
-    """Every way to cut every row."""
-    return itertools.product(*(range(len(row) + 1) for row in gains))
