@@ -19,9 +19,9 @@ from ssd.sharing.connection import connect
 from ssd.sharing.entry import stream_key
 from ssd.sharing.noise_root import KEY as NOISE
 from ssd.sharing.stream import FIELD
+from tests.cache_files import write_cache
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import FINGERPRINT, KEY, entry, eventually, replica
-from tests.test_sharing import write_directory
 from tests.test_topologies import liar, nonsense
 
 __all__ = ["redis_server"]  # the fixture
@@ -30,7 +30,7 @@ __all__ = ["redis_server"]  # the fixture
 def test_it_says_what_is_there_and_changes_nothing(
     redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    push(write_directory(tmp_path / "warm", [[1, 2, 3]] * 3), redis_server.url, "pushed")
+    push(write_cache(tmp_path / "warm", [[1, 2, 3]] * 3), redis_server.url, "pushed")
     with closing(connect(redis_server.url)) as client, replica(redis_server.url) as one:
         for number in range(200):
             one.append([7, number])
@@ -96,14 +96,6 @@ def test_hostile_keys_and_contents_are_shown_escaped_or_left_out(redis_server: R
 @given(st.binary(max_size=150) | st.text(max_size=150))
 def test_what_is_shown_is_short_and_printable(value: bytes | str) -> None:
     assert shown(value).isprintable() and len(shown(value)) <= 120
-
-
-def test_no_server_is_one_line_without_a_password(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(StoreUnavailable, match="does not answer"):
-        read_status("redis://:hidden@127.0.0.1:1/0")
-    assert main(["redis-status", "--redis", "redis-cluster://:hidden@127.0.0.1:1"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "hidden" not in said
 
 
 @pytest.mark.parametrize(

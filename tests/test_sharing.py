@@ -18,14 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
-from cache_builder.commands.pull import pull
-from cache_builder.commands.push import push
 from ssd.config import CacheConfig
-from ssd.errors import StoreUnavailable
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import NamespaceTerms
-from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.static import StaticWriter, load_static_directory
 from ssd.sharing.entry import (
     FORMAT_VERSION,
     MAX_ENTRY_TOKENS,
@@ -38,6 +33,7 @@ from ssd.sharing.entry import (
 )
 from ssd.sharing.redis_log import RedisLog
 from ssd.sharing.stream import FIELD
+from tests.cache_files import read_cache, write_cache
 from tests.redis_server import RedisServer, client, redis_server
 from tests.sharing_replica import FINGERPRINT, KEY, VOCAB_SIZE, catch_up, entry, eventually, replica, stored
 
@@ -102,22 +98,6 @@ def test_an_entry_forged_with_a_right_checksum_is_text_or_refused(
     assert back.tokens.min() >= 0 and back.tokens.max() < VOCAB_SIZE and back.tokens.dtype == np.int32
 
 
-@pytest.mark.parametrize(
-    ("data", "key", "reason"),
-    [
-        (entry(VOCAB_SIZE), KEY, "vocabulary has"),
-        (entry(1, 2), KEY.replace("default", "defaulu"), "checksum does not match"),
-        (entry(1, 2), KEY.replace("0123", "0124"), "checksum does not match"),
-        (entry(*range(10))[:35] + zlib.compress(bytes(1 << 24)), KEY, "does not hold exactly"),
-    ],
-    ids=["beyond the vocabulary", "of another namespace", "of another tokenizer", "inflates beyond its tokens"],
-)
-def test_what_else_is_no_entry(data: bytes, key: str, reason: str) -> None:
-    with pytest.raises(InvalidEntryError, match=reason):
-        unpack_entry(data, key, vocab_size=VOCAB_SIZE)
-    assert unpack_entry(entry(VOCAB_SIZE - 1), KEY, vocab_size=VOCAB_SIZE).tokens.tolist() == [VOCAB_SIZE - 1]
-
-
 # Two replicas
 
 
@@ -145,17 +125,20 @@ def test_bad_entries_are_counted_and_skipped(redis_server: RedisServer, client: 
     torn[-1] ^= 1
     another[3] ^= 1
     bad = [b"", b"junk", entry(1) + b"x", bytes(torn), bytes(another), beyond, struct.pack("<B", 9) + entry(1)[1:]]
+    bad += [entry(1, 2, key=KEY.replace(*names)) for names in (("default", "defaulu"), ("0123", "0124"))]
+    bad.append(entry(*range(10))[:35] + zlib.compress(bytes(1 << 24)))  # inflates beyond its tokens
     for data in bad:
         client.xadd(KEY, {FIELD: data})
     client.xadd(KEY, {b"other": b"field"})
-    client.xadd(KEY, {FIELD: entry(1, 2, sequence_id=b"a" * 16)})
-    client.xadd(KEY, {FIELD: entry(1, 2, sequence_id=b"a" * 16)})  # written twice
+    good = entry(1, VOCAB_SIZE - 1, sequence_id=b"a" * 16)
+    for _ in range(2):  # written twice
+        client.xadd(KEY, {FIELD: good})
     with replica(redis_server.url) as one:
-        eventually(lambda: one.stored() == [[1, 2]])
+        eventually(lambda: one.stored() == [[1, VOCAB_SIZE - 1]])
         client.xadd(KEY, {FIELD: b"more junk"})
-        client.xadd(KEY, {FIELD: entry(1, 2, sequence_id=b"a" * 16)})
+        client.xadd(KEY, {FIELD: good})
         client.xadd(KEY, {FIELD: entry(7, sequence_id=b"b" * 16)})
-        eventually(lambda: one.stored() == [[1, 2], [7]])
+        eventually(lambda: one.stored() == [[1, VOCAB_SIZE - 1], [7]])
         eventually(lambda: one.log.stats().num_received == 2)
         stats = one.log.stats()
         assert stats.num_invalid == len(bad) + 2 and stats.num_known == 2
@@ -226,35 +209,29 @@ def test_a_full_queue_drops_the_oldest() -> None:
 # Directories into the log and out of it
 
 
-def write_directory(path: Path, texts: list[list[int]]) -> Path:
-    with StaticWriter(path, fingerprint=FINGERPRINT) as writer:
-        for text in texts:
-            writer.append(text)
-    return path
-
-
-def held(path: Path) -> list[list[int]]:
-    return [sequence.tolist() for sequence in sequences_of(load_static_directory(path, fingerprint=FINGERPRINT))]
+def command(redis_server: RedisServer, *arguments: object) -> int:
+    """The status of ``ssd-cache`` with these and the server."""
+    return main([*map(str, arguments), "--redis", redis_server.url])
 
 
 def test_a_replica_that_joins_begins_with_what_was_said_and_pushed_once(
     redis_server: RedisServer, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [[n, n + 1] for n in range(150)] + [[5, 6]]
-    warm = write_directory(tmp_path / "warm", texts)
+    warm = write_cache(tmp_path / "warm", texts)
     with replica(redis_server.url) as running:
-        push(warm, redis_server.url, "default")
+        assert command(redis_server, "push", warm) == 0
         assert capsys.readouterr().out == "pushed 302 tokens in 151 sequences to namespace default\n"
         assert client.xlen(KEY) == 151
         eventually(lambda: running.stored() == texts)
         running.append([7], [8])
-        push(warm, redis_server.url, "default")
+        assert command(redis_server, "push", warm) == 0
         texts += [[7], [8], catch_up(redis_server.url, running)]
         assert running.stored() == texts
         with replica(redis_server.url) as joiner:
             texts.append(catch_up(redis_server.url, running, joiner))
             assert joiner.stored() == running.stored() == texts
-            push(warm, redis_server.url, "default")
+            assert command(redis_server, "push", warm) == 0
             texts.append(catch_up(redis_server.url, running, joiner))
             assert joiner.stored() == running.stored() == texts
 
@@ -269,36 +246,28 @@ def test_what_was_pulled_is_the_log_once_and_can_be_pushed_elsewhere(
         entries: Any = client.xrange(KEY)
         client.xadd(KEY, entries[0][1])  # written twice
         client.xadd(KEY, {FIELD: b"junk"})
-        pull(client, FINGERPRINT, "default", tmp_path / "out")
+        assert command(redis_server, "pull", "--namespace", "default", "--out", tmp_path / "out") == 0
+        assert command(redis_server, "pull", "--namespace", "other", "--out", tmp_path / "out") == 2
     said_of_it = capsys.readouterr().out
     assert f"{5 + 5400 + 32:,} tokens in 5 sequences of default" in said_of_it
     assert "  1 entries of the log were none of ours" in said_of_it
-    assert held(tmp_path / "out") == [*said[:3], said[3][:4096], said[3][4064:]]
-    push(tmp_path / "out", redis_server.url, "other")
+    assert read_cache(tmp_path / "out") == [*said[:3], said[3][:4096], said[3][4064:]]
+    assert command(redis_server, "push", tmp_path / "out", "--namespace", "other") == 0
     with replica(redis_server.url) as two:
         two.caches.get("other")
-        eventually(lambda: stored(two.caches, "other") == held(tmp_path / "out"))
+        eventually(lambda: stored(two.caches, "other") == read_cache(tmp_path / "out"))
 
 
 def test_a_push_says_what_the_bound_leaves_out(
     redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    warm = write_directory(tmp_path / "warm", [[n] * 1000 for n in range(10)])
-    push(warm, redis_server.url, "default", max_tokens=4096)
+    warm = write_cache(tmp_path / "warm", [[n] * 1000 for n in range(10)])
+    assert command(redis_server, "push", warm, "--max-tokens", 4096) == 0
     pushed, left_out = capsys.readouterr().out.splitlines()
     assert pushed == "pushed 4,000 tokens in 4 sequences to namespace default"
     assert left_out.startswith("  6,000 tokens in the 6 oldest sequences were left out")
     with replica(redis_server.url) as one:
         eventually(lambda: one.stored() == [[n] * 1000 for n in range(6, 10)])
-
-
-def test_a_push_that_cannot_work_says_why(tmp_path: Path) -> None:
-    with pytest.raises(StoreUnavailable, match="ssd-cache build"):
-        push(tmp_path / "none", "redis://127.0.0.1:1/0", "default")
-    warm = write_directory(tmp_path / "warm", [[1]])
-    with pytest.raises(StoreUnavailable, match="did not take the push: it failed at the first entries") as caught:
-        push(warm, "redis://:hidden@127.0.0.1:1/0", "default")
-    assert "hidden" not in str(caught.value)
 
 
 def test_a_purge_leaves_nothing_in_redis_and_says_who_holds_what(
@@ -309,13 +278,13 @@ def test_a_purge_leaves_nothing_in_redis_and_says_who_holds_what(
         for suffix in old:
             client.set(stream_key(fingerprint, "tenant") + suffix, "x")
     client.xadd(stream_key(FINGERPRINT, "tenant2"), {FIELD: b"x"})
-    assert main(["purge", "--namespace", "tenant", "--redis", redis_server.url]) == 0
+    assert command(redis_server, "purge", "--namespace", "tenant") == 0
     said = capsys.readouterr().out
     assert "10 keys removed from Redis, nothing is left" in said and "DELETE /admin/tenants/NAME/cache" in said
     assert client.keys() == [stream_key(FINGERPRINT, "tenant2").encode()]
-    assert main(["purge", "--namespace", "tenant", "--redis", redis_server.url]) == 0
+    assert command(redis_server, "purge", "--namespace", "tenant") == 0
     client.execute_command("ACL", "SETUSER", "default", "-del")
-    assert main(["purge", "--namespace", "tenant2", "--redis", redis_server.url]) == 2
+    assert command(redis_server, "purge", "--namespace", "tenant2") == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -332,10 +301,12 @@ def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(
             logs.append(log)
             sets.append(stack.enter_context(caches))
         held = [[caches.hold(name) for name in ("a", "b")] for caches in sets]
+        stranger = stack.enter_context(replica(redis_server.url, fingerprint="f" * 32)).caches
+        stranger.get("a")
         sets[0].get("a").append([1, 2, 3])
         sets[1].get("b").append([4, 5, 6])
         eventually(lambda: stored(sets[1], "a") == [[1, 2, 3]] and stored(sets[0], "b") == [[4, 5, 6]])
-        assert stored(sets[0]) == stored(sets[1]) == []
+        assert stored(sets[0]) == stored(sets[1]) == stored(stranger, "a") == []
         for caches, log in zip(sets, logs, strict=True):
             caches.discard("a")
             log.forget("a")
@@ -350,16 +321,3 @@ def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(
         caches.hold("e")
         assert set(logs[0].reader._streams) == {stream_key(FINGERPRINT, name) for name in caches.names() if name != "c"}
         assert stored(sets[1], "c") == []
-
-
-def test_namespaces_and_tokenizers_are_apart(redis_server: RedisServer) -> None:
-    with (
-        replica(redis_server.url) as (one, _),
-        replica(redis_server.url) as (two, _),
-        replica(redis_server.url, fingerprint="f" * 32) as (other, _),
-    ):
-        two.get("a"), two.get("b"), other.get("a")
-        one.get("a").append([1, 2])
-        one.get("b").append([3])
-        eventually(lambda: stored(two, "a") == [[1, 2]] and stored(two, "b") == [[3]])
-        assert stored(two) == stored(other, "a") == stored(other) == []

@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,46 +11,36 @@ from cache_builder.commands.push import push
 from ssd.errors import CacheError, SegmentCorrupt, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval import ring as module
 from ssd.retrieval import segment as segment_module
-from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.segment import SEPARATOR, unpack
 from ssd.retrieval.static import StaticWriter, load_static_directory
-from ssd.retrieval.suffix_array import build_segment
+from tests.cache_files import FINGERPRINT, read_cache, write_cache
 from tests.redis_server import RedisServer
 from tests.redis_server import redis_server as redis_server  # a fixture
-from tests.reference.retrieval import naive_order, sequences
-
-FINGERPRINT = "0123456789abcdef" * 2
+from tests.reference.retrieval import naive_order
 
 
-def _write(path: Path, texts: list[list[int]], segment_tokens: int = 1000) -> None:
-    with StaticWriter(path, fingerprint=FINGERPRINT, segment_tokens=segment_tokens) as writer:
-        for text in texts:
-            writer.append(text)
-
-
-@given(st.lists(st.lists(st.integers(0, 3), max_size=9), max_size=12), st.integers(40, 60))
-def test_what_is_appended_is_found_in_order(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]], segment_tokens: int
+@given(st.lists(st.lists(st.integers(0, 3), max_size=9), max_size=12), st.integers(40, 60), st.integers(1, 40))
+def test_what_is_appended_is_found_in_order_read_in_blocks_of_any_length(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]], segment_tokens: int, block_tokens: int
 ) -> None:
-    path = tmp_path_factory.mktemp("static")
-    _write(path, texts, segment_tokens)
-    segments = load_static_directory(path, fingerprint=FINGERPRINT)
-    found = [text for segment in segments for text in sequences(segment.tokens.tolist())]
-    assert found == [text for text in texts if text]
-    for segment in segments:
+    path = write_cache(tmp_path_factory.mktemp("static"), texts, segment_tokens=segment_tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BLOCK_TOKENS", block_tokens)
+        assert read_cache(path) == [text for text in texts if text]
+    for segment in load_static_directory(path, fingerprint=FINGERPRINT):
         assert segment.start is None and len(segment) <= segment_tokens
         assert segment.order.tolist() == naive_order(segment.tokens.tolist())
 
 
 def test_a_long_sequence_is_cut_to_the_segment_size(tmp_path: Path) -> None:
-    _write(tmp_path, [list(range(500))], segment_tokens=100)
+    write_cache(tmp_path, [list(range(500))], segment_tokens=100)
     segments = load_static_directory(tmp_path, fingerprint=FINGERPRINT)
     assert len(segments) > 5 and all(len(segment) <= 100 for segment in segments)
     assert {int(token) for segment in segments for token in segment.tokens} == {SEPARATOR, *range(500)}
 
 
 def test_a_run_that_fails_changes_nothing(tmp_path: Path) -> None:
-    _write(tmp_path, [[1]])
+    write_cache(tmp_path, [[1]])
     with (
         pytest.raises(CacheError, match=r"token ids"),
         StaticWriter(tmp_path, fingerprint=FINGERPRINT, segment_tokens=4) as writer,
@@ -67,7 +56,7 @@ def test_a_run_that_fails_changes_nothing(tmp_path: Path) -> None:
 def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match=r"ssd-cache build"):
         load_static_directory(tmp_path, fingerprint=FINGERPRINT)
-    _write(tmp_path, [[1]])
+    write_cache(tmp_path, [[1]])
     with pytest.raises(TokenizerMismatch):
         load_static_directory(tmp_path, fingerprint="f" * 32)
     (path,) = tmp_path.glob("*.seg")
@@ -81,29 +70,6 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
         load_static_directory(tmp_path, fingerprint=FINGERPRINT)
 
 
-# Sequences read a block at a time, and what a push unpacks of them
-
-
-@given(
-    st.lists(st.lists(st.lists(st.integers(0, 1 << 20), max_size=30), min_size=1, max_size=12), max_size=4),
-    st.integers(1, 40),
-)
-def test_sequences_are_those_of_a_plain_split(texts: list[list[list[int]]], block_tokens: int) -> None:
-    """Blocks of any length, sequences longer than several of them, empty ones."""
-    segments = [
-        build_segment(
-            np.array([token for text in segment for token in (*text, SEPARATOR)], np.int32),
-            start=None,
-            segment_id="a",
-        )
-        for segment in texts
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BLOCK_TOKENS", block_tokens)
-        found = [each.tolist() for each in sequences_of(segments)]
-    assert found == [text for segment in texts for text in segment if text]
-
-
 def test_a_push_unpacks_each_token_a_few_times_and_never_many_at_once(
     redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,9 +81,7 @@ def test_a_push_unpacks_each_token_a_few_times_and_never_many_at_once(
 
     for place in (module, segment_module):
         monkeypatch.setattr(place, "unpack", counting)
-    with StaticWriter(tmp_path / "warm", fingerprint=FINGERPRINT) as writer:
-        for number in range(1000):
-            writer.append(np.full(200, number, np.int32))
+    write_cache(tmp_path / "warm", ([number] * 200 for number in range(1000)), segment_tokens=1 << 20)
     push(tmp_path / "warm", redis_server.url, "default")
     assert "pushed 200,000 tokens in 1,000 sequences" in capsys.readouterr().out
     assert sum(unpacked) <= 3 * 201_000

@@ -26,7 +26,7 @@ from ssd.errors import ConfigError
 from ssd.sharing.connection import address_of, connect, hide_password, masters_of, read_url
 from ssd.sharing.entry import stream_key
 from ssd.sharing.redis_log import RedisCounters
-from ssd.sharing.stream import FIELD, append
+from ssd.sharing.stream import FIELD
 from tests.redis_server import RedisServer, started
 from tests.sharing_replica import FINGERPRINT, eventually, replica, stored
 from tests.waiting import wait_until
@@ -36,7 +36,7 @@ NAMES = [f"n{number}" for number in range(12)]
 # URLs
 
 
-def test_a_url_names_sentinels_a_service_and_a_database() -> None:
+def test_a_url_names_sentinels_a_service_and_a_database_or_nodes_of_a_cluster() -> None:
     address = read_url("redis-sentinel://user:p%40w@h1:1,h2,[::1]:3/my%20service/4?socket_keepalive=yes")
     assert address.hosts == (("h1", 1), ("h2", 26379), ("::1", 3))
     assert (address.kind, address.service) == ("sentinel", "my service")
@@ -46,9 +46,6 @@ def test_a_url_names_sentinels_a_service_and_a_database() -> None:
     assert (address.sentinel_options["username"], address.sentinel_options["password"]) == ("u", "p")
     assert address.options["ssl_check_hostname"] is address.sentinel_options["ssl_check_hostname"] is False
     assert address.options["connection_class"].__name__ == "SSLConnection"
-
-
-def test_a_url_names_some_nodes_of_a_cluster() -> None:
     address = read_url("redis-cluster://:pw@h1:7000,h2")
     assert (address.kind, address.hosts) == ("cluster", (("h1", 7000), ("h2", 6379)))
     assert address.options["password"] == "pw"
@@ -67,10 +64,14 @@ def test_a_url_names_some_nodes_of_a_cluster() -> None:
         "redis-cluster://:s3cret@h1,,h2",
         "redis-cluster://:s3cret@" + "h," * 64 + "h",
         "redis-clusters://:s3cret@h1",
+        *(
+            f"{url}?ssl_ca_cert=x"
+            for url in ("redis://:s3cret@h", "redis-cluster://:s3cret@h", "redis-sentinel://:s3cret@h/s")
+        ),
     ],
 )
 def test_what_is_no_url_is_told_without_its_password(url: str) -> None:
-    with pytest.raises(ConfigError, match="redis-sentinel://") as caught:
+    with pytest.raises(ConfigError, match=r"ssl_ca_cert.*correct it" if "?" in url else "redis-sentinel://") as caught:
         connect(url)
     assert "s3cret" not in str(caught.value)
 
@@ -93,12 +94,6 @@ def test_an_option_of_a_url_does_not_win_over_our_time_outs() -> None:
         assert client.connection_pool.connection_class.__name__ == "SSLConnection"
     assert [options[name] for name in ("host", "port", "db", "username")] == ["host", 7000, 3, "user"]
     assert options["socket_timeout"] < 5
-
-
-@pytest.mark.parametrize("scheme", ["redis://h", "redis-cluster://h", "redis-sentinel://h/s"])
-def test_an_unknown_option_is_told_at_once(scheme: str) -> None:
-    with pytest.raises(ConfigError, match=r"ssl_ca_cert.*correct it"):
-        connect(f"{scheme}?ssl_ca_cert=x")
 
 
 # TLS
@@ -312,31 +307,18 @@ def test_namespaces_of_all_nodes_of_a_cluster_are_shared_and_slots_may_move(tmp_
         assert all(each.log.stats().num_dropped == 0 for each in replicas)
         with pair(cluster.url) as joiners:
             eventually(lambda: have_all(joiners, texts))
-        assert main(["purge", "--namespace", NAMES[0], "--redis", cluster.url]) == 0
-
-
-def test_pipelines_and_transactions_are_of_one_hash_tag_and_scans_of_all_nodes(tmp_path: Path) -> None:
-    with (
-        started(Cluster(tmp_path, has_replicas=False)) as cluster,
-        closing(connect(cluster.url)) as client,
-        closing(RedisCounters(cluster.url)) as counters,
-    ):
-        assert client.ping() and len(masters_of(client)) == 3
-        for number, name in enumerate(NAMES):
-            key = stream_key(FINGERPRINT, name)
-            assert append(client, key, [b"a", b"b"], max_entries=10) == [None, None]
-            client.xadd(key, {FIELD: b"c"}, id=b"18446744073709551615-18446744073709551615")
-            assert append(client, key, [b"d"], max_entries=10) == [None]  # deleted in a transaction and begun anew
-            assert client.xlen(key) == 1
-            with client.pipeline(transaction=True) as transaction:
-                transaction.set(f"{{{name}}}:a", number)
-                transaction.get(f"{{{name}}}:a")
-                assert transaction.execute()[1] == b"%d" % number
-        assert len(list(client.scan_iter(match="ssd:1:*"))) == len(NAMES)
+        with closing(connect(cluster.url)) as client, closing(RedisCounters(cluster.url)) as counters:
+            assert client.ping() and len(masters_of(client)) == 3
+            for key in keys.values():
+                client.xadd(key, {FIELD: b"c"}, id=b"18446744073709551615-18446744073709551615")
+            say(4)
+            eventually(lambda: have_all(replicas, texts))
+            assert [client.xlen(key) for key in keys.values()] == [1] * len(NAMES)  # begun anew, in transactions
+            assert counters.add("x", 2) == 2 and counters.read(["x", "y"]) == [2, 0]
         status = read_status(cluster.url)
         assert len({server["address"] for server in status["servers"]}) == 3
         assert [space["namespace"] for space in status["namespaces"]] == sorted(NAMES)
-        assert counters.add("x", 2) == 2 and counters.read(["x", "y"]) == [2, 0]
+        assert main(["purge", "--namespace", NAMES[0], "--redis", cluster.url]) == 0
 
 
 @pytest.mark.slow
