@@ -37,8 +37,7 @@ from cache_builder.inputs.sources import find_sources
 from cache_builder.workers import run
 from ssd.errors import SSDError
 from ssd.retrieval.files import read_manifest
-from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.static import load_static_directory
+from tests.cache_files import read_cache
 from tests.ray_build import BLOCK_BYTES
 from tests.waiting import PATIENCE_S, START_S
 
@@ -78,11 +77,6 @@ def ids_of(directory: Path) -> tuple[str, ...]:
     return manifest.segment_ids
 
 
-def sequences(directory: Path, model: Path) -> list[list[int]]:
-    segments = load_static_directory(directory, fingerprint=codec_of(str(model), None).fingerprint)
-    return [sequence.tolist() for sequence in sequences_of(segments)]
-
-
 def test_blocks_are_the_same_and_hold_everything_once(corpus: Path) -> None:
     sources = find_sources([str(corpus)])
     assert plan_of(sources, "how", 20_000) == plan_of(sources, "how", 20_000)
@@ -110,10 +104,11 @@ def test_one_process_and_several_make_the_same_cache(corpus: Path, model: Path, 
     assert len(ids_of(tmp_path / "one")) == result.num_segments
     whole = build([str(corpus)], tmp_path / "whole", options_for(model, block_bytes=1 << 30, segment_tokens=1 << 20))
     assert whole.num_segments == 1 and whole.num_records == result.num_records
-    found = sequences(tmp_path / "one", model)
+    fingerprint = codec_of(str(model), None).fingerprint
+    found = read_cache(tmp_path / "one", fingerprint)
     assert len(found) == result.num_sequences and sum(map(len, found)) == result.num_tokens
     ids = [sequence for sequence in found if len(sequence) < 201][:499]
-    assert ids[:100] == sequences(tmp_path / "whole", model)[:100], "in the order of the inputs"
+    assert ids[:100] == read_cache(tmp_path / "whole", fingerprint)[:100], "in the order of the inputs"
 
 
 def test_segments_hold_no_more_than_they_may_and_few_are_small(corpus: Path, model: Path, tmp_path: Path) -> None:
@@ -165,7 +160,7 @@ def test_a_sequence_longer_than_a_segment_is_begun_again(model: Path, tmp_path: 
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"token_ids": [7] * size}) + "\n" for size in (9, 9000, 50)))
     result = build([str(tmp_path / "in.jsonl")], tmp_path / "out", options_for(model))
     assert result.num_records == 3
-    found = sequences(tmp_path / "out", model)
+    found = read_cache(tmp_path / "out", codec_of(str(model), None).fingerprint)
     assert len(found[0]) == 9 and len(found[-1]) == 50 and sum(map(len, found)) >= 9059
     assert max(map(len, found)) < SEGMENT_TOKENS
 
@@ -189,12 +184,6 @@ def test_what_is_finished_is_kept_where_a_later_line_is_wrong(corpus: Path, mode
         build([str(corpus)], out, options_for(model))
     (corpus / "z.jsonl").write_text('{"text": "mended"}')
     assert build([str(corpus)], out, options_for(model)).num_reused_tokens > 10_000
-
-
-def test_errors_of_workers_are_told_as_they_are(corpus: Path, model: Path, tmp_path: Path) -> None:
-    (corpus / "a.jsonl").write_text('{"text": 7}\n' * 9_000)
-    with pytest.raises(InputError, match=r'a\.jsonl:1: "text" must be a string, got int'):
-        build([str(corpus)], tmp_path / "out", options_for(model, jobs=2))
 
 
 def _fail(block: Block, options: BuildOptions, progress: Callable[[int, int], None]) -> BlockResult:

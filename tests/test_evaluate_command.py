@@ -153,36 +153,6 @@ def test_a_warm_directory_is_searched(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [each["cache"] for each in both["by_cache"]] == ["none", "frozen", "growing"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nothing.jsonl"], "no such file"),
-        (["empty.jsonl"], "the logs hold no answer"),
-        (["notes.txt"], "the logs hold no answer"),
-        (["log.jsonl", "--cache", "frozen"], "give --warm DIR"),
-        (["log.jsonl", "--warm", "x"], "x holds no cache"),
-        (["log.jsonl", "--draft-limit", "200"], "num_speculative_tokens must be within"),
-        (["log.jsonl", "--cost", "log.jsonl"], "no cost curve in log.jsonl"),
-        (["log.jsonl", "--save-cost", "x.json"], "name the model"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_cannot_be_done_is_said_in_one_line(
-    arguments: list[str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_log(tmp_path / "log.jsonl")
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "notes.txt").write_text("Nobody asked for this.")
-    assert main(["evaluate", *arguments, "--tokenizer", TOKENIZER]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
-
-
 # Outputs decoded by one kernel call each
 
 

@@ -14,20 +14,17 @@ from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.static import StaticWriter, load_static_directory
+from ssd.retrieval.static import load_static_directory
 from ssd.text.codec import TextCodec
-from tests.tokenizers_for_tests import write_model_directory
+from tests.cache_files import write_cache
 
 SAID = "the cat sat on the mat and looked at the dog"
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory, codec: TextCodec) -> Path:
-    path = tmp_path_factory.mktemp("cache") / "warm"
-    with StaticWriter(path, fingerprint=codec.fingerprint) as writer:
-        for text in (SAID, SAID, "the cat sat on the roof"):
-            writer.append(codec.encode_completion(text))
-    return path
+    texts = map(codec.encode_completion, (SAID, SAID, "the cat sat on the roof"))
+    return write_cache(tmp_path_factory.mktemp("cache") / "warm", texts, fingerprint=codec.fingerprint)
 
 
 def write(path: Path, content: str) -> str:
@@ -110,34 +107,3 @@ def test_prompts_come_as_text_messages_bodies_and_ids(
 def test_where_nothing_stands_that_is_said(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = explained(capsys, str(cache), "--prompt", write(tmp_path / "ids.json", "[399]"))
     assert "no draft: the last token stands nowhere else" in text
-
-
-@pytest.mark.parametrize(
-    ("content", "more", "message"),
-    [
-        ("[1, -1]", (), "must be an object with"),
-        ("{}", (), "or an array of token ids"),
-        ("[]", (), "give a prompt of at least one token"),
-        ("{", (), "not JSON"),
-        ("[" * 100_000, (), "not JSON"),
-        ("[1]", ("--draft-limit", "0"), "draft limit must be within"),
-    ],
-)
-def test_what_cannot_be_explained_is_one_line(
-    cache: Path, tmp_path: Path, content: str, more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", str(cache), "--prompt", write(tmp_path / "ids.json", content), *more]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert message in error
-
-
-def test_a_cache_of_another_tokenizer_or_a_prompt_without_one_is_refused(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompt = write(tmp_path / "prompt.txt", "the cat")
-    other = write_model_directory(tmp_path / "other", num_tokens=390)
-    assert main(["explain", str(cache), "--prompt", prompt, "--tokenizer", str(other)]) == 2
-    assert "was made with tokenizer" in capsys.readouterr().err
-    assert main(["explain", str(cache), "--prompt", prompt]) == 2
-    assert "was made with tokenizer" in capsys.readouterr().err

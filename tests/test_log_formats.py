@@ -236,11 +236,6 @@ def test_a_build_says_what_records_lack_and_a_table_holds_what_lines_hold(
     pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "spend.parquet")
     assert main(["build", str(tmp_path / "spend.parquet"), *options, "--force"]) == 0
     assert "3 records, namespace default\n" in capsys.readouterr().out
-    (tmp_path / "asked.jsonl").write_text(json.dumps(UNANSWERED["a question"]) + "\n")
-    assert main(["build", str(tmp_path / "asked.jsonl"), *options, "--force"]) == 2
-    assert "1 of 1 records say no answer" in capsys.readouterr().err
-    assert main(["evaluate", str(tmp_path / "asked.jsonl"), "--tokenizer", str(model)]) == 2
-    assert "hold no answer" in capsys.readouterr().err
 
 
 KEYS = sorted({*record.COLUMNS, *exchanges.ASKED, *exchanges.SAID, "role", "content", "choices", "message", "text",

@@ -28,8 +28,7 @@ from cache_builder.evaluation.log import Log
 from cache_builder.held import open_held
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ConfigError
-from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.static import StaticWriter
+from tests.cache_files import read_cache, write_cache
 
 FINGERPRINT = "0" * 32
 TOKENIZER = str(MODEL_PATH)
@@ -45,9 +44,7 @@ def made(directory: Path) -> tuple[list[list[int]], Log, Log]:
     """A cache of 60 documents, and two logs whose answers quote the first twelve of them."""
     numbers = np.random.default_rng(5)
     documents = [numbers.integers(10, 30_000, 300).tolist() for _ in range(60)]
-    with StaticWriter(directory, fingerprint=FINGERPRINT) as writer:
-        for document in documents:
-            writer.append(document)
+    write_cache(directory, documents, fingerprint=FINGERPRINT, segment_tokens=1 << 20)
 
     def requests(count: int) -> list[list[int]]:
         found = []
@@ -97,15 +94,12 @@ def test_half_of_a_cache_drafts_as_the_whole_where_logs_say_what_is_used(
 def test_all_is_kept_where_there_is_room(tmp_path: Path) -> None:
     documents, _, _ = made(tmp_path / "whole")
     prune(tmp_path / "whole", tmp_path / "out", 1_000_000, [])
-    found = [sequence.tolist() for sequence in sequences_of(open_held([tmp_path / "out"])[0].segments)]
-    assert found == documents
+    assert read_cache(tmp_path / "out", FINGERPRINT) == documents
 
 
 def test_what_stands_twice_is_of_use_once(tmp_path: Path) -> None:
     text = np.arange(1, 129, dtype=np.int32)
-    with StaticWriter(tmp_path / "twice", fingerprint=FINGERPRINT) as writer:
-        writer.append(text)
-        writer.append(text)
+    write_cache(tmp_path / "twice", [text.tolist()] * 2, fingerprint=FINGERPRINT)
     log = log_of([text[:70].tolist()])
     credits = credits_of(open_held([tmp_path / "twice"])[0], accepted_runs(tmp_path / "twice", log, FINGERPRINT))
     assert credits[0] > 0
@@ -157,28 +151,3 @@ def test_the_command_prunes_by_logs(tmp_path: Path, capsys: pytest.CaptureFixtur
     arguments = ["prune", warm, "--budget", "400", "--logs", str(some), "--tokenizer", TOKENIZER, "--out", out]
     assert main(arguments) == 0
     assert "blocks that drafts came from are kept" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--budget", "400", "--logs", "log.jsonl"], "holds a cache already"),
-        (["--budget", "400", "--logs", "none.jsonl", "--tokenizer", TOKENIZER, "--out", "o"], "no such file"),
-        (["--budget", "400", "--logs", "log.jsonl", "--tokenizer", TOKENIZER, "--out", "o"], "was made with tokenizer"),
-    ],
-    ids=["no --force", "no log", "tokenizer"],
-)
-def test_what_cannot_be_done_is_said_in_one_line(
-    arguments: list[str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    made(tmp_path / "warm")
-    (tmp_path / "log.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
-    assert main(["prune", "warm", *arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "warm"]
