@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from dataclasses import replace
@@ -177,32 +176,6 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         CacheSet(_config(tmp_path), "f" * 32)
     with pytest.raises(ConfigError):
         CacheSet(_config(), "not a fingerprint", inline=True)
-
-
-def test_a_directory_that_cannot_be_used_later_costs_only_persistence(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "other").write_text("in the way")
-    with CacheSet(_config(tmp_path), FINGERPRINT) as caches:
-        other = caches.get("other")
-        for i in range(20):
-            other.append([i] * 10)
-        caches.flush()
-        assert len(_said(caches, "other")) == 20
-        assert (other.stats().num_failures, caches.get().stats().num_failures) == (1, 0)
-    assert len(caplog.records) == 1
-
-
-def test_a_damaged_segment_loses_its_text_only(tmp_path: Path) -> None:
-    with CacheSet(_config(tmp_path, merge_fanout=9), FINGERPRINT, inline=True) as caches:
-        for i in range(3):
-            caches.get().append([i] * 20)
-            caches.flush()
-        damaged = caches.get().snapshot().segments[1].segment_id
-    os.truncate(tmp_path / "default" / f"{damaged}.seg", 400)
-    with CacheSet(_config(tmp_path), FINGERPRINT, inline=True) as caches:
-        assert _said(caches) == [[0] * 20, [2] * 20]
-        assert caches.get().stats().num_failures == 1
 
 
 # Marks come back after a restart exactly as far as the text before them had reached files

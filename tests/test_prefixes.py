@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.retrieval.prefixes import PrefixFilter, block_hashes, hash_of, split_sequence
+from ssd.retrieval.prefixes import PrefixFilter, split_sequence
 from tests.reference.retrieval import naive_skipped, naive_split
 
 
@@ -29,21 +27,6 @@ def test_equals_remembering_every_beginning(block_tokens: int, requests: list[tu
         skipped = naive_skipped(beginnings, ids, prompt_length, block_tokens)
         expected = [] if skipped == len(ids) else [ids[max(0, skipped - 3) :]]
         assert [piece for piece in _pieces(known, ids, prompt_length, position) if piece] == [p for p in expected if p]
-
-
-@given(
-    st.lists(st.integers(0, (1 << 31) - 1), max_size=40),
-    st.integers(0, 40),
-    st.integers(-(1 << 63), (1 << 63) - 1),
-    st.integers(1, 9),
-    st.integers(0, 12),
-)
-def test_hashes_of_blocks_equal_those_of_plain_loops(
-    ids: list[int], start: int, seed: int, block_tokens: int, lead_in_tokens: int
-) -> None:
-    found = block_hashes(_tokens(ids), start, seed, block_tokens, lead_in_tokens)
-    assert tuple(each.tolist() for each in found) == slow_block_hashes(ids, start, seed, block_tokens, lead_in_tokens)
-    assert hash_of(_tokens(ids)) == slow_hash(ids)
 
 
 @given(st.integers(0, 60), st.integers(1, 12), st.integers(0, 8))
@@ -98,29 +81,3 @@ def test_whatever_is_left_out_is_stored_with_what_stands_before_it(
                 if other is not replicas[number]:
                     other.note(piece, 0)
         assert all(tuple(ids[i - 2 : i + 1]) in stored for i in range(2, len(ids)))
-
-
-_FACTOR = 0x9E3779B97F4A7C15
-_WORD = (1 << 64) - 1
-
-
-def slow_hash(tokens: Sequence[int], seed: int = 0) -> int:
-    """A 64-bit number with a sign that every token changes."""
-    hashed = seed & _WORD
-    for token in tokens:
-        hashed = ((hashed ^ (token + 1)) * _FACTOR) & _WORD
-        hashed ^= hashed >> 32
-    return hashed - (1 << 64) if hashed >> 63 else hashed
-
-
-def slow_block_hashes(
-    tokens: Sequence[int], start: int, seed: int, block_tokens: int, lead_in_tokens: int
-) -> tuple[list[int], list[int]]:
-    """Of each whole block: the hash of the text to its end, going on from ``seed``, and of its last tokens."""
-    hashes, ends = [], []
-    while start + block_tokens <= len(tokens):
-        seed = slow_hash(tokens[start : start + block_tokens], seed)
-        start += block_tokens
-        hashes.append(seed)
-        ends.append(slow_hash(tokens[max(0, start - lead_in_tokens) : start]))
-    return hashes, ends
