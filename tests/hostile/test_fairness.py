@@ -128,7 +128,6 @@ class WatchedCodec(CharCodec):
     """Notes what it is given, and waits with it; its tokens are few."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.given: list[str] = []
         self.may_go_on = threading.Event()
 

@@ -39,16 +39,9 @@ class Page:
     def __init__(self, driver: Chrome) -> None:
         self.driver = driver
 
-    def open(
-        self, url: str, *, width: int = 1280, height: int = 960, scheme: str = "light", motion: bool = True
-    ) -> None:
-        """Open ``url`` in a window of some size, as a new visitor with these wishes; wait for its first counters."""
+    def open(self, url: str, *, width: int = 1280, height: int = 960) -> None:
+        """Open ``url`` in a window of some size, as a new visitor; wait for its first counters."""
         driver = self.driver
-        features = [
-            {"name": "prefers-color-scheme", "value": scheme},
-            {"name": "prefers-reduced-motion", "value": "no-preference" if motion else "reduce"},
-        ]
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         self.resize(width, height)
         driver.get(url)
         driver.execute_script("sessionStorage.clear(); localStorage.clear()")

@@ -6,62 +6,49 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from statistics import median
 from typing import Any
 
-_RECORD_BYTES = 22
+RECORD_BYTES = 22
 """What TLS 1.3 adds to a write: header, kind and tag."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One streamed answer: bytes of each record, and seconds from the request to its arrival."""
+    """One streamed answer: bytes of each record, seconds from the request to its arrival, and what the records hold."""
 
     sizes: tuple[int, ...]
     times: tuple[float, ...]
+    content: bytes
 
 
-def watch(port: int, body: dict[str, Any]) -> Trace:
-    """Ask for a stream of ``/v1/completions`` and look at it as an eavesdropper does.
+def watch(port: int, body: dict[str, Any], path: str = "/v1/completions") -> Trace:
+    """Ask for a stream and look at it as an eavesdropper does.
 
     The server makes one write of each group of events, and a TLS connection one record of each write: what is read here
     are the writes, told apart by the chunks of HTTP, which no eavesdropper needs. Raises OSError; ValueError where the
-    answer is not a stream.
+    answer is not a stream, or not whole.
     """
     content = json.dumps({**body, "stream": True}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection, connection.makefile("rb") as answer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         began = time.perf_counter()
-        connection.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content)
-        waiting, sizes, times = b"", [], []
-        in_body = False
-        while piece := connection.recv(1 << 16):
-            at = time.perf_counter() - began
-            waiting += piece
-            if not in_body:
-                answer, in_body, waiting = _cut(waiting)
-                if in_body and not answer.startswith(b"HTTP/1.1 200"):
-                    raise ValueError(answer.partition(b"\r\n")[0].decode())
-            while in_body and (cut := waiting.find(b"\r\n")) >= 0:
-                size = int(waiting[:cut], 16)
-                if len(waiting) < cut + 2 + size + 2:
-                    break
-                waiting = waiting[cut + 2 + size + 2 :]
-                if size:
-                    sizes.append(size + _RECORD_BYTES)
-                    times.append(at)
-    return Trace(tuple(sizes), tuple(times))
-
-
-def _cut(waiting: bytes) -> tuple[bytes, bool, bytes]:
-    """The answer's head, whether it is whole, and what follows it."""
-    head, found, rest = waiting.partition(b"\r\n\r\n")
-    return (head, True, rest) if found else (b"", False, waiting)
+        connection.sendall(head.encode() + content)
+        if not (status := answer.readline()).startswith(b"HTTP/1.1 200"):
+            raise ValueError(status.decode())
+        while answer.readline().strip():
+            pass
+        writes, times = [], []
+        while size := int(answer.readline(), 16):
+            writes.append(answer.read(size))
+            times.append(time.perf_counter() - began)
+            answer.readline()
+    return Trace(tuple(len(write) + RECORD_BYTES for write in writes), tuple(times), b"".join(writes))
 
 
 def watch_all(
@@ -122,28 +109,21 @@ _VICTIMS_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
-    """With which fields somebody asked for texts."""
-
-    fields: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Attack:
     """A server and how long the answers are; the attacker counts the records of answers."""
 
     port: int
     max_tokens: int
 
-    def rate(self, texts: Iterator[str], victim: Victim, *, num_texts: int, num_own: int) -> float:
+    def rate(self, texts: Iterator[str], *, num_texts: int, num_own: int, **victims: Any) -> float:
         """Share of right guesses among ``num_texts`` that were asked and as many that were not.
 
-        ``texts`` : new ones. The limit between fast and slow is learned from ``num_own`` that nobody else asks.
+        ``texts`` : new ones. ``victims`` : the fields that they are asked with. The limit between fast and slow is
+        learned from ``num_own`` that nobody else asks.
         Every text is tried once: afterwards it has been asked.
         """
         asked, others, own = (list(islice(texts, number)) for number in (num_texts, num_texts, num_own))
-        victims = {**self._fields, **(victim.fields or {})}
-        watch_all(self.port, asked, victims, times=2, at_once=_VICTIMS_AT_ONCE)
+        watch_all(self.port, asked, {**self._fields, **victims}, times=2, at_once=_VICTIMS_AT_ONCE)
         time.sleep(1)  # by now what was said can be drafted from
         limit, right = self._limit(own), 0
         for known, unknown in zip(asked, others, strict=True):

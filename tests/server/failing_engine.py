@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -35,9 +35,7 @@ class CharCodec:
 
     vocab_size = 0x110000
     special_ids = frozenset[int]()
-
-    def __init__(self) -> None:
-        self.pieces: dict[tuple[int, int], tuple[str, str]] = {}
+    pieces: Mapping[tuple[int, int], tuple[str, str]] = {}
 
     def encode_prompt(self, text: str) -> list[int]:
         return [ord(character) for character in text]
@@ -59,6 +57,7 @@ class FailingEngine:
 
     def __init__(self, *, step_s: float = 0.0, max_waiting: int = 100, fail_at_step: int | None = None) -> None:
         self.codec = CharCodec()
+        self.width = 1
         self.max_model_len = 512
         self.target = SimpleNamespace(way="in tests", can_roll_back=True, num_slots=4, exactness=Exactness())
         self.config = EngineConfig()
@@ -118,23 +117,23 @@ class FailingEngine:
             self.metrics.num_running = len(self._running)
         return outputs
 
-    def _advance(self, request: Request, stats: RequestStats) -> RequestOutput:
-        def output(token_ids: tuple[int, ...], reason: FinishReason | None) -> RequestOutput:
-            return RequestOutput(
-                request_id=request.request_id,
-                token_ids=token_ids,
-                text="".join(map(chr, token_ids)),
-                finish_reason=reason,
-                stats=stats,
-            )
+    def _answer(self, prompt: Sequence[int], most: int | None) -> tuple[Sequence[int], FinishReason]:
+        """All that is said of at most so many tokens, and why it ends."""
+        return [prompt[-1 - number % len(prompt)] for number in range(most or len(prompt))], FinishReason.LENGTH
 
-        if request.request_id in self._cancelled:
-            return output((), FinishReason.CANCELLED)
-        prompt = request.prompt_token_ids
-        token = prompt[::-1][stats.num_output_tokens % len(prompt)]
-        stats.num_output_tokens += 1
-        limit = request.sampling.max_tokens or len(prompt)
-        return output((token,), FinishReason.LENGTH if stats.num_output_tokens == limit else None)
+    def _advance(self, request: Request, stats: RequestStats) -> RequestOutput:
+        said, reason = self._answer(request.prompt_token_ids, request.sampling.max_tokens)
+        is_cancelled = request.request_id in self._cancelled
+        token_ids = () if is_cancelled else tuple(said[stats.num_output_tokens :][: self.width])
+        stats.num_output_tokens += len(token_ids)
+        is_whole = stats.num_output_tokens == len(said)
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            text="".join(map(chr, token_ids)),
+            finish_reason=FinishReason.CANCELLED if is_cancelled else reason if is_whole else None,
+            stats=stats,
+        )
 
     def calibrate(self) -> None:
         """Nothing is timed."""
@@ -155,7 +154,6 @@ class SayingCodec(CharCodec):
     added_tokens: Mapping[str, int] = {}
 
     def __init__(self, template: str) -> None:
-        super().__init__()
         self._template = template
 
     def chat_template(self, given: str | None = None, **_options: Any) -> str | None:
@@ -166,31 +164,16 @@ class SayingCodec(CharCodec):
 
 
 class SayingEngine(FailingEngine):
-    """Says the prompt, ``width`` tokens a step, and ends."""
+    """Says the prompt, three tokens a step, and ends."""
 
-    def __init__(self, template: str, *, width: int = 3) -> None:
+    def __init__(self, template: str) -> None:
         super().__init__()
         self.codec = SayingCodec(template)
-        self._width = width
+        self.width = 3
 
-    def _advance(self, request: Request, stats: RequestStats) -> RequestOutput:
-        begin = stats.num_output_tokens
-        most = request.sampling.max_tokens or len(request.prompt_token_ids)
-        said = request.prompt_token_ids[:most]
-        token_ids = said[begin : begin + self._width]
-        stats.num_output_tokens += len(token_ids)
-        reason = None
-        if request.request_id in self._cancelled:
-            reason = FinishReason.CANCELLED
-        elif stats.num_output_tokens == len(said):
-            reason = FinishReason.LENGTH if most < len(request.prompt_token_ids) else FinishReason.STOP
-        return RequestOutput(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            text="".join(map(chr, token_ids)),
-            finish_reason=reason,
-            stats=stats,
-        )
+    def _answer(self, prompt: Sequence[int], most: int | None) -> tuple[Sequence[int], FinishReason]:
+        said = prompt[:most]
+        return said, FinishReason.LENGTH if len(said) < len(prompt) else FinishReason.STOP
 
 
 class RunningServer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
@@ -38,25 +38,18 @@ _TEMPLATE = """{%- set begins = BEGINS -%}{%- set told = namespace(begin='', too
 {%- endfor -%}{{- 'BEGIN' ~ told.begin -}}"""
 """After the conversation come the first tokens of the answer, as the real model's template has them."""
 
-Outputs = Mapping[str, tuple[str, str | Sequence[int]]]
+Outputs = Mapping[str, tuple[str, str]]
 """What is said where a conversation's last request is "recite NAME": what the template writes of it, and the rest."""
 
 
 def reciting(
-    directory: Path,
-    outputs: Outputs,
-    special: Collection[str] = (),
-    added: Collection[str] = (),
-    tokenizer_file: Path | None = None,
+    directory: Path, outputs: Outputs, special: Collection[str], added: Collection[str]
 ) -> Callable[[ExitStack], Engine]:
-    """Loads an engine; ``special`` : tokens of the vocabulary that text leaves out; ``added`` : others it shows.
-
-    ``tokenizer_file`` : of another vocabulary than one of bytes.
-    """
+    """Loads an engine; ``special`` : tokens of the vocabulary that text leaves out; ``added`` : others it shows."""
     begins = {f"recite {name}": begin for name, (begin, _) in outputs.items()}
     template = _TEMPLATE.replace("BEGINS", json.dumps(begins, ensure_ascii=False)).replace("BEGIN", BEGIN)
     write_model_directory(directory, chat_template=template)
-    tokenizer = Tokenizer.from_file(str(tokenizer_file or directory / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in [*special, BEGIN, END]])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -87,13 +80,10 @@ class RecitingTarget(WholeTarget):
         self._end = codec.eos_token_ids[0]
         (self._begin,) = codec.encode_completion(BEGIN)
         self._answers = {
-            name: (len(codec.encode_completion(begin)), [*self._ids(rest), self._end])
+            name: (len(codec.encode_completion(begin)), [*codec.encode_completion(rest), self._end])
             for name, (begin, rest) in outputs.items()
         }
         self._answer = lru_cache(maxsize=64)(self._find)
-
-    def _ids(self, output: str | Sequence[int]) -> Sequence[int]:
-        return self._codec.encode_completion(output) if isinstance(output, str) else output
 
     def warm_up(self) -> None:
         """There are no weights."""

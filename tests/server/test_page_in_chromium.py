@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -221,12 +222,8 @@ class Drafting(FailingEngine):
     """Says the prompt backwards, one accepted draft token a step."""
 
     def _advance(self, request: Request, stats: RequestStats) -> RequestOutput:
-        found = super()._advance(request, stats)
-        draft = VerifiedDraft(stats.num_output_tokens, "own", 2, 1)
-        return RequestOutput(
-            request_id=found.request_id, token_ids=found.token_ids, text=found.text,
-            finish_reason=found.finish_reason, draft=draft, stats=stats,
-        )  # fmt: skip
+        output = super()._advance(request, stats)
+        return replace(output, draft=VerifiedDraft(stats.num_output_tokens, "own", 2, 1))
 
 
 def test_markup_in_prompts_and_answers_is_text(browser: Page) -> None:

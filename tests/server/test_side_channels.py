@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.workloads import snippets
 from tests.server.bundled_engine import load_bundled
-from tests.server.eavesdropper import Attack, Victim, rate, watch_all
+from tests.server.eavesdropper import Attack, rate, watch_all
 from tests.server.failing_engine import RunningServer, serving
 
 NUM_PROMPTS = 10
@@ -47,6 +47,5 @@ def test_sizes_and_times_tell_which_prompt_was_asked_unless_streams_are_obfuscat
 def test_speed_of_own_requests_tells_what_was_asked_before_unless_namespaces_are_apart(server: RunningServer) -> None:
     texts = iter([text[-200:] for text in snippets(seed=2)])
     attack = Attack(server.port, max_tokens=24)
-    assert attack.rate(texts, Victim(), num_texts=6, num_own=4) >= 11 / 12
-    salted = Victim(fields={"cache_salt": "mine"})
-    assert attack.rate(texts, salted, num_texts=6, num_own=4) <= 10 / 12
+    assert attack.rate(texts, num_texts=6, num_own=4) >= 11 / 12
+    assert attack.rate(texts, num_texts=6, num_own=4, cache_salt="mine") <= 10 / 12

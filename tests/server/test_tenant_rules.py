@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,20 +165,6 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
 # -- quotas ------------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Time as a test says it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def account(clock: Clock, **quotas: int) -> Account:
-    return Account(Tenant(name="a", seed="a", digests=frozenset(), quotas=Quotas(**quotas)), clock)
-
-
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50))), st.integers(1, 1000))
 def test_an_allowance_is_never_above_its_rate(takings: list[tuple[float, float]], per_minute: int) -> None:
     """Who takes only what is there has at no time taken more than a minute's worth and what came since."""
@@ -194,8 +181,9 @@ def test_an_allowance_is_never_above_its_rate(takings: list[tuple[float, float]]
 
 
 def test_what_is_refused_says_when_it_will_not_be() -> None:
-    clock = Clock()
-    tenant = account(clock, requests_per_minute=2, tokens_per_minute=60)
+    now = 0.0
+    quotas = Quotas(requests_per_minute=2, tokens_per_minute=60)
+    tenant = Account(Tenant(name="a", seed="a", digests=frozenset(), quotas=quotas), lambda: now)
     for _ in range(2):
         tenant.enter()
         tenant.admit(num_choices=1, num_prompt_tokens=5, num_slots=2).end(10)
@@ -206,10 +194,10 @@ def test_what_is_refused_says_when_it_will_not_be() -> None:
         "x-ratelimit-reset-requests": "1m0s", "x-ratelimit-limit-tokens": "60", "x-ratelimit-remaining-tokens": "30",
         "x-ratelimit-reset-tokens": "30s",
     }  # fmt: skip
-    clock.now = 30.0
+    now = 30.0
     tenant.enter()
     tenant.admit(num_choices=1, num_prompt_tokens=60, num_slots=2).end(60)  # a debt of a minute
-    clock.now = 60.0
+    now = 60.0
     with pytest.raises(ApiError) as limit:
         tenant.admit(num_choices=1, num_prompt_tokens=1, num_slots=2)
     assert limit.value.headers["retry-after"] == "31"
@@ -253,32 +241,21 @@ def test_each_tenant_has_a_cache_of_its_own_and_a_salt_one_inside_it(rules: Path
     assert tenants.labels() == {uses[0].namespace: "alice", uses[3].namespace: "bob"}
 
 
-class _Gone:
-    """Notes what is discarded."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def discard(self, name: str) -> None:
-        self.names.append(name)
-
-    forget = discard
-
-
-def noting_what_goes() -> Any:
-    return _Gone()
+def noting(names: list[str]) -> Any:
+    """What takes names of caches that go: the caches, or the log of replicas."""
+    return SimpleNamespace(discard=names.append, forget=names.append)
 
 
 def test_a_deleted_cache_has_another_name_afterwards_also_after_a_restart(rules: Path, tmp_path: Path) -> None:
-    tenants, caches, log = opened(rules, directory=tmp_path), noting_what_goes(), noting_what_goes()
-    tenants.caches, tenants.sharing = lambda: caches, lambda: log
+    tenants, gone, told = opened(rules, directory=tmp_path), list[str](), list[str]()
+    tenants.caches, tenants.sharing = lambda: noting(gone), lambda: noting(told)
     alice = account_of(tenants, "alices-key")
     before = tenants.cache_use(alice, "default", None).namespace
-    assert tenants.delete_cache("alice")["deleted"] and caches.names == log.names == [before]
+    assert tenants.delete_cache("alice")["deleted"] and gone == told == [before]
     after = tenants.cache_use(alice, "default", None).namespace
     assert after != before
     tenants.sweep()  # what came late goes as well
-    assert caches.names == [before, before]
+    assert gone == [before, before]
     again = opened(rules, directory=tmp_path)
     assert again.cache_use(account_of(again, "alices-key"), "default", None).namespace == after
     assert stat.S_IMODE((tmp_path / ".ssd" / "generations.json").stat().st_mode) == 0o600
@@ -373,11 +350,11 @@ def test_a_secret_is_given_or_made_once_and_kept(tmp_path: Path) -> None:
 
 def test_what_a_tenant_said_to_each_adapter_is_apart_and_deleted_together(rules: Path) -> None:
     settings = ServerSettings(model_names=("m",), model="m", adapters={"sql": "adapters/sql"})
-    tenants, caches = open_tenants(settings, SECRET, path=rules), noting_what_goes()
-    tenants.caches = lambda: caches
+    tenants, gone = open_tenants(settings, SECRET, path=rules), list[str]()
+    tenants.caches = lambda: noting(gone)
     alice = account_of(tenants, "alices-key")
     names = [tenants.cache_use(alice, base, None).namespace for base in settings.namespaces]
     assert len(set(names)) == 2 and set(tenants.labels()) > {*names}
     assert tenants.labels()[names[1] or ""] == "alice/default.sql"
     tenants.delete_cache("alice")
-    assert caches.names == names
+    assert gone == names

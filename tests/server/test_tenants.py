@@ -14,7 +14,6 @@ from typing import Any
 import openai
 import pytest
 
-from server.admission.account import Account
 from server.admission.opening import open_tenants
 from server.admission.registry import Tenants
 from server.base.settings import ServerSettings
@@ -28,11 +27,11 @@ from tests.server.bundled_engine import load_bundled
 from tests.server.client import Answer, ask, bearer, get, metric, official_client, post, until_ready, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.server.test_process import SMALL, running
+from tests.server.test_tenant_rules import SECRET, account_of
 from tests.waiting import PATIENCE_S
 
 __all__ = ["redis_server"]  # the fixture
 
-SECRET = b"0123456789abcdef0123"
 RULES = """
 [tenants.alice]
 keys = ["alices-key"]
@@ -105,8 +104,7 @@ def test_what_a_tenant_has_used_up_is_its_own_429_and_nobody_elses(tmp_path: Pat
 
 def test_requests_beyond_a_tenants_slots_and_queue_are_refused_and_others_come_in(tmp_path: Path) -> None:
     with quota_server(tmp_path, step_s=0.02) as (server, tenants):
-        account = tenants.find("slow-key")
-        assert account is not None
+        account = account_of(tenants, "slow-key")
         options: dict[str, Any] = {"args": (server, "slow-key"), "kwargs": {"max_tokens": 60}}
         several = [threading.Thread(target=complete, **options) for _ in range(2)]
         for thread in several:
@@ -122,15 +120,9 @@ def test_requests_beyond_a_tenants_slots_and_queue_are_refused_and_others_come_i
         assert (too_many.status, too_many.error["param"]) == (400, "n")
 
 
-def bobs(tenants: Tenants) -> Account:
-    account = tenants.find("bobs-key")
-    assert account is not None
-    return account
-
-
 def test_every_way_a_request_ends_gives_its_quota_back(tmp_path: Path) -> None:
     with quota_server(tmp_path, step_s=0.005, max_waiting=3) as (server, tenants):
-        account = bobs(tenants)
+        account = account_of(tenants, "bobs-key")
         assert complete(server, "bobs-key", prompt="x" * 600).status == 400  # too long
         assert complete(server, "bobs-key", n=9).status == 503  # the server is full; nothing is counted
         assert (account.use.num_in_flight, account.use.num_requests) == (0, 0)
@@ -148,7 +140,7 @@ def test_every_way_a_request_ends_gives_its_quota_back(tmp_path: Path) -> None:
         complete(server, "bobs-key", stream=True)
         wait_until(lambda: account.use.num_in_flight == 0)
     with quota_server(tmp_path, fail_at_step=2) as (server, tenants):
-        account = bobs(tenants)
+        account = account_of(tenants, "bobs-key")
         assert complete(server, "bobs-key").status == 500
         wait_until(lambda: account.use.num_in_flight == 0)
 
@@ -198,12 +190,17 @@ def cached_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningS
         yield server
 
 
+def say(port: int, key: str, **fields: Any) -> None:
+    """A request of 60 tokens."""
+    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True, **fields}
+    answer = post(port, "/v1/completions", body, headers=bearer(key))
+    assert answer.status == 200, answer.content
+
+
 def drafted(server: RunningServer, key: str, **fields: Any) -> float:
     """Tokens that were drafted from caches for a request."""
     before = num_drafted(server)
-    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True, **fields}
-    answer = post(server.port, "/v1/completions", body, headers=bearer(key))
-    assert answer.status == 200, answer.content
+    say(server.port, key, **fields)
     return num_drafted(server) - before
 
 
@@ -269,22 +266,9 @@ def test_all_keys_share_a_cache_where_the_operator_says_so() -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-class Process:
-    """A server process, by its port."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-
-    def tokens(self, tenant: str) -> float:
-        """What its cache holds for a tenant."""
-        text = get(self.port, "/metrics").content.decode()
-        lines = [line for line in text.splitlines() if line.startswith("ssd:cache_tokens{")]
-        return sum(float(line.split()[-1]) for line in lines if f'namespace="{tenant}"' in line)
-
-    def ask(self, key: str, prompt: str) -> None:
-        """A request of 60 tokens."""
-        body = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-        assert post(self.port, "/v1/completions", body, headers=bearer(key)).status == 200
+def tokens(port: int, tenant: str) -> float:
+    """What the cache of a server process holds for a tenant."""
+    return metric(port, "ssd:cache_tokens", namespace=tenant)
 
 
 @pytest.mark.slow
@@ -300,21 +284,21 @@ def test_replicas_share_tenant_by_tenant_and_forget_together(tmp_path: Path, red
         ]
         for _, port in started:
             until_ready(port)
-        one, two = (Process(port) for _, port in started)
-        two.ask("bobs-key", "x")  # opens bob's cache there
-        two.ask("alices-key", "x")
-        before = [two.tokens("bob"), two.tokens("alice")]
-        one.ask("bobs-key", PROMPT)
-        wait_until(lambda: two.tokens("bob") > before[0] + 60)
-        assert two.tokens("alice") == before[1]
+        one, two = (port for _, port in started)
+        say(two, "bobs-key", prompt="x")  # opens bob's cache there
+        say(two, "alices-key", prompt="x")
+        before = [tokens(two, "bob"), tokens(two, "alice")]
+        say(one, "bobs-key")
+        wait_until(lambda: tokens(two, "bob") > before[0] + 60)
+        assert tokens(two, "alice") == before[1]
         assert len(redis_keys(redis_server)) == 2
-        deleted = ask(one.port, "DELETE", "/admin/tenants/bob/cache", headers=bearer("ops-key"))
+        deleted = ask(one, "DELETE", "/admin/tenants/bob/cache", headers=bearer("ops-key"))
         assert deleted.json["replicas_told"]
-        assert one.tokens("bob") == 0
-        wait_until(lambda: two.tokens("bob") == 0)
+        assert tokens(one, "bob") == 0
+        wait_until(lambda: tokens(two, "bob") == 0)
         wait_until(lambda: len(redis_keys(redis_server)) == 1)
-        two.ask("bobs-key", "y")
-        wait_until(lambda: one.tokens("bob") == 0)
+        say(two, "bobs-key", prompt="y")
+        wait_until(lambda: tokens(one, "bob") == 0)
         for process, _ in started:
             process.send_signal(signal.SIGTERM)
             assert process.wait(PATIENCE_S) == 0
