@@ -1,4 +1,4 @@
-"""What tests of the server share: OpenAI's own client of a module's server, and the log of the process."""
+"""What tests of the server share: a server, OpenAI's own client of it, and the log of the process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ import openai
 import pytest
 
 from server.observe.logs import LaterHandler, set_up_logging
+from ssd.bundled import MODEL_PATH
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import official_client, wait_until
-from tests.server.failing_engine import RunningServer
+from tests.server.failing_engine import RunningServer, serving
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    """With the bundled model, unless a module has its own."""
+    with serving(load_bundled, model=str(MODEL_PATH), obfuscation_interval_s=0.0) as running:
+        yield running
 
 
 @pytest.fixture

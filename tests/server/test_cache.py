@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 
 from server.command.arguments import parse_arguments
-from server.command.start import EngineLoader, make_settings
+from server.command.start import EngineLoader, make_settings, make_tenants
 from tests.redis_server import RedisServer
 from tests.redis_server import redis_server as redis_server  # a fixture
+from tests.server.apis import APIS
 from tests.server.client import metric, post, wait_until
 from tests.server.failing_engine import RunningServer, serving
 
@@ -19,13 +21,13 @@ SMALL = ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "2", "--max-
 PROMPT = "class Queue:\n    def __init__(self):\n"
 
 
-def served(*arguments: str) -> Any:
+def served(*arguments: str) -> AbstractContextManager[RunningServer]:
     """A server as the command line would make it, inside this process."""
     options = parse_arguments([*SMALL, "--cache-tokens", "65536", *arguments], environment={})
-    loader = EngineLoader(options)
-    settings = make_settings(options)
+    loader, settings = EngineLoader(options), make_settings(options)
     return serving(
         loader,
+        tenants=make_tenants(options, settings),
         sharing_stats=loader.sharing_stats,
         model=settings.model,
         namespace=settings.namespace,
@@ -39,39 +41,6 @@ def token_ids(server: RunningServer, **fields: Any) -> list[int]:
     assert answer.status == 200, answer.content
     ids: list[int] = answer.json["choices"][0]["token_ids"]
     return ids
-
-
-def test_a_repeated_request_takes_fewer_steps_and_gives_the_same_tokens() -> None:
-    with served("--no-speculation") as plain:
-        expected = [token_ids(plain, temperature=temperature) for temperature in (0.0, 0.8)]
-        assert metric(plain.port, "vllm:spec_decode_num_drafts_total") == 0
-        assert metric(plain.port, "ssd:verify_steps_total") == 120
-    with served() as server:
-        steps = []
-        for _ in range(2):
-            before = metric(server.port, "ssd:verify_steps_total")
-            assert [token_ids(server, temperature=temperature) for temperature in (0.0, 0.8)] == expected
-            steps.append(metric(server.port, "ssd:verify_steps_total") - before)
-        assert steps[1] < 60
-        assert steps[1] < steps[0]
-
-
-def drafted(server: RunningServer, salt: str) -> float:
-    """Tokens that were drafted from caches for a request with a salt."""
-    sources = ("warm", "segment", "tail")
-    before = sum(metric(server.port, "ssd:source_draft_tokens_total", source=source) for source in sources)
-    token_ids(server, cache_salt=salt)
-    return sum(metric(server.port, "ssd:source_draft_tokens_total", source=source) for source in sources) - before
-
-
-def test_a_salted_request_neither_reads_nor_feeds_the_cache_but_one_of_its_own() -> None:
-    with served() as server:
-        assert drafted(server, "private") == 0
-        wait_until(lambda: drafted(server, "private") > 0)  # a cache is opened beside the first request
-        assert drafted(server, "another") == 0
-        assert metric(server.port, "ssd:cache_tokens") == 0
-        token_ids(server)
-        assert metric(server.port, "ssd:cache_tokens") > 60
 
 
 def test_replicas_learn_from_each_other_and_live_on_without_redis(redis_server: RedisServer) -> None:
@@ -110,17 +79,10 @@ def server() -> Iterator[RunningServer]:
 def test_store_false_and_the_header_keep_a_request_out_of_the_cache(server: RunningServer) -> None:
     before = metric(server.port, "ssd:cache_tokens")
     expected = token_ids(server, store=False)
-    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "store": False}
-    assert post(server.port, "/v1/chat/completions", chat).status == 200
-    response = {"input": PROMPT, "max_output_tokens": 8}
-    assert post(server.port, "/v1/responses", {**response, "store": False}).status == 200
-    assert post(server.port, "/v1/responses", response, headers={"x-ssd-no-learn": "1"}).status == 200
-    message = {"messages": chat["messages"], "max_tokens": 8}
-    assert post(server.port, "/v1/messages", {**message, "store": False}).status == 200
-    assert post(server.port, "/v1/messages", message, headers={"x-ssd-no-learn": "1"}).status == 200
-    body = {"prompt": PROMPT, "max_tokens": 60}
-    for value in ("1", "true"):
-        assert post(server.port, "/v1/completions", body, headers={"x-ssd-no-learn": value}).status == 200
+    for api in APIS.values():
+        assert api.post(server.port, PROMPT, store=False).status == 200
+        for value in ("1", "true"):
+            assert api.post(server.port, PROMPT, headers={"x-ssd-no-learn": value}).status == 200
     assert metric(server.port, "ssd:cache_tokens") == before
     assert token_ids(server, store=True) == expected
     assert metric(server.port, "ssd:cache_tokens") > before

@@ -11,14 +11,15 @@ import openai
 import pytest
 
 from server.command.arguments import parse_arguments
-from server.command.start import EngineLoader, OpenNoise, make_settings, make_tenants, open_noise
+from server.command.start import OpenNoise, open_noise
 from ssd.sharing.connection import connect
 from ssd.sharing.noise_root import KEY
 from tests.redis_server import RedisServer, redis_server
-from tests.server.client import ask, bearer, metric, official_client, post, until_ready, wait_until
+from tests.server.apis import APIS
+from tests.server.client import Answer, ask, bearer, metric, official_client, post, until_ready, wait_until
 from tests.server.conftest import Log
-from tests.server.failing_engine import RunningServer, serving
-from tests.server.test_cache import SMALL
+from tests.server.failing_engine import RunningServer
+from tests.server.test_cache import SMALL, served
 from tests.server.test_process import running
 
 __all__ = ["redis_server"]  # the fixture
@@ -28,26 +29,17 @@ SAMPLED: dict[str, Any] = {"temperature": 0.9, "max_tokens": 24}
 PROMPT = "def number_of("
 
 
-def served(stack: ExitStack, *arguments: str) -> RunningServer:
-    """A server as the command line would make it, inside this process."""
-    options = parse_arguments([*SMALL, *arguments], environment={})
-    settings, loader = make_settings(options), EngineLoader(options)
-    tenants = make_tenants(options, settings)
-    found: dict[str, Any] = {"model": settings.model, "sampling_defaults": settings.sampling_defaults}
-    return stack.enter_context(serving(loader, tenants=tenants, sharing_stats=loader.sharing_stats, **found))
-
-
 @pytest.fixture(scope="module")
 def one_stream(log: Log) -> Iterator[RunningServer]:
     """One stream, and two keys."""
-    with ExitStack() as stack:
-        yield served(stack, "--coupled-sampling", "1", "--api-key", "alices", "--api-key", "bobs")
+    with served("--coupled-sampling", "1", "--api-key", "alices", "--api-key", "bobs") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def four_streams() -> Iterator[RunningServer]:
-    with ExitStack() as stack:
-        yield served(stack, "--coupled-sampling", "4")
+    with served("--coupled-sampling", "4") as running:
+        yield running
 
 
 def said(client: openai.OpenAI, seed: int | None = None, **extra: Any) -> str:
@@ -58,8 +50,8 @@ def said(client: openai.OpenAI, seed: int | None = None, **extra: Any) -> str:
     return answer.choices[0].message.content or ""
 
 
-def texts(server: RunningServer, **fields: Any) -> list[str]:
-    answer = post(server.port, "/v1/completions", {"prompt": PROMPT, **SAMPLED, **fields})
+def texts(port: int, **fields: Any) -> list[str]:
+    answer = post(port, "/v1/completions", {"prompt": PROMPT, **SAMPLED, **fields})
     assert answer.status == 200, answer.content
     return [choice["text"] for choice in answer.json["choices"]]
 
@@ -97,30 +89,15 @@ def test_what_was_said_before_a_deletion_is_not_said_after_it(one_stream: Runnin
         assert said(bob) == said(bob) != before
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "text_of"),
-    [
-        ("/v1/completions", {"prompt": PROMPT}, lambda answer: answer["choices"][0]["text"]),
-        ("/v1/chat/completions", {"messages": QUESTION}, lambda answer: answer["choices"][0]["message"]["content"]),
-        ("/v1/responses", {"input": QUESTION[0]["content"]}, lambda answer: answer["output"][0]["content"][0]["text"]),
-        ("/v1/messages", {"messages": QUESTION, "max_tokens": 24}, lambda answer: answer["content"][0]["text"]),
-    ],
-)
-def test_every_way_to_ask_takes_the_field(one_stream: RunningServer, path: str, body: Any, text_of: Any) -> None:
-    limit = {"max_output_tokens": 24} if path == "/v1/responses" else {"max_tokens": 24}
+@pytest.mark.parametrize("name", APIS)
+def test_every_way_to_ask_takes_the_field(one_stream: RunningServer, name: str) -> None:
+    api = APIS[name]
 
-    def answered(**fields: Any) -> Any:
-        return post(one_stream.port, path, {**body, **limit, "temperature": 0.9, **fields}, headers=bearer("alices"))
+    def answered(**fields: Any) -> Answer:
+        return api.post(one_stream.port, temperature=0.9, headers=bearer("alices"), **fields)
 
-    shared = [text_of(answered(**fields).json) for fields in ({}, {"coupled": None}, {"coupled": True})]
-    assert len(set(shared)) == 1 and text_of(answered(coupled=False).json) != shared[0]
-    wrong: Any
-    for wrong in ("no", 1, [], {}):
-        refused = answered(coupled=wrong)
-        assert refused.status == 400
-        assert "coupled" in refused.json["error"]["message"]
-        if path != "/v1/messages":  # whose errors have no such field
-            assert refused.error["param"] == "coupled"
+    shared = [api.said(answered(**fields).json) for fields in ({}, {"coupled": None}, {"coupled": True})]
+    assert len(set(shared)) == 1 and api.said(answered(coupled=False).json) != shared[0]
     assert answered(noise_stream=1).status == 400  # is nobody's to choose
 
 
@@ -139,13 +116,13 @@ def test_a_line_and_a_count_tell_who_was_coupled_and_never_with_what(one_stream:
 
 
 def test_choices_of_one_prompt_take_different_streams(four_streams: RunningServer) -> None:
-    every = texts(four_streams, n=4)
-    assert len(set(every)) == 4 and sorted(texts(four_streams, n=4)) == sorted(every)
+    every = texts(four_streams.port, n=4)
+    assert len(set(every)) == 4 and sorted(texts(four_streams.port, n=4)) == sorted(every)
     for _ in range(2):
-        three = texts(four_streams, n=3)
+        three = texts(four_streams.port, n=3)
         assert len(set(three)) == 3 and set(three) < set(every)
-    assert set(texts(four_streams)) < set(every)
-    more = texts(four_streams, n=6)
+    assert set(texts(four_streams.port)) < set(every)
+    more = texts(four_streams.port, n=6)
     assert len(set(more)) == 6 and set(more) > set(every)
 
 
@@ -174,25 +151,18 @@ def test_a_key_of_another_kind_in_redis_is_counted_and_costs_no_answer(redis_ser
     with ExitStack() as stack:
         client = stack.enter_context(closing(connect(redis_server.url)))
         client.rpush(KEY, "a list")
-        server = served(stack, "--coupled-sampling", "1", "--redis", redis_server.url)
-        assert texts(server) == texts(server)
-        assert metric(server.port, "ssd:sharing_failures_total") > 0
-        own = texts(server)
+        port = stack.enter_context(served("--coupled-sampling", "1", "--redis", redis_server.url)).port
+        own = texts(port)
+        assert texts(port) == own
+        assert metric(port, "ssd:sharing_failures_total") > 0
         client.delete(KEY)
         wait_until(lambda: bool(client.exists(KEY)))
-        assert texts(server) == own  # its root is that of all now
+        assert texts(port) == own  # its root is that of all now
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 PROCESS = (*SMALL, "--cache-tokens", "65536", "--coupled-sampling", "1")
-
-
-def answer_of(port: int, prompt: str = PROMPT) -> str:
-    answer = post(port, "/v1/completions", {"prompt": prompt, **SAMPLED})
-    assert answer.status == 200, answer.content
-    text: str = answer.json["choices"][0]["text"]
-    return text
 
 
 @pytest.mark.slow
@@ -203,7 +173,7 @@ def test_replicas_of_one_redis_give_one_answer(tmp_path: Path, redis_server: Red
         ports.append(stack.enter_context(running(*PROCESS))[1])
         for port in ports:
             until_ready(port)
-        one, two, alone = (answer_of(port) for port in ports)
+        one, two, alone = (texts(port) for port in ports)
         assert one == two != alone
         redis_server.kill()
-        assert answer_of(ports[0]) == answer_of(ports[1]) == one
+        assert texts(ports[0]) == texts(ports[1]) == one

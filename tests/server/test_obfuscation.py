@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,10 +18,11 @@ from ssd.bundled import MODEL_PATH
 from ssd.engine import FinishReason, RequestOutput, RequestStats
 from ssd.text.codec import TextCodec
 from ssd.text.stream import TextStream
+from tests.server.apis import CHAT, COMPLETIONS, INPUT, RESPONSES, Api
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import metric, post
+from tests.server.eavesdropper import RECORD_BYTES, watch
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
-from tests.waiting import PATIENCE_S
 
 PIECE_TOKENS = ObfuscationOptions().obfuscation_tokens
 INTERVAL_S = 0.02
@@ -36,71 +35,58 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
-def on_the_wire(port: int, path: str, body: dict[str, Any]) -> tuple[list[int], bytes]:
-    """Sizes of the writes of a streamed answer, which an observer of the network sees, and what they hold."""
-    content = json.dumps({**body, "stream": True}).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n".encode()
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
-        connection.sendall(head + content)
-        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-    assert answer.startswith(b"HTTP/1.1 200")
-    rest, sizes, whole = answer.partition(b"\r\n\r\n")[2], [], b""
-    while size := int(rest.partition(b"\r\n")[0], 16):
-        start = rest.index(b"\r\n") + 2
-        sizes.append(size)
-        whole += rest[start : start + size]
-        rest = rest[start + size + 2 :]
-    return sizes, whole
-
-
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MESSAGES = [{"role": "user", "content": "Write a function that adds two numbers."}]
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 
 @pytest.mark.parametrize(
-    ("path", "fields", "options"),
+    ("api", "fields", "options"),
     [
         (COMPLETIONS, {"prompt": PROMPT}, {}),
         (COMPLETIONS, {"prompt": PROMPT, "temperature": 1.0, "seed": 5}, {"include_usage": True}),
         (COMPLETIONS, {"prompt": PROMPT, "logprobs": 2, "echo": True, "return_token_ids": True}, USAGE),
         (COMPLETIONS, {"prompt": [PROMPT, "import os\n"], "n": 2, "seed": 1, "temperature": 0.8}, USAGE),
         (COMPLETIONS, {"prompt": PROMPT, "stop": ["zzz", "\n\n\n\n\n"], "prediction": PROMPT * 4}, USAGE),
-        (CHAT, {"messages": MESSAGES}, {}),
-        (CHAT, {"messages": MESSAGES, "logprobs": True, "n": 3, "temperature": 1.0, "seed": 2}, USAGE),
+        (CHAT, {}, {}),
+        (CHAT, {"logprobs": True, "n": 3, "temperature": 1.0, "seed": 2}, USAGE),
+        (RESPONSES, {}, {}),
     ],
 )
 def test_number_and_sizes_of_writes_do_not_tell_what_was_accepted(
-    server: RunningServer, path: str, fields: dict[str, Any], options: dict[str, Any]
+    server: RunningServer, api: Api, fields: dict[str, Any], options: dict[str, Any]
 ) -> None:
     if "prediction" in fields:
         fields = {**fields, "prediction": {"type": "content", "content": fields["prediction"]}}
-    asked = {"temperature": 0, "max_tokens": 100, "ignore_eos": True, **fields}
-    whole = post(server.port, path, asked).json  # and the cache has learned it
+    asked = {**api.asking(INPUT), "temperature": 0, api.limit: 100, "ignore_eos": True, **fields}
+    whole = post(server.port, api.path, asked).json  # and the cache has learned it
     obfuscated = {**asked, "stream_options": {"include_obfuscation": True, **options}}
     before = metric(server.port, ACCEPTED)
-    plain_sizes, plain = on_the_wire(server.port, path, {**obfuscated, "num_speculative_tokens": 0})
+    plain = watch(server.port, {**obfuscated, "num_speculative_tokens": 0}, api.path)
     assert metric(server.port, ACCEPTED) == before
-    drafted_sizes, drafted = on_the_wire(server.port, path, obfuscated)
+    drafted = watch(server.port, obfuscated, api.path)
     assert metric(server.port, ACCEPTED) > before + 40
-    assert drafted_sizes == plain_sizes
-    assert all(size % PADDED_BYTES == 0 for size in plain_sizes[:-1])
-    assert len(plain_sizes) == -(-100 // PIECE_TOKENS)
-    assert said(plain) == said(drafted) == {c["index"]: text_of(c) for c in whole["choices"]}
+    assert drafted.sizes == plain.sizes and are_even(plain.sizes)
+    if api is RESPONSES:
+        texts = {0: api.said(whole)}
+    else:
+        assert len(plain.sizes) == -(-100 // PIECE_TOKENS)
+        texts = {choice["index"]: api.said({"choices": [choice]}) for choice in whole["choices"]}
+    assert said(api, plain.content) == said(api, drafted.content) == texts
 
 
-def text_of(choice: dict[str, Any]) -> str:
-    shown = choice.get("message") or choice.get("delta") or choice
-    return shown.get("text") or shown.get("content") or ""
+def are_even(sizes: Sequence[int]) -> bool:
+    """Whether all writes but the last are padded."""
+    return all((size - RECORD_BYTES) % PADDED_BYTES == 0 for size in sizes[:-1])
 
 
-def said(stream: bytes) -> dict[int, str]:
+def said(api: Api, stream: bytes) -> dict[int, str]:
     """The text of every choice."""
     texts: dict[int, str] = {}
-    for block in stream.split(b"\n\n")[:-2]:
-        for choice in json.loads(block.removeprefix(b"data: "))["choices"]:
-            texts[choice["index"]] = texts.get(choice["index"], "") + text_of(choice)
+    for event in api.events_in(stream):
+        for choice in event.get("choices", [{}]):
+            index = choice.get("index", 0)
+            piece = api.piece({"choices": [choice]} if choice else event)
+            texts[index] = texts.get(index, "") + (piece or "")
     return texts
 
 
@@ -110,13 +96,13 @@ def test_the_operator_obfuscates_streams_that_do_not_ask(obfuscation: str) -> No
     declined = {"include_obfuscation": False}
     settings: dict[str, Any] = {"obfuscation": obfuscation, "obfuscation_interval_s": 0.1, "obfuscation_tokens": 20}
     with serving(lambda _: FailingEngine(), **settings) as server:
-        sizes, content = on_the_wire(server.port, COMPLETIONS, asked)
-        assert len(sizes) == 3 and all(size % PADDED_BYTES == 0 for size in sizes[:-1])
-        assert said(content) == {0: "ba" * 30}
-        sizes, _ = on_the_wire(server.port, COMPLETIONS, {**asked, "stream_options": declined})
-        assert (len(sizes) == 3) == (obfuscation == "always")
+        trace = watch(server.port, asked)
+        assert len(trace.sizes) == 3 and are_even(trace.sizes)
+        assert said(COMPLETIONS, trace.content) == {0: "ba" * 30}
+        trace = watch(server.port, {**asked, "stream_options": declined})
+        assert (len(trace.sizes) == 3) == (obfuscation == "always")
         started = time.monotonic()
-        whole = post(server.port, COMPLETIONS, asked)
+        whole = post(server.port, COMPLETIONS.path, asked)
         is_paced = time.monotonic() - started >= 0.29  # three pieces
         assert whole.json["choices"][0]["text"] == "ba" * 30
         assert (is_paced and len(whole.content) % PADDED_BYTES == 0) == (obfuscation == "always")
@@ -125,7 +111,7 @@ def test_the_operator_obfuscates_streams_that_do_not_ask(obfuscation: str) -> No
 def test_a_stream_that_fails_says_so() -> None:
     asked = {"prompt": "ab" * 30, "max_tokens": 60, "stream": True, "stream_options": {"include_obfuscation": True}}
     with serving(lambda _: FailingEngine(fail_at_step=40), obfuscation_interval_s=0.0) as server:
-        *events, failed = post(server.port, COMPLETIONS, asked).events
+        *events, failed = post(server.port, COMPLETIONS.path, asked).events
     assert "".join(event["choices"][0]["text"] for event in events) == "ba" * 16  # two whole pieces of 40 tokens
     assert failed["error"]["code"] is not None
 

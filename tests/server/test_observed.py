@@ -14,9 +14,10 @@ from server.base.record import Record
 from server.observe.metrics import MOST_NAMED, OTHERS, Families, NamespaceFamilies
 from ssd.retrieval.cache_state import CacheStats
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import get, greedy_completion, post
+from tests.server.client import get, greedy_completion, metric, post
 from tests.server.conftest import Log
 from tests.server.failing_engine import RunningServer, serving
+from tests.server.test_page import SOURCES
 
 REPEATS = {"prompt": [7, 8, 9] * 20, "max_tokens": 40, "ignore_eos": True}
 SPANS: list[Record] = []
@@ -70,8 +71,11 @@ def test_an_answer_says_how_its_drafts_fared_where_the_operator_lets_it(server: 
     assert "metrics" not in post(server.port, "/v1/completions", {**body, "n": 2}).json
 
 
-def test_vllm_s_histograms_are_there_and_count_requests(server: RunningServer) -> None:
-    before = metrics(server)
+def test_vllm_s_counters_and_histograms_count_what_was_served(server: RunningServer) -> None:
+    def ended() -> float:
+        return metric(server.port, "vllm:request_success_total", finished_reason="length")
+
+    before, length = metrics(server), ended()
     for _ in range(2):
         greedy_completion(server.port, **REPEATS)
     after = metrics(server)
@@ -79,11 +83,23 @@ def test_vllm_s_histograms_are_there_and_count_requests(server: RunningServer) -
     for name in ("queue", "prefill", "decode", "inference"):
         assert grown[f"vllm:request_{name}_time_seconds_count"] == 2
         assert grown[f"vllm:request_{name}_time_seconds_sum"] >= 0
-    assert grown["vllm:request_prompt_tokens_sum"] == 120
-    assert grown["vllm:request_generation_tokens_sum"] == grown["vllm:request_params_max_tokens_sum"] == 80
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert grown[f"vllm:{name}_count"] == 2
+    assert grown["vllm:prompt_tokens_total"] == grown["vllm:request_prompt_tokens_sum"] == 120
+    assert grown["vllm:generation_tokens_total"] == grown["vllm:request_generation_tokens_sum"] == 80
+    assert grown["vllm:request_params_max_tokens_sum"] == 80
     assert (grown["vllm:request_params_n_count"], grown["vllm:request_params_n_sum"]) == (2, 2)
     assert grown["vllm:inter_token_latency_seconds_count"] == grown["ssd:verify_steps_total"] - 2
     assert grown["vllm:iteration_tokens_total_sum"] >= 80
+    accepted = grown["vllm:spec_decode_num_accepted_tokens_total"]
+    assert 0 < accepted <= grown["vllm:spec_decode_num_draft_tokens_total"]
+    assert grown["ssd:verify_steps_total"] + accepted == 80
+    by_source = (metric(server.port, "ssd:source_accepted_tokens_total", source=source) for source in SOURCES)
+    assert sum(by_source) == metric(server.port, "vllm:spec_decode_num_accepted_tokens_total")
+    assert metric(server.port, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") > 0
+    assert ended() == length + 2
+    assert (after["vllm:num_requests_running"], after["vllm:num_requests_waiting"]) == (0, 0)
+    assert after["ssd:ready"] == after["ssd:target_info"] == 1 and after["ssd:cache_tokens"] > 0
     parts = grown["vllm:request_prefill_time_seconds_sum"] + grown["vllm:request_decode_time_seconds_sum"]
     assert parts == pytest.approx(grown["vllm:request_inference_time_seconds_sum"])
     assert grown["vllm:inter_token_latency_seconds_sum"] == pytest.approx(grown["vllm:request_decode_time_seconds_sum"])

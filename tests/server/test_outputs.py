@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -13,16 +13,9 @@ import torch
 
 from ssd.bundled import MODEL_PATH
 from ssd.model.loading.load_target import load_model
-from tests.server.bundled_engine import load_bundled
 from tests.server.client import Answer, greedy_completion, post
-from tests.server.failing_engine import RunningServer, serving
+from tests.server.failing_engine import RunningServer
 from tests.server.test_endpoints import MESSAGES, MODEL, PROMPT
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with serving(load_bundled, model=str(MODEL_PATH)) as running:
-        yield running
 
 
 def complete(server: RunningServer, **fields: Any) -> Answer:

@@ -21,12 +21,6 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SOURCES = {"own", "tail", "segment", "warm", "prediction", "model", "head", "recycled", "guess", "coupled"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with serving(load_bundled, model=str(MODEL_PATH)) as running:
-        yield running
-
-
 def drafted(port: int, path: str = COMPLETIONS, **fields: Any) -> Answer:
     options = {"include_drafts": True, "include_usage": True}
     body = {"max_tokens": 80, "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": options, **fields}

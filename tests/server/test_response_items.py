@@ -11,7 +11,7 @@ from server.answers.parts import Parts
 from server.answers.responses import ResponseAnswer
 from server.tools.formats import make_parser
 from server.tools.messages import Messages
-from tests.server.test_responses import require_official
+from tests.server.apis import RESPONSES
 
 PIECES = [
     "<think>", "</think>", "hm", "Hello.", "\n",
@@ -29,9 +29,7 @@ FORMATS = [
 ]  # fmt: skip
 
 
-def items_of(
-    texts: list[str], form: tuple[str, str | None] = FORMATS[0]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def items_of(texts: list[str], form: tuple[str, str | None]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The items of a text that comes in pieces, and the events that told of them."""
     made = iter(range(1000))
     functions: Any = {"f": {"type": "object"}, "g": {"type": "object"}}
@@ -49,25 +47,19 @@ def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=12), st.sampled_from(FORMATS), st.data())
-def test_the_items_are_the_same_however_the_text_is_cut(
+def test_the_events_alone_tell_the_items_and_these_are_the_same_however_the_text_is_cut(
     pieces: list[str], form: tuple[str, str | None], data: st.DataObject
 ) -> None:
     text = "".join(pieces)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     cut = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    items, _ = items_of([text], form)
-    others, _ = items_of(cut, form)
-    assert without_ids(items) == without_ids(others)
-    assert others
-
-
-@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=12))
-def test_the_events_alone_tell_the_items(pieces: list[str]) -> None:
-    items, events = items_of(pieces)
+    whole, _ = items_of([text], form)
+    items, events = items_of(cut, form)
+    assert items and without_ids(items) == without_ids(whole)
     told: list[dict[str, Any]] = []
     texts: dict[int, str] = {}
     for number, event in enumerate(events):
-        require_official({**event, "sequence_number": number})
+        RESPONSES.require_official({**event, "sequence_number": number})
         index, kind = event["output_index"], event["type"]
         if kind == "response.output_item.added":
             assert index == len(told) and event["item"]["status"] == "in_progress"

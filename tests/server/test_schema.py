@@ -25,84 +25,6 @@ def sampling(
     return body.sampling(defaults, room=room, default_limit=default_limit)
 
 
-def refusal(schema: type[GenerateBody], fields: dict[str, Any]) -> RequestError:
-    base: dict[str, Any] = {"messages": MESSAGES} if schema is ChatBody else {"prompt": "hello"}
-    with pytest.raises(RequestError) as caught:
-        body = schema.parse({**base, **fields})
-        if isinstance(body, CompletionBody):
-            body.prompts()
-        if isinstance(body, ChatBody):
-            body.template_arguments()
-        sampling(body)
-    return caught.value
-
-
-@pytest.mark.parametrize("schema", [CompletionBody, ChatBody])
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("logprobs", "1"), ("logprobs", 21), ("top_logprobs", 30), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
-        ("echo", "yes"), ("suffix", "end"), ("best_of", 2), ("tools", [{"type": "function"}]),
-        ("chat_template", "{{ 1 }}"),
-        ("tools", [{"type": "custom", "custom": {"name": "f"}}]), ("functions", [{"name": "f"}]),
-        ("tool_choice", "required"), ("function_call", "auto"),
-        ("response_format", {"type": "grammar"}), ("response_format", {"type": "json_schema"}),
-        ("structured_outputs", {}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
-        ("modalities", ["audio"]), ("audio", {"voice": "x"}),
-        ("prediction", {"type": "content"}), ("prediction", "x"), ("guided_json", {}), ("guided_choice", ["x"]),
-        ("bad_words", [""]), ("truncate_prompt_tokens", 5),
-        ("skip_special_tokens", "no"), ("use_beam_search", True), ("allowed_token_ids", []), ("no_such_field", 1),
-        ("max_tokens", -1), ("max_tokens", 0), ("max_tokens", "5"), ("max_tokens", 1.5), ("temperature", -0.1),
-        ("temperature", 2.5), ("temperature", "hot"), ("temperature", True), ("top_p", 0.0), ("top_p", 1.5),
-        ("top_k", -2), ("min_p", 2.0), ("repetition_penalty", 0.0), ("presence_penalty", 3.0),
-        ("frequency_penalty", -3.0), ("n", 0), ("n", 1000), ("seed", 1 << 64), ("stop", [""]), ("stop", ""),
-        ("stop", [1]), ("stop", ["x"] * 200), ("stop_token_ids", ["1"]), ("min_tokens", -1), ("logit_bias", {"x": 1.0}),
-        ("logit_bias", {"1": 1000.0}), ("stream", "yes"), ("stream_options", {"include_usage": True}),
-        ("cache_salt", ""), ("model", 5),
-    ],
-)  # fmt: skip
-def test_fields_that_cannot_be_honoured_are_refused_by_name(schema: type[GenerateBody], field: str, value: Any) -> None:
-    error = refusal(schema, {field: value})
-    assert error.param == field
-    assert field in str(error)
-
-
-@pytest.mark.parametrize(
-    ("schema", "fields", "param"),
-    [
-        (CompletionBody, {"prompt": []}, "prompt"),
-        (CompletionBody, {"prompt": [[]]}, "prompt"),
-        (CompletionBody, {"prompt": [1, "a"]}, "prompt"),
-        (CompletionBody, {"prompt": [[1], 2]}, "prompt"),
-        (CompletionBody, {"prompt": [True]}, "prompt"),
-        (CompletionBody, {"prompt": 7}, "prompt"),
-        (CompletionBody, {"prompt": None}, "prompt"),
-        (CompletionBody, {"messages": MESSAGES}, "messages"),
-        (ChatBody, {"messages": []}, "messages"),
-        (ChatBody, {"messages": "hello"}, "messages"),
-        (ChatBody, {"messages": None}, "messages"),
-        (ChatBody, {"prompt": "hello"}, "prompt"),
-        (ChatBody, {"max_completion_tokens": 0}, "max_completion_tokens"),
-        (ChatBody, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        (ChatBody, {"add_special_tokens": True}, "add_special_tokens"),
-        (ChatBody, {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        (ChatBody, {"stream": True, "stream_options": {"every": 2}}, "stream_options.every"),
-        (ChatBody, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
-        (ChatBody, {"top_logprobs": 2}, "top_logprobs"),
-        (ChatBody, {"logprobs": 1}, "logprobs"),
-        (ChatBody, {"echo": True}, "echo"),
-        (CompletionBody, {"logprobs": True}, "logprobs"),
-        (
-            ChatBody,
-            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-            "structured_outputs",
-        ),
-    ],
-)
-def test_malformed_bodies_name_the_field(schema: type[GenerateBody], fields: dict[str, Any], param: str) -> None:
-    assert refusal(schema, fields).param == param
-
-
 def test_null_means_absent_and_fields_without_effect_are_ignored() -> None:
     plain = CompletionBody.parse({"prompt": "x"})
     nulls = {name: None for name in [*CompletionBody.model_fields, *REFUSED, "best_of"] if name != "prompt"}
@@ -193,21 +115,6 @@ def test_tools_and_documents_reach_the_template() -> None:
         use = ChatBody.parse({**fields, "tool_choice": choice}).tool_use()
         assert use is not None
         assert ([function.name for function in use.functions], use.mode) == (["g"], "required")
-
-
-@pytest.mark.parametrize(
-    ("field", "said"),
-    [
-        ({"repeat_penalty": 1.1}, "unknown field 'repeat_penalty': did you mean repetition_penalty?"),
-        ({"maxtokens": 1}, "unknown field 'maxtokens': did you mean max_tokens?"),
-        ({"grammar": ""}, "unknown field 'grammar': remove it, or check its spelling"),
-        ({"stream_options": {"include_usages": True}}, "include_usages': did you mean include_usage?"),
-    ],
-)
-def test_a_field_that_is_not_known_is_refused_with_the_one_that_may_be_meant(field: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestError) as refused:
-        ChatBody.parse({"messages": [{"role": "user", "content": "a"}], **field})
-    assert said in str(refused.value)
 
 
 def test_fields_that_are_not_known_are_left_unread_where_that_was_asked_for() -> None:

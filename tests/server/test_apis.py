@@ -1,0 +1,231 @@
+"""What holds whichever way one asks: ids, the same answer whole and streamed, failures, refusals by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.apis import APIS, CHAT, INPUT, MESSAGES, RESPONSES, Api
+from tests.server.client import ask, get, official_client
+from tests.server.failing_engine import FailingEngine, RunningServer, serving
+
+MODELS = ("maker/a-model", "short", "a/b/c")
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[RunningServer]:
+    with serving(lambda _: FailingEngine(step_s=0.01), model_names=MODELS) as running:
+        yield running
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_way_to_ask_for_an_answer_gets_the_same_whole_and_streamed(server: RunningServer) -> None:
+    turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": INPUT}]
+    usages, texts = set(), set()
+    for api, fields in (
+        (CHAT, {"messages": turns}),
+        (RESPONSES, {"instructions": "Be short."}),
+        (MESSAGES, {"system": [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}]}),
+    ):
+        whole, events = api.say(server.port, **fields), api.stream(server.port, **fields)
+        texts |= {api.said(whole), "".join(api.piece(event) or "" for event in events)}
+        usage = whole["usage"]
+        asked = usage.get("prompt_tokens", usage.get("input_tokens")) + usage.get("cache_read_input_tokens", 0)
+        usages.add((asked, usage.get("completion_tokens", usage.get("output_tokens"))))
+        assert usage.get("total_tokens", sum(*usages)) == sum(*usages)
+        assert whole["model"] == "test-model"
+    assert len(texts) == len(usages) == 1
+
+
+FAILURES = {
+    "completions": lambda last: last["error"]["code"] == "engine_failed",
+    "chat": lambda last: last["error"]["code"] == "engine_failed",
+    "responses": lambda last: (
+        last["type"] == "response.failed"
+        and (last["response"]["status"], last["response"]["error"]["code"]) == ("failed", "server_error")
+        and RESPONSES.said(last["response"]) == "fe"
+    ),
+    "messages": lambda last: (last["type"], last["error"]["type"]) == ("error", "api_error"),
+}
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_a_failure_in_a_stream_is_its_last_event(name: str) -> None:
+    with serving(lambda _: FailingEngine(fail_at_step=3)) as running:
+        *events, last = APIS[name].stream(running.port, "abcdef")
+    assert "".join(APIS[name].piece(event) or "" for event in events) == "fe"
+    assert FAILURES[name](last)
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_a_silent_stream_is_kept_alive(name: str) -> None:
+    with serving(lambda _: FailingEngine(step_s=0.3), keep_alive_s=0.1) as running:
+        answer = APIS[name].post(running.port, "ab", stream=True, **{APIS[name].limit: 2})
+    assert "".join(APIS[name].piece(event) or "" for event in APIS[name].read(answer)) == "ba"
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n' if name == "messages" else b": keep-alive\n\n"
+    assert ping in answer.content
+    assert not answer.content.startswith(ping) or name in ("completions", "chat"), "it begins at once"
+
+
+# -- ids ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+def test_an_answer_is_named_after_its_request(quick: RunningServer, api: Api) -> None:
+    headers = {"x-request-id": "trace-1/2:3"}
+    whole, stream = (api.post(quick.port, "abc", headers=headers, stream=stream) for stream in (False, True))
+    assert (whole.status, whole.json["id"]) == (200, f"{api.prefix}trace-1/2:3")
+    assert whole.headers["x-request-id"] == stream.headers["x-request-id"] == "trace-1/2:3"
+    assert f'"id":"{api.prefix}trace-1/2:3"'.encode() in stream.content
+    made = api.post(quick.port, "abc")
+    assert made.json["id"] == api.prefix + made.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/completions", 400), ("POST", "/v1/responses", 400), ("POST", "/v1/messages", 400),
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405), ("GET", "/v1/responses/resp_1", 404), ("GET", "/health", 200),
+        ("GET", "/v1/models/nobody", 404),
+    ],
+)  # fmt: skip
+def test_whatever_is_answered_has_the_id(quick: RunningServer, method: str, path: str, status: int) -> None:
+    answer = ask(quick.port, method, path, {} if method == "POST" else None, headers={"x-request-id": "mine"})
+    assert (answer.status, answer.headers["x-request-id"]) == (status, "mine")
+
+
+@pytest.mark.parametrize("given", ["", "two words", "é".encode().decode("latin-1"), "x" * 129])
+def test_what_is_no_id_is_replaced_by_one(quick: RunningServer, given: str) -> None:
+    answer = get(quick.port, "/live", headers={"x-request-id": given})
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
+def test_models_are_found_by_names_with_slashes(quick: RunningServer) -> None:
+    with official_client(quick.port) as client:
+        for name in MODELS:
+            assert client.models.retrieve(name).id == name
+    assert get(quick.port, "/v1/models/maker%2Fa-model").json["id"] == "maker/a-model"
+    assert get(quick.port, "/v1/models/maker").status == 404
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+Refusal = tuple[str, str, Any]
+"""Ways to ask, a field, what it is given."""
+TIME = {"type": "custom", "name": "get_time", "input_schema": {"type": "object", "properties": {}}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+USER = {"role": "user", "content": "x"}
+BOTH = "completions chat"
+OF_A_FIELD: list[Refusal] = [
+    *((BOTH, name, value) for name, value in (
+        ("logprobs", "1"), ("logprobs", 21), ("top_logprobs", 30), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
+        ("echo", "yes"), ("suffix", "end"), ("best_of", 2), ("tools", [{"type": "function"}]),
+        ("chat_template", "{{ 1 }}"),
+        ("tools", [{"type": "custom", "custom": {"name": "f"}}]), ("functions", [{"name": "f"}]),
+        ("tool_choice", "required"), ("function_call", "auto"),
+        ("response_format", {"type": "grammar"}), ("response_format", {"type": "json_schema"}),
+        ("structured_outputs", {}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ("modalities", ["audio"]), ("audio", {"voice": "x"}),
+        ("prediction", {"type": "content"}), ("prediction", "x"), ("guided_json", {}), ("guided_choice", ["x"]),
+        ("bad_words", [""]), ("truncate_prompt_tokens", 5),
+        ("skip_special_tokens", "no"), ("use_beam_search", True), ("allowed_token_ids", []), ("no_such_field", 1),
+        ("max_tokens", -1), ("max_tokens", 0), ("max_tokens", "5"), ("max_tokens", 1.5), ("temperature", -0.1),
+        ("temperature", 2.5), ("temperature", "hot"), ("temperature", True), ("top_p", 0.0), ("top_p", 1.5),
+        ("top_k", -2), ("min_p", 2.0), ("repetition_penalty", 0.0), ("presence_penalty", 3.0),
+        ("frequency_penalty", -3.0), ("n", 0), ("n", 1000), ("seed", 1 << 64), ("stop", [""]), ("stop", ""),
+        ("stop", [1]), ("stop", ["x"] * 200), ("stop_token_ids", ["1"]), ("min_tokens", -1), ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {"1": 1000.0}), ("stream", "yes"), ("stream_options", {"include_usage": True}),
+        ("cache_salt", ""), ("model", 5), ("allowed_token_ids", [99999999]), ("logit_bias", {"99999999": 1}),
+        ("stop_token_ids", [99999999]), ("num_speculative_tokens", -1), ("num_speculative_tokens", 129),
+    )),
+    *(("completions", "prompt", value) for value in (
+        [], [[]], [1, "a"], [[1], 2], [True], 7, None, "", [1 << 40], [-1],
+    )),
+    *((" ".join(APIS), "coupled", value) for value in ("no", 1, [], {})),
+    ("completions", "messages", [USER]), ("completions", "logprobs", True),
+    *(("chat", "messages", value) for value in (
+        [], "hello", None, ["x"], [{"role": "nobody", "content": "x"}], [{"content": "x"}], [{**USER, "content": 5}],
+    )),
+    ("chat", "prompt", "hello"), ("chat", "max_completion_tokens", 0), ("chat", "add_special_tokens", True),
+    ("chat", "top_logprobs", 2), ("chat", "logprobs", 1), ("chat", "echo", True), ("chat", "min_tokens", 17),
+    *(("responses", "input", value) for value in (
+        [], ["x"] * 5000, [{"type": "item_reference", "id": "msg_1"}],
+        [{"type": "computer_call", "id": "x"}], [{"role": "nobody", "content": "x"}],
+        [{**USER, "content": [{"type": "input_image", "image_url": "x"}]}],
+    )),
+    *(("responses", name, value) for name, value in (
+        ("previous_response_id", "resp_1"), ("conversation", "conv_1"), ("background", True),
+        ("prompt", {"id": "pmpt_1"}), ("truncation", "auto"), ("tools", [{"type": "web_search"}]),
+        ("tool_choice", {"type": "file_search"}), ("tool_choice", "required"), ("include", ["everything"]),
+        ("max_output_tokens", 0), ("reasoning", {"effort": 5}), ("top_logprobs", 30),
+        ("text", {"format": {"type": "json_schema", "name": "x"}}), ("temperature", 5), ("n", 2),
+        ("text", {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}),
+        ("stream_options", {"include_obfuscation": True}),
+    )),
+    *(("messages", name, value) for name, value in (
+        ("messages", [{**USER, "content": []}]), ("messages", 5000 * [USER]), ("max_tokens", None), ("max_tokens", 0),
+        ("tool_choice", {"type": "any"}), ("stop_sequences", ["x" * 5000]), ("thinking", {"type": "sometimes"}),
+        ("output_config", {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}),
+        ("mcp_servers", [{"name": "x"}]), ("container", "x"), ("thread", {"type": "create"}),
+        ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+        ("stream_options", {"include_obfuscation": True}),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ways", "field", "value"), OF_A_FIELD)
+def test_a_field_that_cannot_be_honoured_is_refused_by_its_name(
+    server: RunningServer, ways: str, field: str, value: Any
+) -> None:
+    for way in ways.split():
+        assert_refused(server, way, {field: value}, field, field)
+
+
+WITHIN: list[tuple[str, dict[str, Any], str | None, str]] = [
+    ("chat", {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
+    ("chat", {"stream": True, "stream_options": {"every": 2}}, "stream_options.every", ""),
+    ("chat", {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", ""),
+    ("chat", {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+     "structured_outputs", ""),
+    ("chat", {"repeat_penalty": 1.1}, "repeat_penalty",
+     "unknown field 'repeat_penalty': did you mean repetition_penalty?"),
+    ("chat", {"maxtokens": 1}, "maxtokens", "unknown field 'maxtokens': did you mean max_tokens?"),
+    ("chat", {"grammar": ""}, "grammar", "unknown field 'grammar': remove it, or check its spelling"),
+    ("chat", {"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages",
+     "include_usages': did you mean include_usage?"),
+    ("responses", {"input": "x " * 5000}, "input", "shorten the prompt"),
+    ("responses", {"max_output_tokens": 1000}, "max_output_tokens", "shorten the prompt"),
+    ("messages", {"messages": [{**USER, "content": [IMAGE]}]}, None, "messages[0].content[0]"),
+    ("messages", {"messages": [{**USER, "content": [{"type": "document"}]}]}, None, "messages[0].content[0]"),
+    ("messages", {"messages": [{**USER, "role": "nobody"}]}, None, "messages[0]: "),
+    ("messages", {"messages": [{**USER, "name": "me"}]}, None, "messages[0].name"),
+    ("messages", {"messages": [{**USER, "content": [{"type": "text", "text": "x", "y": 1}]}]}, None, "content[0].y"),
+    ("messages", {"messages": [{**USER, "content": "x " * 5000}]}, None, "shorten the prompt"),
+    ("messages", {"system": [IMAGE]}, None, "system[0]"),
+    ("messages", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, None, "tools[0]"),
+    ("messages", {"tools": [{**TIME, "input_examples": [{}]}]}, None, "input_examples"),
+    ("messages", {"tools": [{"name": "f"}]}, None, "tools[0].input_schema"),
+    ("messages", {"tools": [TIME], "tool_choice": {"type": "tool"}}, None, "tool_choice"),
+    ("messages", {"tools": [TIME], "tool_choice": "any"}, None, "tool_choice"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "fields", "param", "says"), WITHIN)
+def test_what_cannot_be_honoured_in_a_field_or_beside_another_is_named(
+    server: RunningServer, way: str, fields: dict[str, Any], param: str | None, says: str
+) -> None:
+    assert_refused(server, way, fields, param, says)
+
+
+def assert_refused(server: RunningServer, way: str, fields: dict[str, Any], param: str | None, says: str) -> None:
+    answer = APIS[way].post(server.port, "x", **fields)
+    assert answer.status == 400, answer.content
+    error = answer.json["error"]
+    assert error["type"] == "invalid_request_error" and says in error["message"], error
+    if way != "messages":  # whose errors have no such field
+        assert error["param"] == param, error
