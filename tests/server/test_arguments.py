@@ -48,6 +48,7 @@ def test_options_mean_what_they_mean_to_vllm() -> None:
     assert (cors.allowed_origins, cors.allow_credentials, cors.allowed_methods) == (origins, True, ("*",))
     assert options.network.root_path == "/llm"
     assert parse("--dtype", "float").model.torch_dtype == "float32"
+    assert parse("--no-speculation").speculation.draft.num_speculative_tokens == 0
     assert parse("--max-model-len", "auto").engine.config.max_model_len is None
     assert parse("--revision", "v1").model.tokenizer_hub.revision == "v1"
 
@@ -82,6 +83,9 @@ def test_the_word_serve_and_the_option_model_are_understood() -> None:
         (("--ssl-certfile", "pyproject.toml"), "cannot be used for TLS"),
         (("--ssl-certfile", "pyproject.toml", "--ssl-cert-reqs", "2"), "--ssl-ca-certs"),
         (("--chat-template", "no-such-file"), "--chat-template no-such-file"),
+        (("--api-key", ""), "--api-key: key 1 must not be empty"),
+        (("--api-key",), "requires an argument"),
+        (("--api-key", "--host", "x"), "requires an argument"),
         (("--hf-token", "secret"), "$HF_TOKEN"),
         (("--kv-cache-dtype", "fp8"), "leave the option out or say auto"),
         (("--speculative-config", "{}"), "--draft-model"),

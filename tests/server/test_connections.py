@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 
 import pytest
 
@@ -16,7 +14,6 @@ from benchmarks.soak import main as soak
 from server.base.limits import Limits
 from tests.server.client import get, post, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
-from tests.waiting import PATIENCE_S
 
 COMPLETIONS = "/v1/completions"
 LIMITS = Limits(
@@ -37,6 +34,13 @@ def connect(server: RunningServer, *, receive_bytes: int | None = None) -> socke
     connection.settimeout(20)
     connection.connect(("127.0.0.1", server.port))
     return connection
+
+
+def request(body: bytes, num_bytes: int | None = None, *, headers: bytes = b"") -> bytes:
+    """A completion's head, with the beginning of a body of so many bytes; else with all of it."""
+    length = len(body) if num_bytes is None else num_bytes
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + headers
+    return head + b"content-length: %d\r\n\r\n" % length + body
 
 
 def until_closed(connection: socket.socket) -> bytes:
@@ -85,10 +89,9 @@ def test_connections_that_say_nothing_are_closed(server: RunningServer) -> None:
 
 
 def test_a_body_that_stalls_or_drips_is_given_up(server: RunningServer) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
     with connect(server) as stalled, connect(server) as dripping:
-        stalled.sendall(head + b'{"prompt": "a')
-        said = drip(dripping, head + b" " * 900, 0.01)
+        stalled.sendall(request(b'{"prompt": "a', 1000))
+        said = drip(dripping, request(b" " * 900, 1000), 0.01)
         assert said.startswith(b"HTTP/1.1 408 ") and b"connection: close" in said
         assert until_closed(stalled).startswith(b"HTTP/1.1 408 ")
 
@@ -97,8 +100,7 @@ def test_a_slow_honest_uplink_is_waited_for(server: RunningServer) -> None:
     body = json.dumps({"prompt": "ab", "max_tokens": 2}).encode() + b" " * 90_000
     with connect(server) as connection:
         started = time.monotonic()
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
-        connection.sendall(b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
+        connection.sendall(request(b"", len(body), headers=b"connection: close\r\n"))
         for begin in range(0, len(body), 4000):
             connection.sendall(body[begin : begin + 4000])
             time.sleep(0.1)
@@ -117,7 +119,7 @@ def test_a_client_that_does_not_read_its_stream_is_given_up_and_its_work_ends() 
     engine = FailingEngine(step_s=0.05)
     body = json.dumps({"prompt": "a", "max_tokens": 400, "n": 40, "stream": True}).encode()  # 20 s of work
     with serving(lambda _: engine, limits=LIMITS) as server, connect(server, receive_bytes=4096) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(request(body))
         wait_until(lambda: engine.metrics.num_running == 40)
         assert post(server.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 5}).status == 200  # nobody else waits
         wait_until(lambda: engine.metrics.num_running == 0)
@@ -128,7 +130,7 @@ def test_a_client_that_does_not_read_its_stream_is_given_up_and_its_work_ends() 
 def test_a_client_that_does_not_read_a_whole_answer_is_given_up(server: RunningServer) -> None:
     body = json.dumps({"prompt": "a" * 300, "max_tokens": 200, "n": 100, "echo": True}).encode()
     with connect(server, receive_bytes=4096) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(request(body))
         wait_until(lambda: server.engine_thread.num_requests == 100)
         wait_until(lambda: server.engine_thread.num_requests == 0)
         wait_until(lambda: not server.has_connections)
@@ -137,10 +139,7 @@ def test_a_client_that_does_not_read_a_whole_answer_is_given_up(server: RunningS
 def test_a_slow_reader_that_reads_gets_all(server: RunningServer) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 200, "n": 10, "stream": True}).encode()
     with connect(server, receive_bytes=4096) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-            + body
-        )
+        connection.sendall(request(body, headers=b"connection: close\r\n"))
         found = b""
         started = time.monotonic()
         while piece := connection.recv(10_000):
@@ -183,25 +182,6 @@ def test_connections_beyond_the_limit_are_answered_503_but_not_to_supervisors() 
         wait_until(lambda: post(server.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 5}).status == 200)
 
 
-def test_while_it_stops_new_requests_are_refused_and_old_ones_end() -> None:
-    engine = FailingEngine(step_s=0.02)
-    with serving(lambda _: engine) as server, ThreadPoolExecutor(2) as pool:
-        old = pool.submit(post, server.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 60, "stream": True})
-        wait_until(lambda: engine.metrics.num_running == 1)
-        with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)) as kept:
-            kept.request("GET", "/live")
-            assert kept.getresponse().read()
-            server.engine_thread.take_no_more()
-            health = get(server.port, "/health")
-            assert (health.status, health.json) == (503, {"status": "stopping"})
-            assert get(server.port, "/live").status == 200
-            kept.request("POST", COMPLETIONS, b"{}")
-            refused = kept.getresponse()
-            assert (refused.status, refused.headers["connection"]) == (503, "close")
-            assert refused.headers["retry-after"] == "1" and json.load(refused)["error"]["code"] == "not_ready"
-        assert len(old.result().events) == 60
-
-
 # -- the benchmarks at a smaller size ----------------------------------------------------------------------------------
 
 
@@ -212,6 +192,3 @@ def test_every_answer_is_right_under_random_cancels() -> None:
         ["--seconds", "12", "--clients", "16", "--questions", "45", "--max-tokens", "16", "--most-growth", "9"]
     )
     assert status == 0
-
-
-# -- patience ----------------------------------------------------------------------------------------------------------

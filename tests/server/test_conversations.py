@@ -15,11 +15,9 @@ from server.running.conversations import AnswerPlan, MessageFormat, message_form
 from server.schema.chat import ChatBody
 from server.tools.formats import REASONING_FORMATS
 from server.tools.messages import with_short_call_ids
-from ssd.config import SamplingParams
 from ssd.errors import RequestError
 from ssd.text.codec import TextCodec
 from ssd.text.grammar_compiler import GrammarCompiler
-from ssd.text.stream import TextStream
 from tests.tokenizers_for_tests import byte_level_tokenizer
 
 PLAIN_ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -86,23 +84,6 @@ def test_an_answer_of_a_schema_may_be_a_call_instead_where_calls_are_possible() 
         plan(MessageFormat("pythonic"), tools=[TOOL], response_format=FORM)
 
 
-def test_special_tokens_that_a_format_is_written_with_stay_in_its_text() -> None:
-    found = plan(MessageFormat("mistral"), tools=[TOOL], tool_choice="required")
-    written = '[TOOL_CALLS]f[ARGS]{"x": 1}'
-    assert accepts(found, written)
-    sampling = SamplingParams(shown_special_ids=found.shown_special_ids)
-    stream = TextStream.following(codec(), sampling)
-    ids = codec().encode_completion("<|user|>" + written + "<|end|>")
-    text = stream.push(ids) + stream.finish()
-    assert text == written
-    assert found.messages is not None
-    (call,) = found.messages.whole(0, text).tool_calls
-    assert (call.name, json.loads(call.arguments)) == ("f", {"x": 1})
-    assert call.id.isalnum() and len(call.id) == 9  # its template takes no others
-    everything = TextStream(codec(), skip_special_tokens=False)
-    assert everything.push(ids) + everything.finish() == f"<|user|>{written}<|end|>"
-
-
 def test_names_of_calls_are_made_short_where_a_template_takes_no_others() -> None:
     calls = [{"id": name, "type": "function", "function": {"name": "f"}} for name in ("call_abcdefghijk", "a1b2c3d4e")]
     messages: list[dict[str, Any]] = [
@@ -116,7 +97,11 @@ def test_names_of_calls_are_made_short_where_a_template_takes_no_others() -> Non
     assert second["tool_call_id"] == short
     assert first["tool_calls"][1:] == [calls[1], {"id": 7}, "x"]
     assert third == messages[2]
-    assert MessageFormat("mistral").has_short_call_ids and not MessageFormat("hermes").has_short_call_ids
+    for name, is_short in (("mistral", True), ("hermes", False)):
+        made = plan(MessageFormat(name), tools=[TOOL]).messages
+        assert made is not None
+        (call,) = made.whole(0, f"{CALL if name == 'hermes' else '[TOOL_CALLS]f[ARGS]{}'}").tool_calls
+        assert (len(call.id) == 9 and call.id.isalnum()) is is_short is MessageFormat(name).has_short_call_ids
 
 
 def test_what_was_thought_is_counted_in_tokens() -> None:

@@ -77,9 +77,8 @@ def test_port_in_use_is_found_before_anything_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (("--no-such-flag",), "--no-such-flag"),
         (("--host", "no such host"), "--host"),
-        (("nonsense model",), "nonsense model"),
+        (("--api-key-file", "/no/such/file"), "--api-key-file /no/such/file"),
         (("--cache-dir", str(ROOT / "pyproject.toml")), "Not a directory"),
         (("--generation-config", str(ROOT / "tests")), "generation_config.json"),
     ],
@@ -138,7 +137,8 @@ def test_sigterm_lets_requests_in_flight_end_and_keeps_what_was_learned(tmp_path
             wait_until(lambda: num_running(port) > 0)
             process.send_signal(signal.SIGTERM)
             refusal = post(port, "/v1/completions", LONG)  # at once, while the others go on
-            assert (refusal.status, refusal.headers["retry-after"]) == (503, "1")
+            assert (refusal.status, refusal.error["code"]) == (503, "not_ready")
+            assert (refusal.headers["retry-after"], refusal.headers["connection"]) == ("1", "close")
             health = get(port, "/health")
             assert (health.status, health.json["status"]) == (503, "stopping")
             assert get(port, "/live").status == 200

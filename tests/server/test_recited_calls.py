@@ -18,7 +18,7 @@ from canitoolcall import checks
 from canitoolcall.fixtures import Fixture, load_fixtures
 from canitoolcall.results import ParsedToolCall, ParseResult
 
-from tests.server.client import official_client, post
+from tests.server.client import official_client
 from tests.server.failing_engine import RunningServer, serving
 from tests.server.reciting_target import reciting
 from tests.server.test_recorded_calls import FAMILIES, FORMATS, NAMED, formats_of, prompt_of
@@ -32,6 +32,8 @@ PAIRS = [
     for pair in dict.fromkeys(FORMATS.values())
 ]
 _OTHERWISE = {each.id for each in FIXTURES if each.truncated or not each.expected or each.id in NAMED}
+MOST = 7000
+"""Tokens of an answer; none of those that were recorded is longer."""
 FEW = 3
 """Outputs of each pair of formats, unless all are asked for."""
 
@@ -78,8 +80,8 @@ Told = tuple[ParseResult, list[Any], list[str]]
 """What was found, what of it goes on in the conversation, and the ids of its calls."""
 
 
-def chat_of(client: openai.OpenAI, messages: Any, tools: Any, stream: bool) -> Told:
-    fields: Any = {"model": MODEL, "messages": messages, "tools": tools}
+def chat_of(client: openai.OpenAI, messages: Any, tools: Any, stream: bool, most: int = MOST) -> Told:
+    fields: Any = {"model": MODEL, "messages": messages, "tools": tools, "max_tokens": most}
     if not stream:
         said: Any = client.chat.completions.create(**fields).choices[0].message
         called = [(call.function.name, call.function.arguments) for call in said.tool_calls or ()]
@@ -87,24 +89,29 @@ def chat_of(client: openai.OpenAI, messages: Any, tools: Any, stream: bool) -> T
         return found, [said.model_dump(exclude_none=True)], [call.id for call in said.tool_calls or ()]
     content = reasoning = ""
     calls: dict[int, Any] = {}
+    ended: Any = None
+    delta: Any
     for chunk in client.chat.completions.create(**fields, stream=True):
-        delta: Any = chunk.choices[0].delta
+        ended, delta = chunk.choices[0].finish_reason, chunk.choices[0].delta
         content += delta.content or ""
         reasoning += getattr(delta, "reasoning", None) or ""
         for call in delta.tool_calls or ():
+            assert [call.type, call.function.name].count(None) == (2 if call.id is None else 0)
             if call.id is not None:
+                assert call.function.arguments == ""
                 begun = {"name": call.function.name, "arguments": ""}
                 calls[call.index] = {"id": call.id, "type": "function", "function": begun}
             calls[call.index]["function"]["arguments"] += call.function.arguments
+    assert ended == ("tool_calls" if calls else "stop")
     in_order = [calls[index] for index in sorted(calls)]
     whole = {"role": "assistant", "content": content, **({"tool_calls": in_order} if calls else {})}
     found = result(content, reasoning, [[*call["function"].values()] for call in in_order])
     return found, [whole], [call["id"] for call in in_order]
 
 
-def response_of(client: openai.OpenAI, given: Any, tools: Any, stream: bool) -> Told:
+def response_of(client: openai.OpenAI, given: Any, tools: Any, stream: bool, most: int = MOST) -> Told:
     functions = [{"type": "function", **tool["function"]} for tool in tools]
-    fields: Any = {"model": MODEL, "input": given, "tools": functions, "store": False}
+    fields: Any = {"model": MODEL, "input": given, "tools": functions, "store": False, "max_output_tokens": most}
     if stream:
         with client.responses.stream(**fields) as events:
             for _ in events:
@@ -133,8 +140,8 @@ def anthropic_tools(tools: Any) -> list[Any]:
     return [{names[key]: value for key, value in {**empty, **each}.items() if key in names} for each in functions]
 
 
-def message_of(client: anthropic.Anthropic, messages: Any, tools: Any, stream: bool) -> Told:
-    fields: Any = {"model": MODEL, "messages": messages, "tools": anthropic_tools(tools), "max_tokens": 7000}
+def message_of(client: anthropic.Anthropic, messages: Any, tools: Any, stream: bool, most: int = MOST) -> Told:
+    fields: Any = {"model": MODEL, "messages": messages, "tools": anthropic_tools(tools), "max_tokens": most}
     if stream:
         with client.messages.stream(**fields) as events:
             blocks: Any = events.get_final_message().content
@@ -217,30 +224,19 @@ def test_five_turns(server: RunningServer, pair: tuple[str, str | None], kind: s
             conversation += [*said, *results([*zip(calls, returned, strict=bool(calls))])]
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_call_is_left_out_of_what_is_not_streamed(
-    server: RunningServer, pair: tuple[str, str | None], path: str
+    server: RunningServer, pair: tuple[str, str | None], kind: str
 ) -> None:
+    open_client, ask, _ = KINDS[kind]
     fixture = next(each for each in recorded(pair) if each.expected and each.expected.tool_calls)
     codec = server.engine_thread.engine.codec
     assert codec is not None and fixture.expected is not None
     num_tokens = len(codec.encode_completion(fixture.raw_output))
-    num_calls = len(fixture.expected.tool_calls)
+    wanted = [call.arguments for call in fixture.expected.tool_calls]
     said = [{"role": "user", "content": f"recite {fixture.id}"}]
-    responses = [{"type": "function", **each["function"]} for each in fixture.tools]
-    fields: dict[str, Any] = {
-        "chat/completions": {"messages": said, "tools": [*fixture.tools]},
-        "responses": {"input": said, "tools": responses},
-        "messages": {"messages": said, "tools": anthropic_tools(fixture.tools)},
-    }
-    limit = "max_output_tokens" if path == "responses" else "max_tokens"
-    for most in range(num_tokens // 2, num_tokens, 1 + num_tokens // 12):
-        answer = post(server.port, f"/v1/{path}", {"model": MODEL, **fields[path], limit: most}).json
-        if path == "chat/completions":
-            calls = [each["function"]["arguments"] for each in answer["choices"][0]["message"].get("tool_calls") or ()]
-        elif path == "responses":
-            calls = [each["arguments"] for each in answer["output"] if each["type"] == "function_call"]
-        else:
-            calls = [json.dumps(each["input"]) for each in answer["content"] if each["type"] == "tool_use"]
-        wanted = [call.arguments for call in fixture.expected.tool_calls]
-        assert [json.loads(each) for each in calls] == wanted[: len(calls)] and len(calls) <= num_calls
+    with open_client(server.port) as client:
+        for most in range(num_tokens // 2, num_tokens, 1 + num_tokens // 12):
+            calls = ask(client, said, fixture.tools, False, most)[0].tool_calls
+            assert len(calls) <= len(wanted)
+            assert [json.loads(call.arguments) for call in calls] == wanted[: len(calls)]

@@ -108,43 +108,6 @@ def test_a_required_call_is_of_one_of_the_tools_in_every_choice(client: openai.O
     assert len(set(ids)) == 3
 
 
-def test_a_streamed_call_is_the_whole_one_in_pieces(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(**ONE_CALL).choices[0].message.tool_calls
-    with client.chat.completions.create(**ONE_CALL, stream=True) as stream:
-        chunks = list(stream)
-    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
-    assert deltas[0].role == "assistant"
-    pieces = [call for delta in deltas for call in delta.tool_calls or ()]
-    first, *others = pieces
-    assert first.function is not None and whole is not None and whole[0].type == "function"
-    assert first.id is not None and first.id.startswith("call_")
-    assert (first.index, first.type, first.function.arguments) == (0, "function", "")
-    assert first.function.name == whole[0].function.name
-    assert all((piece.index, piece.id, piece.type) == (0, None, None) for piece in others)
-    arguments = "".join(piece.function.arguments or "" for piece in others if piece.function)
-    assert arguments == whole[0].function.arguments
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    assert not any(delta.content for delta in deltas)
-
-
-def test_with_tools_that_may_be_called_a_response_format_holds_for_the_answer(client: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"sunny": {"type": "boolean"}},
-        "required": ["sunny"],
-        "additionalProperties": False,
-    }
-    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    found = client.chat.completions.create(
-        **{**ONE_CALL, "tool_choice": "auto", "n": 4, "temperature": 1.5, "seed": 3}, response_format=form
-    )
-    for choice in found.choices:
-        if choice.message.tool_calls:
-            assert choice.message.content is None
-        else:
-            assert json.loads(choice.message.content or "").keys() == {"sunny"}
-
-
 def test_a_schema_that_cannot_be_compiled_names_the_field(server: RunningServer) -> None:
     wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": 7}}}
     answer = post(server.port, "/v1/chat/completions", {**ONE_CALL, "tools": [wrong]})
