@@ -134,7 +134,7 @@ def test_neither_log_nor_metrics_hold_what_a_client_wrote(
     in_path = "MARK" + "".join(f"%{byte:02x}" for byte in secret.encode("utf-8", "replace"))
     in_header = "MARK" + "".join(c for c in secret if " " <= c < "\x7f") + "KRAM"
     usual = "/v1/completions"
-    path, fields, more = [
+    places: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         (usual, {"prompt": marked}, {}),
         (usual, {"cache_salt": marked}, {}),
         (usual, {"model": marked}, {}),
@@ -144,7 +144,8 @@ def test_neither_log_nor_metrics_hold_what_a_client_wrote(
         (f"{usual}?q={in_path}", {}, {}),
         (usual, {}, {"authorization": f"Bearer {in_header}"}),
         (usual, {}, {"traceparent": in_header, "x-request-id": f"{in_header} with a space", "tracestate": in_header}),
-    ][where]
+    ]
+    path, fields, more = places[where]
     body: dict[str, Any] = {"prompt": "abc", "max_tokens": 1, **fields}
     answer = ask(server.port, "POST", path, body, headers={**AUTHORISED, **more})
     assert answer.status in (200, 400, 401, 404)

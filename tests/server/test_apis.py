@@ -35,8 +35,9 @@ def test_every_way_to_ask_for_an_answer_gets_the_same_whole_and_streamed(server:
         texts |= {api.said(whole), "".join(api.piece(event) or "" for event in events)}
         usage = whole["usage"]
         asked = usage.get("prompt_tokens", usage.get("input_tokens")) + usage.get("cache_read_input_tokens", 0)
-        usages.add((asked, usage.get("completion_tokens", usage.get("output_tokens"))))
-        assert usage.get("total_tokens", sum(*usages)) == sum(*usages)
+        made = usage.get("completion_tokens", usage.get("output_tokens"))
+        assert usage.get("total_tokens", asked + made) == asked + made
+        usages.add((asked, made))
         assert whole["model"] == "test-model"
     assert len(texts) == len(usages) == 1
 
@@ -121,6 +122,8 @@ TIME = {"type": "custom", "name": "get_time", "input_schema": {"type": "object",
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 USER = {"role": "user", "content": "x"}
 BOTH = "completions chat"
+NO_PROMPTS: list[Any] = [[], [[]], [1, "a"], [[1], 2], [True], 7, None, "", [1 << 40], [-1]]
+NO_FLAGS: list[Any] = ["no", 1, [], {}]
 OF_A_FIELD: list[Refusal] = [
     *((BOTH, name, value) for name, value in (
         ("logprobs", "1"), ("logprobs", 21), ("top_logprobs", 30), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
@@ -143,10 +146,8 @@ OF_A_FIELD: list[Refusal] = [
         ("cache_salt", ""), ("model", 5), ("allowed_token_ids", [99999999]), ("logit_bias", {"99999999": 1}),
         ("stop_token_ids", [99999999]), ("num_speculative_tokens", -1), ("num_speculative_tokens", 129),
     )),
-    *(("completions", "prompt", value) for value in (
-        [], [[]], [1, "a"], [[1], 2], [True], 7, None, "", [1 << 40], [-1],
-    )),
-    *((" ".join(APIS), "coupled", value) for value in ("no", 1, [], {})),
+    *(("completions", "prompt", value) for value in NO_PROMPTS),
+    *((" ".join(APIS), "coupled", value) for value in NO_FLAGS),
     ("completions", "messages", [USER]), ("completions", "logprobs", True),
     *(("chat", "messages", value) for value in (
         [], "hello", None, ["x"], [{"role": "nobody", "content": "x"}], [{"content": "x"}], [{**USER, "content": 5}],

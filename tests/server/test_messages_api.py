@@ -39,7 +39,7 @@ def test_a_stream_comes_to_what_the_whole_message_is(server: RunningServer) -> N
     kinds = [event["type"] for event in events]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-    assert set(kinds[2:-3]) == {"content_block_delta"}
+    assert set(kinds[2:-3]) == {"content_block_delta"} and {event["index"] for event in events[1:-2]} == {0}
     assert "".join(MESSAGES.piece(event) or "" for event in events) == MESSAGES.said(whole)
     begun, ended = events[0]["message"], events[-2]
     assert (begun["content"], begun["stop_reason"], begun["model"]) == ([], None, MODEL)
