@@ -91,10 +91,11 @@ def test_what_was_said_before_a_deletion_is_not_said_after_it(one_stream: Runnin
 
 @pytest.mark.parametrize("name", APIS)
 def test_every_way_to_ask_takes_the_field(one_stream: RunningServer, name: str) -> None:
-    api = APIS[name]
+    api, text = APIS[name], PROMPT if name == "completions" else QUESTION[0]["content"]
 
     def answered(**fields: Any) -> Answer:
-        return api.post(one_stream.port, temperature=0.9, headers=bearer("alices"), **fields)
+        asked = {"temperature": 0.9, api.limit: 24, "headers": bearer("alices"), **fields}
+        return api.post(one_stream.port, text, **asked)
 
     shared = [api.said(answered(**fields).json) for fields in ({}, {"coupled": None}, {"coupled": True})]
     assert len(set(shared)) == 1 and api.said(answered(coupled=False).json) != shared[0]
