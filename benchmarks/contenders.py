@@ -226,6 +226,7 @@ def row_of(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     over = ratios(rounds, name, OFF)
     return {
         "tokens_per_pass": spread([each[name].tokens_per_pass for each in rounds]),
+        "drafted_per_pass": spread([each[name].drafted / each[name].passes for each in rounds]),
         "tokens_per_s": spread([each[name].tokens_per_s for each in rounds], 2),
         "over_off": spread(over),
         "over_off_95": bootstrap(over),

@@ -81,7 +81,6 @@ class RecitingTarget(SlotTarget):
         self._chosen: TokenMatrix = np.zeros((0, 1), np.int64)
         self._pass_seconds = pass_seconds
         self._texts: Texts = np.zeros((num_slots, max_length + max_width + 1), np.int64)
-        self._is_recorded = False
         self.steps = StaticSteps(
             self,
             self._recorded,
@@ -92,11 +91,6 @@ class RecitingTarget(SlotTarget):
         )
         self.prefill([0], np.zeros((1, 1), np.int64), [1])  # keys and values are there from now on
         self.rollback(0, 0)
-
-    def warm_up(self) -> None:
-        """Record passes, which compute nothing afterwards."""
-        super().warm_up()
-        self._is_recorded = True
 
     def recite(self, slot: int, text: npt.NDArray[np.int32]) -> None:
         """What ``slot`` says from now on at every position, of the prompt too: int32[n], n at most what it has room
@@ -112,7 +106,9 @@ class RecitingTarget(SlotTarget):
         return logits.expand(*tokens.shape, -1)
 
     def _recorded(self, step: Step) -> Step:
-        return lambda: None if self._is_recorded else step()
+        """It runs once, when it is compared with what was recorded, and computes nothing afterwards."""
+        left = [step]
+        return lambda: left.pop()() if left else None
 
     def _said(
         self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], tokens: TokenMatrix, trees: TreeShape | None

@@ -68,6 +68,7 @@ class Tally:
     """Of all threads, those that keep the cache too; a device's work is not in it."""
     tokens: int = 0
     passes: int = 0
+    drafted: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,7 +89,7 @@ class Tally:
 def ask(engine: Engine, requests: Sequence[Request], tally: Tally | None = None) -> list[list[int]]:
     """What ``engine`` answers, as many requests at a time as it has slots; adds to ``tally`` what that took."""
     tally = Tally() if tally is None else tally
-    passes = engine.metrics.num_verify_steps
+    passes, drafted = engine.metrics.num_verify_steps, engine.metrics.num_draft_tokens
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
     began, cpu = time.perf_counter(), time.process_time()
     for request in requests:
@@ -100,6 +101,7 @@ def ask(engine: Engine, requests: Sequence[Request], tally: Tally | None = None)
     tally.cpu_s += time.process_time() - cpu
     tally.tokens += sum(map(len, outputs.values()))
     tally.passes += engine.metrics.num_verify_steps - passes
+    tally.drafted += engine.metrics.num_draft_tokens - drafted
     return list(outputs.values())
 
 

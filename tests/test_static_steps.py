@@ -164,7 +164,15 @@ def broken(step: Step) -> Step:
     return replay
 
 
-@pytest.mark.parametrize(("record", "said"), [(failing, "cannot be recorded"), (broken, "logits differ by")])
+def silent(_step: Step) -> Step:
+    """Replays nothing at all."""
+    return lambda: None
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [(failing, "cannot be recorded"), (broken, "logits differ by"), (silent, "logits differ by")],
+)
 def test_what_cannot_be_recorded_or_differs_is_run_plainly_and_said_once(
     record: Callable[[Step], Step], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:

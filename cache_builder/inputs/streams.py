@@ -29,8 +29,10 @@ def is_url(name: str) -> bool:
 
 def file_system(url: str) -> tuple[Any, str]:
     """The fsspec file system of ``url`` and the path there; raises InputError."""
-    import fsspec
-
+    try:
+        import fsspec
+    except ModuleNotFoundError:
+        raise InputError(f"{url}: URLs need fsspec: pip install 'ssd-serving[builder]'") from None
     try:
         system, path = fsspec.core.url_to_fs(url)
         return system, str(path)
