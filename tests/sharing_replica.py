@@ -1,7 +1,9 @@
-"""Replicas for tests, and entries as others could have written them."""
+"""Replicas for tests: one in this process, or one that is run as a program so that it can be killed."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import count
@@ -10,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.config import CacheConfig
+from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.segment import SEPARATOR
 from ssd.sharing.connection import connect
@@ -104,3 +106,21 @@ def text_of(writer: int, number: int) -> list[int]:
     """A sequence of 4 to 60 tokens that no other (writer, number) has."""
     rng = np.random.default_rng([writer, number])
     return [writer, number // 900, number % 900, *rng.integers(0, 900, rng.integers(1, 58)).tolist()]
+
+
+def main(url: str, directory: str, writer: str, first: str) -> None:
+    """Append sequence after sequence, saying each number, until killed. Seals and merges all the time."""
+    index = IndexConfig(seal_tokens=200, rebuild_interval_s=0.05)
+    config = CacheConfig(directory=Path(directory), index=index)
+    with (
+        RedisLog(url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE) as log,
+        CacheSet(config, FINGERPRINT, on_open=log.attach) as caches,
+    ):
+        for number in count(int(first)):
+            caches.get().append(text_of(int(writer), number))
+            print(number, flush=True)
+            time.sleep(0.001)  # slower than sealing
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

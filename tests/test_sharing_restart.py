@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -19,6 +21,8 @@ from ssd.sharing.cursor import Cursor
 from ssd.sharing.reader import LogReader
 from tests.redis_server import RedisServer, client, redis_server
 from tests.sharing_replica import FINGERPRINT, KEY, VOCAB_SIZE, Replica, catch_up, eventually, foreign, replica, text_of
+
+ROOT = Path(__file__).parent.parent
 
 __all__ = ["client", "redis_server"]  # fixtures
 
@@ -55,6 +59,25 @@ def test_a_copied_directory_and_its_original_learn_from_each_other(redis_server:
             texts = [[1, 1], [1, 2], [2, 2], catch_up(redis_server.url, one, copy)]
             assert_once(one, texts)
             assert_once(copy, texts)
+
+
+def test_a_life_without_redis_is_no_harm(redis_server: RedisServer, tmp_path: Path) -> None:
+    texts = [[1, 1]]
+    with replica(redis_server.url, tmp_path / "one") as one:
+        one.append([1, 1])
+        texts.append(catch_up(redis_server.url, one))
+        one.caches.flush()
+        one.append([1, 2])
+        texts.append([1, 2])
+        texts.append(catch_up(redis_server.url, one))
+        directory = crash(tmp_path / "one")
+    with CacheSet(CacheConfig(directory=directory), FINGERPRINT, inline=True) as alone:
+        for number in range(20):  # where the lost text was, and beyond
+            alone.get().append([3, number])
+            texts.append([3, number])
+    with replica(redis_server.url, directory) as one:
+        texts.append(catch_up(redis_server.url, one))
+        assert_once(one, texts)
 
 
 @pytest.mark.parametrize("is_lossy", [False, True], ids=["kept", "emptied and trimmed"])
@@ -179,3 +202,45 @@ def test_a_restarted_replica_still_bounds_the_log(redis_server: RedisServer, cli
                 one.append([life, number, *[5] * 398])
             eventually(lambda log=one.log: log.stats().num_published == 10)  # type: ignore[misc]
             eventually(lambda: client.xlen(KEY) * 400 <= 8192)
+
+
+def run_until_killed(url: str, directory: Path, writer: int, first: int, num_appends: int, other: Replica) -> int:
+    """Let a replica append until it has said so ``num_appends`` times, kill it, return the next number to use.
+
+    ``other`` appends at the same time, one for one.
+    """
+    arguments = [sys.executable, "-m", "tests.sharing_replica", url, str(directory), str(writer), str(first)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
+        assert child.stdout is not None
+        number = first
+        for _ in range(num_appends):
+            number = int(child.stdout.readline())
+            other.append(text_of(writer + 1, number))
+        child.kill()
+        said = child.stdout.read().split("\n")[:-1]  # whole lines only
+    return (int(said[-1]) if said else number) + 2  # one more may have been stored unsaid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_replicas_hold_every_shared_sequence_exactly_once(
+    redis_server: RedisServer, tmp_path: Path, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    directory = tmp_path / "one"
+    number = 0
+    with replica(redis_server.url) as other:
+        for kill in range(6):
+            num_appends = int(rng.integers(1, 200))
+            number = run_until_killed(redis_server.url, directory, 1, number, num_appends, other)
+            if kill % 2 == 0 and kill:
+                continue  # two kills in a row
+            with replica(redis_server.url, directory) as one:
+                catch_up(redis_server.url, one, other)
+                counts = Counter(map(tuple, one.stored()))
+                assert max(counts.values()) == 1
+                assert {*map(tuple, other.stored())} <= {
+                    *counts
+                }  # more than these: sealed, and killed before published
+                assert one.caches.get().stats().num_dropped_tokens == one.caches.get().stats().num_failures == 0
+        assert len(other.stored()) > number
