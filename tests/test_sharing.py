@@ -261,7 +261,7 @@ def test_what_was_pulled_is_the_log_once_and_can_be_pushed_elsewhere(
 def test_a_push_says_what_the_bound_leaves_out(
     redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    warm = write_cache(tmp_path / "warm", [[n] * 1000 for n in range(10)])
+    warm = write_cache(tmp_path / "warm", [[n] * 1000 for n in range(10)], segment_tokens=1 << 20)
     assert command(redis_server, "push", warm, "--max-tokens", 4096) == 0
     pushed, left_out = capsys.readouterr().out.splitlines()
     assert pushed == "pushed 4,000 tokens in 4 sequences to namespace default"
