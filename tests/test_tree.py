@@ -175,9 +175,7 @@ def test_only_what_is_not_in_place_is_moved(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(target, SlotTarget)
     moved: list[list[list[int]]] = []
     move = target.kv_cache.move
-    monkeypatch.setattr(
-        target.kv_cache, "move", lambda *ids: (moved.append([each.tolist() for each in ids]), move(*ids))
-    )
+    monkeypatch.setattr(target.kv_cache, "move", lambda moves: (moved.append(moves.tolist()), move(moves)))
     tokens, parents = np.array([[5, 6, 7, 8, 9]] * 2), np.array([[-1, 0, 0, 1, 2]] * 2)
     for paths in ([[0, 1], [0]], [[0, 1, 3], [0, 2]]):
         target.forward([0, 1], tokens, [5, 5], parents=parents)
