@@ -5,8 +5,8 @@
 Mutants are drawn at random from ``ssd/`` and ``server/``: a comparison turned or moved by one, a condition negated, a
 sum for a difference, a number one more, a call left out, ``and`` for ``or``. Files that compiled kernels are made of
 are left out: each mutant of theirs compiles for minutes, and slow twins look after them. Tests run file by file, first
-those that name the module themselves, then those that load least, until one fails or the time is over. The last line
-of stdout is one JSON object.
+those that name the module themselves, then those that load least, until one fails or the time is over; what a test only
+starts as a program is not seen to be loaded. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -158,7 +158,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             found[kind].append(str(mutant))
             print(f"{args.first + number}: {kind} by {killer}: {mutant}", flush=True)
     counts = {kind: len(those) for kind, those in found.items()}
-    print(json.dumps({"seed": args.seed, "first": args.first, "mutants": len(every), **counts, "left": found}))
+    print(
+        json.dumps(
+            {
+                "seed": args.seed,
+                "first": args.first,
+                "mutants": len(every),
+                **counts,
+                "left": found["alive"] + found["time"],
+            }
+        )
+    )
     return 0
 
 
