@@ -26,6 +26,9 @@ _FIXED_S = 1e-3
 _PER_POSITION_S = 2e-5
 """A drafted token costs a fiftieth of a pass, as on a device that is wide beside the model."""
 
+unfixed_passes = timed_passes
+"""What `fix_times` replaces."""
+
 
 def seconds_of(num_positions: int) -> float:
     """What a pass over so many positions is said to take."""
@@ -40,7 +43,7 @@ def fix_times(patch: pytest.MonkeyPatch) -> None:
         observe(self, num_rows, width, num_tokens, seconds_of(num_rows * width))
 
     def timed(target: Target, max_width: int) -> Iterator[tuple[int, int, float]]:
-        for num_rows, width, _ in timed_passes(target, max_width):
+        for num_rows, width, _ in unfixed_passes(target, max_width):
             yield num_rows, width, seconds_of(num_rows * width)
 
     patch.setattr(Proposals, "_observe_pass", observe_fixed)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence as Rows
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ from ssd.config import CacheConfig
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Drafter, NoDrafter
-from ssd.engine import FinishReason
+from ssd.engine import FinishReason, proposals
 from ssd.engine.metrics import Histogram
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 from ssd.retrieval.cache import CacheSet
 from tests.engines import EOS, FINGERPRINT, ask, make_engine, prompt_of, target_of
-from tests.fixed_times import measure_asking
+from tests.fixed_times import measure_asking, unfixed_passes
 from tests.models import VOCAB, tiny_model
 from tests.reference.scheduling import plain_decode
 from tests.sharing_replica import eventually
@@ -59,6 +60,24 @@ def test_requests_are_answered_while_the_kernels_that_draft_are_compiled(monkeyp
         engine.calibrate()
     assert said["before"] == said["after"]
     assert engine.metrics.drafter_failures == 0
+
+
+def test_a_pass_that_was_interrupted_while_sizes_are_timed_costs_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, now, random_ = target_of(num_slots=3), 0.0, random.Random(0)
+    forward = target.forward
+
+    def interrupted(slots: Any, tokens: Any, counts: Any) -> Any:
+        nonlocal now
+        now += 1e-3 * tokens.size + (0.5 if random_.random() < 0.3 else 0.0)
+        return forward(slots, tokens, counts)
+
+    monkeypatch.setattr(target, "forward", interrupted)
+    monkeypatch.setattr(proposals, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(proposals, "_MOST_S", 100.0)
+    times = list(unfixed_passes(target, 5))
+    assert len(times) == 4 * 2 * 3 and {rows for rows, *_ in times} == {1, 3}
+    for num_rows, width, seconds in times:
+        assert seconds == pytest.approx(1e-3 * num_rows * width)
 
 
 @pytest.mark.parametrize("end", ["end of text", "ignored", "stop token"])

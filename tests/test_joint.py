@@ -216,6 +216,19 @@ def test_a_drafter_that_costs_little_is_asked_and_told_its_cost() -> None:
     assert costly.asked[-1].prices == pytest.approx([0.01 + 0.02])
 
 
+def test_whom_to_ask_is_considered_ever_more_rarely_while_nobody_is_worth_it() -> None:
+    clock = Clock()
+    costly = Costly(FOUR, cost_s=100 * STEP_S)
+    arbiter = Arbiter([Judge(), costly], clock=clock)
+    seen(arbiter, clock, 120)
+    due = [arbiter.is_due(1) for _ in range(80)]
+    assert due[7::8] == [True] * 10 and sum(due) == 10
+    assert arbiter._sources[1].num_not_asked >= 70
+    costly.cost_s = 0.0
+    arbiter.propose([ask()])
+    assert len(costly.asked) and all(arbiter.is_due(1) for _ in range(10))
+
+
 def test_reading_begins_when_as_much_has_been_forgone() -> None:
     clock, costly = Clock(), Costly(FOUR, cost_s=STEP_S / 50, begin_s=10 * STEP_S)
     arbiter = Arbiter([Judge(), costly], clock=clock)

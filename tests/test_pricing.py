@@ -188,6 +188,34 @@ def test_steps_are_counted_and_not_the_pauses_between() -> None:
     assert rate.tokens_per_s == pytest.approx(10)
 
 
+def test_a_step_lasts_what_one_does_of_which_nothing_is_left_out() -> None:
+    """What asking others takes is left out of a step; that its pass then verifies more is still in it."""
+    now = 0.0
+    rate = StepRate(lambda: now)
+
+    def step(seconds: float, left_out: float = 0.0) -> None:
+        nonlocal now
+        rate.begin()
+        if left_out:
+            now += left_out
+            rate.leave_out(left_out)
+        now += seconds
+        rate.count(1)
+
+    step(0.5, left_out=0.25)
+    rate.begin()
+    assert rate.seconds_per_step == pytest.approx(0.5)
+    for _ in range(9):
+        step(0.4)
+        step(0.5, left_out=0.25)
+    rate.begin()
+    assert rate.seconds_per_step == pytest.approx(0.4)
+    for _ in range(99):
+        step(0.3, left_out=0.25)
+    rate.begin()
+    assert rate.seconds_per_step == pytest.approx(0.3, rel=0.02)
+
+
 @given(st.lists(st.floats(0, 1), max_size=12), st.data())
 def test_chances_are_the_products_of_those_before(estimates: list[float], data: st.DataObject) -> None:
     """Of chains and trees; a parent comes before its children."""

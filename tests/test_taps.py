@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
+from ssd.model.layers.decoder_layers import is_flat
 from ssd.model.layers.tap import FINAL, Tapped, require_tap
 from ssd.model.loading.load_target import open_target
 from ssd.model.steps.static_steps import StaticSteps
@@ -86,6 +87,25 @@ def test_every_architecture_taps_or_says_why_not(name: str) -> None:
     read_in_parts(target, [2, 0], texts)
     for slot, tokens in zip([2, 0], texts, strict=True):
         torch.testing.assert_close(features_of(target, slot), own_states(model, tokens, layers), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_a_flat_model_tells_its_hidden_states_itself(name: str) -> None:
+    """Without hooks, which would have it called by the library's code, this target and those opened after it."""
+    model = tiny_model(name)
+    every = tuple(range(len(model.model.layers) + 1))
+    tapped = everything((*every[:-1], FINAL), model.config.hidden_size)
+    target = open_target(model, num_slots=3, max_length=64, tapped=tapped)
+    assert isinstance(target, SlotTarget) and is_flat(model)
+    texts = [text(11), text(14, seed=1)]
+    read_in_parts(target, [2, 0], texts)
+    for slot, tokens in zip([2, 0], texts, strict=True):
+        expected = own_states(tiny_model(name), tokens, tapped.layers)
+        torch.testing.assert_close(features_of(target, slot), expected, atol=1e-4, rtol=1e-3)
+    outer = tapping(model, (every[-1],))  # what comes out of the last layer is in no list of the library's
+    read_in_parts(outer, [1], texts[:1])
+    final = own_states(tiny_model(name), texts[0], (FINAL,))
+    torch.testing.assert_close(model.model.norm(features_of(outer, 1)), final, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)

@@ -33,10 +33,16 @@ Float64s = npt.NDArray[np.float64]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+_BYTE: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
+
+
 def address(array: npt.NDArray[Any]) -> int:
     """Where the data of ``array`` begin, for kernels: all that they find there is the array's."""
     name_memory(array)
-    return int(array.__array_interface__["data"][0])
+    try:
+        return ctypes.addressof(_BYTE(array))  # in a fifth of the time, of records in a thirtieth
+    except (TypeError, ValueError):  # read-only, not contiguous, or empty
+        return int(array.__array_interface__["data"][0])
 
 
 def _compiled(function: _F, **options: Any) -> _F:

@@ -69,6 +69,11 @@ _PROMISE_SHARE: Final = 0.6
 
 _MOST_RECENT: Final = 20
 
+_IDLE_STEPS: Final = 32
+_LONGEST_PAUSE: Final = 8
+"""After each so many steps in a row at which nobody was worth asking, that is asked half as often, at last every 8th
+step: for many rows it takes as long as a good part of a pass."""
+
 
 @dataclass(slots=True, eq=False)
 class _Asked:
@@ -165,6 +170,8 @@ class Arbiter:
         self._clock, self._step_rate = clock, StepRate(clock)
         self._steps: dict[str, _Step] = {}
         self._recent: dict[str, float] = {}
+        self._num_idle = self._num_spared = 0
+        self._has_asked = False  # at this step, or would have, were what it costs to begin not too much
 
     @property
     def num_failures(self) -> int:
@@ -185,11 +192,21 @@ class Arbiter:
         """A step begins: `first` is about to be asked."""
         self._step_rate.begin()
 
+    def is_due(self, num_rows: int) -> bool:
+        """Whether ``extend`` is to be called at this step, for so many rows."""
+        if self._num_spared + 1 < min(_LONGEST_PAUSE, 1 << (self._num_idle // _IDLE_STEPS)):
+            self._num_spared += 1
+            for source in self._sources[1:]:
+                source.num_not_asked += num_rows
+            return False
+        self._num_spared = 0
+        return True
+
     def extend(self, requests: Sequence[DraftRequest], drafts: list[Draft]) -> list[Draft]:
         """What `first` drafted, others in place of those that another source was asked to add to."""
         steps = [self._step(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         took: list[tuple[Source, float, int, int]] = []
-        waited = self._clock()
+        waited, self._has_asked = self._clock(), False
         for source in self._sources[1:]:
             asked = self._worth_asking(source, steps)
             if not asked:
@@ -208,7 +225,9 @@ class Arbiter:
         ended = self._clock()
         for source, seconds, num_rows, depth in took:
             source.took(seconds + ended - began, num_rows, depth)
-        self._step_rate.leave_out(ended - waited)  # a step that asks nobody is what asking must beat
+        self._num_idle = 0 if self._has_asked else self._num_idle + 1
+        if took or offered:
+            self._step_rate.leave_out(ended - waited)  # a step that asks nobody is what asking must beat
         for i, draft in zip(offered, judged, strict=True):
             drafts[i] = draft
         return drafts
@@ -298,8 +317,13 @@ class Arbiter:
         for _ in range(2):  # a pass for fewer rows costs each of them more
             each = {i: self._tokens_of(steps[i], len(asked), len(steps)) for i in asked}
             costs = {i: each[i] * source.seconds_per_token(len(asked)) for i in asked}
-            gains = {i: excess[i] - source.depth * costs[i] - each[i] * source.seconds_beside for i in asked}
-            asked = [i for i in asked if gains[i] > source.depth * price_of(steps[i].prices, 0)]
+            spent = {
+                i: source.depth * (costs[i] + price_of(steps[i].prices, 0)) + each[i] * source.seconds_beside
+                for i in asked
+            }
+            gains = {i: excess[i] - spent[i] for i in asked}
+            asked = [i for i in asked if gains[i] > 0.0]
+        self._has_asked = self._has_asked or bool(asked)
         asked = [
             i for i in asked if source.may_begin(steps[i].request, self._tokens_to_begin(source, steps[i]), gains[i])
         ]
@@ -315,6 +339,7 @@ class Arbiter:
 
         trial = tried(source, len(steps), len(asked), trial_costs)
         if trial is not None:
+            self._has_asked = True
             return {trial: steps[trial].request}
         return {i: replace(steps[i].request, prices=steps[i].prices + costs[i]) for i in asked}
 

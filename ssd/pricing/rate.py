@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable
@@ -98,8 +99,8 @@ class StepRate:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """``clock`` : seconds."""
         self._clock = clock
-        self._rate = Rate(_STEP_FORGETTING)
-        self._began, self._last, self._num_tokens = 0.0, 0.0, 0
+        self._rate, self._plain = Rate(_STEP_FORGETTING), Rate(_STEP_FORGETTING)
+        self._began, self._last, self._num_tokens, self._is_plain = 0.0, 0.0, 0, True
 
     @property
     def tokens_per_s(self) -> float:
@@ -108,18 +109,23 @@ class StepRate:
 
     @property
     def seconds_per_step(self) -> float:
-        """Seconds of a recent step; 0 before the first."""
-        return self._rate.seconds_per_pass
+        """Seconds of a recent step that nothing was left out of, where there was one; 0 before the first.
+
+        Not more than of all: where there were none of late, they may be faster now.
+        """
+        return min(self._plain.seconds_per_pass or math.inf, self._rate.seconds_per_pass)
 
     def begin(self) -> None:
         """Begin a step; the one before is over."""
         if self._num_tokens:
-            self._rate.observe(self._num_tokens, self._last - self._began)
-        self._began, self._num_tokens = self._clock(), 0
+            for rate in (self._rate, self._plain) if self._is_plain else (self._rate,):
+                rate.observe(self._num_tokens, self._last - self._began)
+        self._began, self._num_tokens, self._is_plain = self._clock(), 0, True
 
     def leave_out(self, seconds: float) -> None:
-        """So much of this step is not counted: what it would have taken without."""
+        """So much of this step is not counted, which made more of it than it would have been without."""
         self._began += seconds
+        self._is_plain = False
 
     def count(self, num_tokens: int) -> None:
         """Count tokens that the step put out."""

@@ -7,7 +7,7 @@ views, look-ups of attributes. The parts are those that were put in place of the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,7 @@ from ssd.model.kv.attention import cpu_attention
 from ssd.model.kv.kv_cache import AttentionRules, Pair, SlotRows
 from ssd.model.layers.packed_linear import FusedMember
 from ssd.model.layers.replace import MOST_NUMBERS, Replaced, has_hooks, swap_forward
+from ssd.model.layers.tap import FINAL
 from ssd.model.layers.vector_layers import Activation, FusedNorm, normalise, turn_rows
 
 _KINDS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
@@ -110,15 +111,30 @@ class FlatModel:
         self._inner, self._output = model.model, model.lm_head
 
     def logits(
-        self, tokens: torch.Tensor, positions: torch.Tensor, rows: SlotRows, logits_to_keep: int = 0
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        rows: SlotRows,
+        *,
+        logits_to_keep: int = 0,
+        layers: Sequence[int] = (),
+        hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Of new tokens, int64[B, T], that stand at ``positions``: [B, T, V]; with ``logits_to_keep`` of so many."""
-        inner = self._inner
+        """Of new tokens, int64[B, T], that stand at ``positions``: [B, T, V]; with ``logits_to_keep`` of so many.
+
+        ``hidden`` : is given the hidden states of ``layers``, numbered as `Tapped` does.
+        """
+        inner, seen = self._inner, dict[int, torch.Tensor]()
         hidden_states = inner.embed_tokens(tokens)
         angles = inner.rotary_emb(hidden_states, positions)
-        for layer in inner.layers:
+        for number, layer in enumerate(inner.layers):
+            if number in layers:
+                seen[number] = hidden_states
             hidden_states = layer.forward(hidden_states, position_embeddings=angles, slot_rows=rows)
-        found: torch.Tensor = self._output(inner.norm(hidden_states)[:, -logits_to_keep:])
+        seen[len(inner.layers)], seen[FINAL] = hidden_states, inner.norm(hidden_states)
+        if hidden is not None:
+            hidden += [seen[number] for number in layers]
+        found: torch.Tensor = self._output(seen[FINAL][:, -logits_to_keep:])
         return found
 
 

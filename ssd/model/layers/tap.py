@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError, first_line
@@ -38,13 +39,14 @@ class Tapped:
 
 
 class Tap:
-    """Hooks on a model that keep hidden states while a pass is listened to, and do nothing otherwise."""
+    """Hooks on a model, until `remove`, that keep hidden states while a pass is listened to."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         """Raises ModelError where the model has no such layers, or its layers are not to be found."""
         self._layers = tuple(layers)
         self._is_listening = False
         self._seen: dict[int, torch.Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
         decoder, found = decoder_layers(model)
         for layer in sorted(set(layers)):
             if not FINAL <= layer <= len(found):
@@ -53,10 +55,15 @@ class Tap:
                     "made for another model"
                 )
             if layer == 0:
-                found[0].register_forward_pre_hook(self._before_all, with_kwargs=True)
+                self._hooks.append(found[0].register_forward_pre_hook(self._before_all, with_kwargs=True))
             else:
                 module = decoder if layer == FINAL else found[layer - 1]
-                module.register_forward_hook(partial(self._after, layer))
+                self._hooks.append(module.register_forward_hook(partial(self._after, layer)))
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def listening(self) -> Iterator[list[torch.Tensor]]:
@@ -111,6 +118,7 @@ def require_tap(model: PreTrainedModel, layers: Sequence[int]) -> None:
         raise ModelError(_refusal(model, first_line(failure))) from failure
     finally:
         hook.remove()
+        tap.remove()
     for layer, found in zip(layers, taken, strict=True):
         if found.ndim != 3:
             raise ModelError(_refusal(model, f"its hidden states have {found.ndim} dimensions, not 3"))

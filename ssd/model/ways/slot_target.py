@@ -44,11 +44,14 @@ class SlotTarget(Target):
         self._had_trees = False
         self._flat = FlatModel(model) if is_flat(model) else None
         self._adapted: Rows | None = None
-        self._tap: tuple[Tap, Tapped] | None = None
+        self._tapped: Tapped | None = None
+        self._tap: Tap | None = None
+        """What hears the hidden states of a model that is not flat."""
 
     def keep_features(self, tapped: Tapped) -> None:
         """From now on every pass stores features beside keys and values; before any. Raises ModelError."""
-        self._tap = Tap(self.model, tapped.layers), tapped
+        self._tapped = tapped
+        self._tap = Tap(self.model, tapped.layers) if self._flat is None else None
         self.kv_cache.keep_features(tapped.size, self.dtype)
         self.features = self.kv_cache.features
 
@@ -94,7 +97,7 @@ class SlotTarget(Target):
 
     def can_follow(self, slots: Integers) -> bool:
         """Where passes are recorded, and this one is."""
-        return self.steps is not None and self._tap is None and self.steps.can_follow(np.asarray(slots, np.int64))
+        return self.steps is not None and self._tapped is None and self.steps.can_follow(np.asarray(slots, np.int64))
 
     @torch.inference_mode()
     def follow(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
@@ -148,28 +151,20 @@ class SlotTarget(Target):
 
     def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
         """The model over new tokens, int64[B, T], of rows: logits [B, T or fewer, V]. Lengths stay as they are."""
-        if self._tap is None:
-            return self._run(tokens, rows, **kwargs)
-        tap, tapped = self._tap
-        with tap.listening() as hidden:
-            logits = self._run(tokens, rows, **kwargs)
-        assert self.features is not None
-        rows.put(tapped.combine(hidden)[:, None], self.features)
-        return logits
-
-    def _run(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
+        tapped, hidden = self._tapped, list[torch.Tensor]()
         # Padding may point past the model's last position, where learned position embeddings have no row.
         positions = rows.positions.clamp_max(self.max_length - 1)
         with self._computing():
-            if self._flat is not None and self._tap is None:
-                return self._flat.logits(tokens, positions, rows, **kwargs)
-            logits: torch.Tensor = self.model(
-                input_ids=tokens,
-                position_ids=positions,
-                use_cache=False,
-                slot_rows=rows,
-                **kwargs,
-            ).logits
+            if self._flat is not None:
+                layers = () if tapped is None else tapped.layers
+                logits = self._flat.logits(tokens, positions, rows, layers=layers, hidden=hidden, **kwargs)
+            else:
+                with nullcontext(hidden) if self._tap is None else self._tap.listening() as hidden:
+                    named = {"input_ids": tokens, "position_ids": positions, "slot_rows": rows, **kwargs}
+                    logits = self.model(use_cache=False, **named).logits
+        if tapped is not None:
+            assert self.features is not None
+            rows.put(tapped.combine(hidden)[:, None], self.features)
         return logits
 
     def warm_up(self) -> None:
