@@ -113,6 +113,7 @@ COLUMNS = (
     (">bytes a token", "{bytes_per_token:.1f}"),
     (">propose 10, us p50", "{propose_us_p50:.0f}"),
     (">p99", "{propose_us_p99:.0f}"),
+    (">a row of the engine's, us p50", "{row_us_p50:.0f}"),
     (">fresh after, ms p99", "{freshness_ms_p99:.1f}"),
     (">upkeep, of a core", "{maintenance_core_share:.1%}"),
     (">p99 while merging", "{propose_us_p99_merging:.0f}"),
