@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.faults.fleet import Fleet, SkippedError
-from benchmarks.faults.injected import FAULTS, KINDS, SERVER, drawn
+from benchmarks.faults.injected import AMONG_OTHERS, FAULTS, KINDS, SERVER, drawn
 from benchmarks.load import questions
 from benchmarks.run import Option, Run
 from ssd.bundled import MODEL_PATH
@@ -76,7 +76,7 @@ class Row:
 
     def __init__(self, faults: Sequence[str]) -> None:
         self.name = " + ".join(faults) or "orderly close"
-        self.num_promised = 0
+        self.num_promised: int | None = None  # where it is not looked
         self.counts: Counter[str] = Counter()
         self.sharing_s: float | None = None
         """Seconds until a text learned by each server was drafted by all others, the longest."""
@@ -149,7 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.say(f"{len(asked)} questions answered without speculation")
         for load in fleet.loads:
             load.questions = asked
-        rounds = drawn(args.rounds, args.seed, KINDS if args.servers > 1 else (SERVER,), args.only)
+        only = args.only
+        if args.servers == 1:
+            only = only or [name for name, (kind, _) in FAULTS.items() if kind == SERVER and name not in AMONG_OTHERS]
+        rounds = drawn(args.rounds, args.seed, KINDS, only)
         for number, faults in enumerate([*rounds, ()]):
             row = Row(faults)
             if faults:
@@ -159,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run.row(row.facts())
             for reason in row.reasons[:5]:
                 run.say(f"    {reason}")
-    sums = {name: sum(row[name] for row in run.rows) for name in (*OUTCOMES, *PROBLEMS, "promised")}
+    sums = {name: sum(row[name] or 0 for row in run.rows) for name in (*OUTCOMES, *PROBLEMS, "promised")}
     return run.end(**sums, is_wrong=any(sums[name] for name in PROBLEMS))
 
 

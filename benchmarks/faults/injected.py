@@ -18,6 +18,8 @@ from ssd.sharing.stream import FIELD
 SERVER, NETWORK, STORE = KINDS = ("server", "network", "store")
 FAULTS: Final[dict[str, tuple[str, Callable[[Fleet], None]]]] = {}
 """By name: the kind, and what injects it and returns when it is over; clients ask meanwhile."""
+AMONG_OTHERS: Final = frozenset({"server-anew", "server-kill-unheard"})
+"""Faults of a server that say something only where others share with it."""
 
 
 _Inject = TypeVar("_Inject", bound=Callable[..., None])
