@@ -71,8 +71,8 @@ _MOST_RECENT: Final = 20
 
 _IDLE_STEPS: Final = 32
 _LONGEST_PAUSE: Final = 8
-"""After each so many steps in a row at which nobody was worth asking, that is asked half as often, at last every 8th
-step: for many rows it takes as long as a good part of a pass."""
+"""After each so many steps in a row at which nobody was worth asking, that is considered half as often, at last every
+8th step: it makes objects of every row."""
 
 
 @dataclass(slots=True, eq=False)
