@@ -115,4 +115,13 @@ def test_figures_older_than_the_code_under_them_are_named(tmp_path: Path) -> Non
         assert len(found) == 1 and "cannot be told" in found[0]
     else:
         assert [line.split(":")[0] for line in found] == ["old", "strange"]
-        assert "commits since changed ssd" in found[0] and "cannot be told" in found[1]
+        assert "changed since: ssd/" in found[0] and "cannot be told" in found[1]
+
+
+def test_a_docstring_or_a_comment_makes_no_figure_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.report import __main__ as report
+
+    texts = {"a": 'def f():\n    """One."""\n    return 1  # one', "b": "def f():\n    return 1", "c": "f = 1"}
+    monkeypatch.setattr(report, "git", lambda _show, place: texts.get(place.split(":")[0]))
+    assert report._code("a", "f.py") == report._code("b", "f.py") != report._code("c", "f.py")
+    assert report._code("gone", "f.py") != report._code("c", "f.py")

@@ -3,18 +3,20 @@
 Reads the results in ``benchmarks/results`` and rewrites what stands between the markers ``<!-- growth:begin -->`` ...
 ``<!-- growth:end -->`` (and so on): a row of a result in the columns that its program declares, and the program's note.
 No figure in these tables is typed by hand, but for the runs that chose constants (``benchmarks/report/choices.py``).
-Figures under which code has changed since their commit are named; with ``--strict`` nothing is written while there is
-one, and the status is 1.
+Figures under which code, not only what it says of itself, has changed since their commit are named; with ``--strict``
+nothing is written while there is one, and the status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -155,10 +157,29 @@ def old_figures(directory: Path, names: Iterable[str]) -> Iterator[str]:
 def _why_old(result: Result) -> str:
     under = result.get("under", _ALL)
     commit = result["environment"]["commit"].removesuffix("+")
-    changes = git("log", "--oneline", f"{commit}..HEAD", "--", *under)
-    if changes is None:
+    names = git("diff", "--name-only", "--no-renames", commit, "HEAD", "--", *under)
+    if names is None:
         return "this checkout does not know it, so it cannot be told what has changed since"
-    return changes and f"{len(changes.splitlines())} commits since changed {', '.join(under)}"
+    changed = (name for name in names.splitlines() if _code(commit, name) != _code("HEAD", name))
+    few = list(islice(changed, 4))
+    return f"changed since: {', '.join(few[:3])}{', ...' * (len(few) > 3)}" if few else ""
+
+
+def _code(commit: str, name: str) -> str:
+    """What a Python file does, whatever it says beside that; of another file, and of none, what tells it apart."""
+    text = git("show", f"{commit}:{name}") if name.endswith(".py") else None
+    if text is None:
+        return git("rev-parse", f"{commit}:{name}") or ""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        for part, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                setattr(node, part, [each for each in value if not _is_docstring(each)])
+    return ast.dump(tree)
+
+
+def _is_docstring(node: object) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 if __name__ == "__main__":
