@@ -56,7 +56,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._came = self.loop.time()
         self._head_since: float | None = None
-        self._head_bytes = 0
+        self._head_bytes = 0  # that came since the last of anything else: of a head, or behind the chunks of a body
+        self._is_body = False
         self._sending: Patience | None = None
         self._unsent = 0
         self._looking: asyncio.TimerHandle | None = None
@@ -78,21 +79,29 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes that do not belong to a request under way begin a head, or are the rest of a body nobody wants."""
+        self._head_bytes += len(data)
         super().data_received(data)
         if self._is_busy():
             self._head_since = None
         elif self._head_since is None:
-            self._head_since, self._head_bytes = self.loop.time(), len(data)
-        else:
-            self._head_bytes += len(data)
-            if self._head_bytes > _HEAD_BYTES and not self._is_rest_of_body():
-                self._give_up("a head that is too long", b"431 Request Header Fields Too Large")
+            self._head_since = self.loop.time()
+        if self._head_bytes > _HEAD_BYTES and not self.transport.is_closing():
+            self._give_up("a head that is too long", b"431 Request Header Fields Too Large")
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes, self._is_body = 0, True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_body = False
+        super().on_message_complete()
 
     def _is_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
-
-    def _is_rest_of_body(self) -> bool:
-        return self.cycle is not None and self.cycle.more_body
 
     def _look_later(self) -> None:
         limits = self.limits
@@ -130,7 +139,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _give_up(self, reason: str, status: bytes | None) -> None:
         log.debug("gave up a connection: %s", reason)
-        if status is not None and not self._is_rest_of_body():
+        if status is not None and not self._is_busy() and not self._is_body:
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         self.transport.close()
 

@@ -71,16 +71,48 @@ def test_a_head_that_drips_is_answered_408(server: RunningServer) -> None:
     assert said.startswith(b"HTTP/1.1 408 ")
 
 
+def flood(connection: socket.socket) -> bytes:
+    """Send 400 KB without an end of line, or until the server has enough of it; returns what it says."""
+    try:
+        for _ in range(100):
+            connection.sendall(b"x" * 4096)
+            time.sleep(0.001)
+    except OSError:
+        return until_closed(connection)
+    raise AssertionError("all of it was taken")
+
+
 def test_a_head_without_end_is_refused(server: RunningServer) -> None:
     with connect(server) as connection:
         connection.sendall(b"GET /live HTTP/1.1\r\nx-long: ")
-        try:
-            for _ in range(100):
-                connection.sendall(b"x" * 4096)
-                time.sleep(0.001)
-        except OSError:
-            pass
-        assert until_closed(connection)[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")
+        assert flood(connection)[:12] in (b"HTTP/1.1 431", b"")
+
+
+def test_a_head_without_end_behind_a_body_that_was_answered_already_is_refused(server: RunningServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 404 ")
+        connection.sendall(b"xGET /live HTTP/1.1\r\nx-long: ")
+        flood(connection)
+
+
+def test_trailers_without_end_are_refused(server: RunningServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-long: "
+        )
+        flood(connection)
+
+
+def test_a_head_without_end_during_an_answer_ends_both() -> None:
+    engine = FailingEngine(step_s=0.05)
+    body = json.dumps({"prompt": "a", "max_tokens": 400, "stream": True}).encode()  # 20 s of work
+    with serving(lambda _: engine, limits=LIMITS) as server, connect(server) as connection:
+        connection.sendall(request(body))
+        wait_until(lambda: engine.metrics.num_running == 1)
+        connection.sendall(b"GET /live HTTP/1.1\r\nx-long: ")
+        assert b" 431 " not in flood(connection)
+        wait_until(lambda: engine.num_cancelled == 1)
 
 
 def test_connections_that_say_nothing_are_closed(server: RunningServer) -> None:
