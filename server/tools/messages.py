@@ -200,8 +200,8 @@ class ToolCall:
 
     @property
     def is_json(self) -> bool:
-        """Whether its arguments are JSON, in whose strings there may be line ends as models write them."""
-        return is_json(self.arguments, strict=False)
+        """Whether its arguments are JSON."""
+        return is_json(self.arguments)
 
 
 @dataclass(slots=True)

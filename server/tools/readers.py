@@ -32,9 +32,9 @@ _GEMMA_NAME = re.compile(r"[^\s{}<>:,]+")
 _NUMBER = re.compile(r":\d+$")
 _TO_LINE_END = re.compile(r"[^<>\n]+")
 _KEY_OF_XML = re.compile(r"[^<]+")
-_ATTRIBUTE = r"""\s+\w+=(?:"[^"]*"|'[^']*')"""
-_ATTRIBUTES = re.compile(rf"""(?:{_ATTRIBUTE})*(?:\s+\w*(?:=(?:["'][^"']*)?)?)?\s*/?""")
-"""The last may be cut."""
+_ATTRIBUTE = r"""\s++\w++=(?:"[^"]*+"|'[^']*+')"""
+_ATTRIBUTES = re.compile(rf"""(?:{_ATTRIBUTE})*+(?:\s++\w*+(?:=(?:["'][^"']*+)?+)?+)?+\s*+/?""")
+"""The last may be cut. Nothing is tried twice: what a model writes may be spaces without end."""
 _KEY = re.compile(rf"""\s*(?:"(?P<quoted>[^"]*)"|["']?(?P<bare>[^"'\s]+)["']?)(?P<rest>(?:{_ATTRIBUTE})*)\s*""")
 _TYPE = re.compile(r"""\s(string|type)=["']([^"']*)""")
 _IS_TOKEN = re.compile(r"[|｜]|^\[")
@@ -313,8 +313,7 @@ class Calls:
         if (yield from scanner.peek()) != "{":
             return None
         pieces: list[str] = []
-        complete = yield from scanner.value(pieces.append)
-        scanner.keep("".join(pieces))
+        complete = yield from scanner.value(pieces.append, kept=True)
         return "".join(pieces) if complete else None
 
     def _read_json(self) -> Steps[None]:

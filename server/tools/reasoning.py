@@ -17,8 +17,10 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 _LINE_ENDS = re.compile(r"[\r\n]+")
 _HEADER_TEXT = re.compile(r"[^<]+")
 _CUT_HEADER = re.compile(
-    r"(?=<)(<\|start\|>\s*\w*)?\s*(to=[^\s<]*)?\s*(<\|channel\|>\s*\w*)?\s*(to=[^\s<]*)?\s*(<\|constrain\|>)?\s*\w*"
+    r"(?=<)(?:<\|start\|>\s*+NAME)?+\s*+(?:to=[^\s<]*+)?+\s*+(?:<\|channel\|>\s*+NAME)?+\s*+(?:to=[^\s<]*+)?+\s*+"
+    r"(?:<\|constrain\|>)?+\s*+\w*+".replace("NAME", r"(?:(?!to=)\w)*+")
 )
+"""Nothing of it is tried twice: what a model writes may be spaces without end."""
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 

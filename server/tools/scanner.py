@@ -19,6 +19,7 @@ _OUTSIDE_STRING = re.compile(r"[\s,:\w.+-]+")
 _INSIDE_STRING = re.compile(r'[^"\\]+')
 _SCALAR = re.compile(r'[^\s,:"{}\[\]]+')
 _CLOSES = {"{": "}", "[": "]"}
+_ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
 
 
 class Markers:
@@ -172,23 +173,41 @@ class Scanner:
                 yield
             self._take(min(self._at + 2, len(self._text)), sink)
 
-    def value(self, sink: Sink | None = None) -> Steps[bool]:
-        """A JSON value as it is written; whether it is complete, its brackets in pairs and its strings ended."""
+    def value(self, sink: Sink | None = None, *, kept: bool = False) -> Steps[bool]:
+        """A JSON value; whether it is complete, its brackets in pairs and its strings ended.
+
+        A ``sink`` gets it without the line ends and other control characters that models write into strings and nobody
+        takes for JSON. The trail has it as it is written, where there is no sink and where it is ``kept``.
+        """
+
+        def outside(text: str) -> None:
+            if kept or sink is None:
+                self.keep(text)
+            if sink is not None:
+                sink(text)
+
+        def inside(text: str) -> None:
+            if kept or sink is None:
+                self.keep(text)
+            if sink is not None:
+                is_escape = len(text) == 2 and text[0] == "\\" and text[1] < " "  # of nothing: a backslash is meant
+                sink("\\" * is_escape + text.translate(_ESCAPES))
+
         first = yield from self.peek()
         if first == '"':
-            yield from self.literal('"', sink=sink)
-            return (yield from self._rest_of_string(sink or self._trail.append))
+            yield from self.literal('"', sink=outside)
+            return (yield from self._rest_of_string(inside))
         if first not in _CLOSES:
-            return (yield from self.run(_SCALAR, sink))
+            return (yield from self.run(_SCALAR, outside))
         to_close: list[str] = []
         while True:
-            yield from self.run(_OUTSIDE_STRING, sink)
+            yield from self.run(_OUTSIDE_STRING, outside)
             mark = yield from self.peek()
             if mark not in {'"', "{", "[", *to_close[-1:]}:
                 return False
-            yield from self.literal(mark, sink=sink)
+            yield from self.literal(mark, sink=outside)
             if mark == '"':
-                if not (yield from self._rest_of_string(sink or self._trail.append)):
+                if not (yield from self._rest_of_string(inside)):
                     return False
             elif mark in _CLOSES:
                 to_close.append(_CLOSES[mark])

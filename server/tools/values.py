@@ -50,10 +50,10 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def is_json(text: str, *, strict: bool = True) -> bool:
-    """Whether it is one value; without ``strict`` its strings may hold line ends and other control characters."""
+def is_json(text: str) -> bool:
+    """Whether it is one value."""
     try:
-        json.loads(text, strict=strict, parse_constant=_no_constant)
+        json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return False
     return True

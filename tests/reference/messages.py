@@ -93,7 +93,7 @@ class Hermes:
                         self._items.append(None)
                         begun = True
                     complete = self._value()
-                    arguments = self._text[begin : self._at]
+                    arguments = _as_json(self._text[begin : self._at])
                     if begun:
                         assert name is not None
                         self.calls.append((name, arguments))
@@ -161,6 +161,22 @@ class Hermes:
             if not open_marks and not in_string:
                 return True
         return False
+
+
+def _as_json(written: str) -> str:
+    """The value with the control characters of its strings escaped, and a backslash before one of these as well."""
+    found, in_string, escaped = "", False, False
+    for place, mark in enumerate(written):
+        is_control = in_string and mark < " "
+        if in_string and mark == "\\" and not escaped and "\0" <= written[place + 1 : place + 2] < " ":
+            found += "\\"
+        found += json.dumps(mark)[1:-1] if is_control else mark
+        if in_string:
+            in_string = escaped or mark != '"'
+            escaped = not escaped and mark == "\\"
+        else:
+            in_string = mark == '"'
+    return found
 
 
 def _is_object(text: str | None) -> bool:

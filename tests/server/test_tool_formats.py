@@ -188,6 +188,29 @@ def test_a_message_is_what_its_twin_reads(text: str, places: list[float]) -> Non
     assert message("hermes", "qwen3", cut(text, places)) == (twin.content, twin.reasoning, twin.calls)
 
 
+@pytest.mark.parametrize("form", ["hermes", "mistral", "llama3_json", "openai", "held"])
+def test_line_ends_within_strings_are_passed_on_as_json_has_them(form: str) -> None:
+    """A backslash at the end of a line, too."""
+    value = '{"city": "a\n\tb \\\nc\\n", "days":\n1}'
+    text = {
+        "hermes": f'<tool_call>{{"name": "get_weather", "arguments": {value}}}</tool_call>',
+        "held": f'<tool_call>{{"arguments": {value}, "name": "get_weather"}}</tool_call>',
+        "mistral": f"[TOOL_CALLS]get_weather[ARGS]{value}",
+        "llama3_json": f'{{"name": "get_weather", "parameters": {value}}}',
+        "openai": f"<|channel|>commentary to=functions.get_weather<|message|>{value}<|call|>",
+    }[form]
+    ((_, arguments),) = message("hermes" if form == "held" else form, None, list(text))[2]
+    assert json.loads(arguments) == {"city": "a\n\tb \\\nc\n", "days": 1}
+
+
+@pytest.mark.parametrize("begun", ["<|start|>", "<|channel|>", "<tool_call>get_weather", "<function=get_weather"])
+def test_spaces_without_end_take_no_time(begun: str) -> None:
+    """Reading them over and over would take hours."""
+    form = ("openai", "openai_gptoss") if begun.startswith("<|") else ("qwen3_coder", None)
+    text = begun + " " * 100_000 + "!"
+    assert message(*form, [text])[0].replace(" ", "") in (text.replace(" ", ""), "!")
+
+
 JSON_VALUES = st.recursive(
     st.none()
     | st.booleans()
