@@ -34,15 +34,11 @@ _IGNORED: Mapping[str, str] = {
 }
 """Fields that may be left unread without changing the output, and why they are."""
 
-_KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 _NO_TOOLS = "the server runs no tools and reaches no network. Give the model tools, and run them yourself"
 
 _REFUSED: Refused = {
     "container": ((), _NO_TOOLS),
     "mcp_servers": (([],), _NO_TOOLS),
-    "context_management": (
-        ({}, {"edits": []}, _KEEP_ALL), "a conversation is never shortened. Leave out what is not needed",
-    ),
     "thread": ((), "no conversation is kept here. Send the whole of it with each request"),
     "inference_geo": (("global",), "the server does not know where it stands"),
 }  # fmt: skip
@@ -224,6 +220,32 @@ class OutputConfig(Part):
     format: OutputFormat | None = None
 
 
+class ThinkingTurns(Part):
+    """So many of the last that thought."""
+
+    type: Literal["thinking_turns"]
+    value: int = Field(ge=1)
+
+
+class ClearThinking(Part):
+    """Leave out what was thought in all turns but the last ones; without ``keep`` the last, as at Anthropic."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"] | ThinkingTurns = ThinkingTurns(type="thinking_turns", value=1)
+
+
+class ContextManagement(Part):
+    """``context_management``: else a conversation is never shortened."""
+
+    edits: Annotated[list[ClearThinking], Field(max_length=1)] = Field(default_factory=list)
+
+    def edit(self, messages: list[dict[str, Any]]) -> None:
+        """Take out of the messages what is to be left out."""
+        for keep in [edit.keep for edit in self.edits if edit.keep != "all"]:
+            for message in [message for message in messages if "reasoning_content" in message][: -keep.value]:
+                del message["reasoning_content"]
+
+
 class AnthropicChat(Body):
     """A conversation: what is counted, and what is answered."""
 
@@ -240,6 +262,7 @@ class AnthropicChat(Body):
     )
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    context_management: ContextManagement | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
@@ -252,6 +275,8 @@ class AnthropicChat(Body):
     def prompt_fields(self) -> dict[str, Any]:
         """The fields of a chat completion that become its prompt; raises RequestError."""
         messages = messages_of(self.system, self.messages)
+        if self.context_management is not None:
+            self.context_management.edit(messages)
         if not messages:
             raise RequestError("messages say nothing: give at least one text", param="messages")
         template: dict[str, Any] = {}

@@ -23,6 +23,7 @@ _IGNORED: Mapping[str, str] = {
     "max_tool_calls": "it bounds the tools that a server runs, and here clients run them",
     "background_options": "nothing runs in the background",
     "access_programs": "they belong to OpenAI's accounts",
+    "client_metadata": IGNORED["metadata"],
 }
 _NOT_STORED = "this server stores no responses. Send the whole conversation as input, with the output of earlier ones"
 _NOT_HERE = "nothing here does that"

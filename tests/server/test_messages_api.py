@@ -10,7 +10,7 @@ import anthropic
 import pytest
 from anthropic.types.shared import ErrorResponse
 
-from server.schema.anthropic import messages_of
+from server.schema.anthropic import AnthropicChat, messages_of
 from tests.server.apis import INPUT, MESSAGES
 from tests.server.client import ask, get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, SayingEngine, serving
@@ -159,6 +159,26 @@ def test_turns_become_the_messages_they_say() -> None:
     assert [(each["name"], json.loads(each["arguments"])) for each in functions] == [("f", {"a": 1}), ("g", {})]
     assert [message["content"] for message in messages[3:]] == ["done", "Error: no", "", "Go on."]
     assert [message["tool_call_id"] for message in messages[3:6]] == ["c1", "c2", "c3"]
+
+
+def test_what_was_thought_is_left_out_of_older_turns_on_request() -> None:
+    def turn(number: int) -> list[dict[str, Any]]:
+        said = [{"type": "thinking", "thinking": f"hm {number}"}, {"type": "text", "text": str(number)}]
+        return [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+
+    def thought(**fields: Any) -> list[str | None]:
+        body = {"model": MODEL, "messages": [*turn(1), *turn(2), *turn(3)], **fields}
+        messages = AnthropicChat.parse(body).prompt_fields()["messages"]
+        return [message.get("reasoning_content") for message in messages if message["role"] == "assistant"]
+
+    def edit(**fields: Any) -> dict[str, Any]:
+        return {"context_management": {"edits": [{"type": "clear_thinking_20251015", **fields}]}}
+
+    all_of_it = ["hm 1", "hm 2", "hm 3"]
+    assert thought() == thought(context_management={}) == thought(**edit(keep="all")) == all_of_it
+    assert thought(**edit(keep={"type": "thinking_turns", "value": 2})) == [None, "hm 2", "hm 3"]
+    assert thought(**edit(keep={"type": "thinking_turns", "value": 9})) == all_of_it
+    assert thought(**edit()) == [None, None, "hm 3"]
 
 
 def test_hints_about_what_is_not_here_are_taken(server: RunningServer) -> None:
