@@ -175,6 +175,7 @@ class Service:
                     structured_output=output,
                     shown_special_ids=plan.shown_special_ids,
                 )
+                found = _bounded(found, engine.max_model_len, room, num_choices)
                 _ = found.rules  # made here and not where others' tokens are computed
                 return found
 
@@ -252,6 +253,15 @@ class Service:
         """Settings for an answer, which names the adapter where a request did."""
         adapter = self.settings.adapter_of(body.model)
         return self.settings if adapter is None else replace(self.settings, model_names=(adapter,))
+
+
+def _bounded(sampling: SamplingParams, context: int, room: int, num_choices: int) -> SamplingParams:
+    """Where nobody said how long an answer may become, it ends at the most log-probabilities that it may hold."""
+    if sampling.max_tokens is not None or sampling.logprobs is None:
+        return sampling
+    of_prompt = 0 if sampling.prompt_logprobs is None else (context - room) * (1 + sampling.prompt_logprobs)
+    most = (_MOST_LOGPROBS // num_choices - of_prompt) // (1 + sampling.logprobs)
+    return replace(sampling, max_tokens=most) if 0 < most < room else sampling
 
 
 def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int) -> None:

@@ -148,6 +148,9 @@ class Texts:
         contents += [str(function.told()) for function in (tool.function for tool in body.tools)]
         num_characters = sum(map(len, contents))
         _require_plausible_length(engine, num_characters, "messages")
+        beside = [message[name] for message in body.messages for name in message.keys() - {"content", "tool_calls"}]
+        beside += body.chat_template_kwargs.values()  # a template may print these, or not
+        num_beside = sum(len(each if isinstance(each, str) else str(each)) for each in beside)
         codec = codec_of(engine)
         arguments = {
             **body.template_arguments(),
@@ -161,7 +164,7 @@ class Texts:
                 require_fits(codec, "\n".join(contents), engine.max_model_len, "messages")
             return codec.encode_chat(body.messages, **arguments)
 
-        return call, num_characters + _CHARACTERS_A_TEXT * len(contents)
+        return call, num_characters + num_beside + _CHARACTERS_A_TEXT * len(contents)
 
     def _require_few_values(self, messages: Sequence[dict[str, Any]]) -> None:
         """Refuse more in the arguments of tool calls, each JSON in a string, than a body may have."""

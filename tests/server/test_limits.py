@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pydantic_core
@@ -16,10 +19,13 @@ from hypothesis import strategies as st
 from server.answers.wire import json_text
 from server.base.counting import common_tokens, num_values
 from server.base.limits import Limits
-from server.running.texts import require_fits
+from server.base.settings import ServerSettings
+from server.endpoints.service import _MOST_LOGPROBS, _bounded, _require_logprobs
+from server.running.texts import Texts, require_fits
 from server.schema.chat import ChatBody
 from server.schema.generate import CompletionBody
 from ssd.bundled import MODEL_PATH
+from ssd.config import SamplingParams
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.text.codec import TextCodec
 from tests.reference.text import common_subsequence, json_values
@@ -131,6 +137,39 @@ class CountingCodec:
     def encode_completion(self, text: str) -> list[int]:
         self.num_characters += len(text)
         return list(range(len(text)))
+
+
+class CountingLanes:
+    """Remembers how long texts were said to be."""
+
+    async def run_on_text(self, num_characters: int, _call: object) -> list[int]:
+        self.num_characters = num_characters
+        return []
+
+
+@pytest.mark.parametrize("long", [{"reasoning_content": "x" * 10**6}, {"name": "x" * 10**6}, {"kwargs": "x" * 10**6}])
+def test_what_stands_beside_the_content_of_messages_counts_for_how_long_a_text_is(
+    long: dict[str, Any], codec: TextCodec
+) -> None:
+    lanes: Any = CountingLanes()
+    engine: Any = SimpleNamespace(codec=codec, max_model_len=8192)
+    others = {"chat_template_kwargs": long} if "kwargs" in long else {}
+    message = {"role": "assistant", "content": "hm", **({} if others else long)}
+    body = ChatBody.parse({"model": "x", "messages": [{"role": "user", "content": "?"}, message], **others})
+    asyncio.run(Texts(lanes, ServerSettings(model_names=("x",), model="x")).messages(engine, body))
+    assert lanes.num_characters > 10**6
+
+
+@pytest.mark.parametrize("num_choices", [1, 100])
+def test_an_answer_with_logprobs_and_no_limit_ends_where_it_holds_the_most(num_choices: int) -> None:
+    sampling = SamplingParams(max_tokens=None, logprobs=20)
+    bounded = _bounded(sampling, 131_072, 131_000, num_choices)
+    assert bounded.max_tokens == _MOST_LOGPROBS // num_choices // 21
+    _require_logprobs(bounded, 131_072, 131_000, num_choices)
+    assert _bounded(sampling, 131_072, 200, num_choices) is sampling
+    given = replace(sampling, max_tokens=131_000)
+    with pytest.raises(RequestError, match="lower max_tokens"):
+        _require_logprobs(_bounded(given, 131_072, 131_000, num_choices), 131_072, 131_000, num_choices)
 
 
 def test_a_text_far_too_long_costs_no_more_than_its_beginning() -> None:
