@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from server.answers.chat import ChatAnswer, is_cut
@@ -49,7 +49,7 @@ class Part(ABC):
 class Parts:
     """Puts a message together from its text."""
 
-    def __init__(self, messages: Messages | None, kind: type[Part]) -> None:
+    def __init__(self, messages: Messages | None, kind: Callable[[int, Of], Part]) -> None:
         """``messages`` : takes the text apart; None where all of it is content."""
         self.done: list[dict[str, Any]] = []
         """The parts that have ended."""
@@ -107,7 +107,7 @@ class PartsAnswer(ChatAnswer):
     """An answer of one choice; the last of its events says that it is the last."""
 
     end = b""
-    kind: type[Part]
+    kind: Callable[[int, Of], Part]
 
     def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
         super().__init__(settings, asked, **options)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 from server.answers.parts import Event, Of, Part, PartsAnswer, Status, status_of
@@ -18,8 +20,14 @@ from server.tools.messages import ToolCall
 class _Item(Part):
     """A message, a function call, or reasoning that is shown whole: it needs no summary and is not encrypted."""
 
-    def __init__(self, index: int, of: Of) -> None:
+    def __init__(self, index: int, of: Of, namespaces: Mapping[str, str] = MappingProxyType({})) -> None:
+        """``namespaces`` : of functions, by the names that the model calls them."""
         super().__init__(index, of)
+        self._called: dict[str, Any] = {}
+        if isinstance(of, ToolCall):
+            namespace = namespaces.get(of.name)
+            in_it = {"namespace": namespace, "name": of.name.removeprefix(f"{namespace}.")}
+            self._called = {"name": of.name} if namespace is None else in_it
         prefix = "fc" if isinstance(of, ToolCall) else "rs" if of == "reasoning" else "msg"
         self.id = f"{prefix}_{uuid.uuid4().hex}"
         self._logprobs: list[dict[str, Any]] = []
@@ -42,7 +50,7 @@ class _Item(Part):
     def ended(self, body: dict[str, Any]) -> list[Event]:
         done = {"type": "response.output_item.done", "output_index": self.index, "item": body}
         if isinstance(self.of, ToolCall):
-            named = {"arguments": body["arguments"], "name": self.of.name}
+            named = {"arguments": body["arguments"], "name": body["name"]}
             return [self._event("function_call_arguments.done", **named), done]
         part = body["content"][0]
         told = {"logprobs": self._logprobs} if self.of == "content" else {}
@@ -54,7 +62,7 @@ class _Item(Part):
 
     def body(self, said: str, status: Status) -> dict[str, Any]:
         if isinstance(self.of, ToolCall):
-            called = {"call_id": self.of.id, "name": self.of.name, "arguments": said}
+            called = {"call_id": self.of.id, **self._called, "arguments": said}
             return {"id": self.id, "type": "function_call", **called, "status": status}
         content = [] if status == "in_progress" else [self._part(said)]
         if self.of == "reasoning":
@@ -73,12 +81,14 @@ class _Item(Part):
 class ResponseAnswer(PartsAnswer):
     """/v1/responses. It has one choice."""
 
-    id_prefix, object_name, kind = "resp_", "response", _Item
+    id_prefix, object_name = "resp_", "response"
+    kind: Callable[[int, Of], Part] = _Item
 
     def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
         """``asked`` : a response repeats it."""
-        super().__init__(settings, asked, **options)
         assert isinstance(asked, ResponsesBody)
+        self.kind = partial(_Item, namespaces=asked.namespaces)
+        super().__init__(settings, asked, **options)
         self._is_small = asked.is_small
         self._asked = _asked(asked)
         self._number = 0
@@ -153,7 +163,7 @@ class ResponseAnswer(PartsAnswer):
 def _asked(body: ResponsesBody) -> dict[str, Any]:
     """What a response says of its request, and of all that this server does not do."""
     form = None if body.text is None or body.text.format is None else body.text.format
-    names = ("name", "description", "parameters", "strict")
+    blank = dict.fromkeys(("name", "description", "parameters", "strict"))
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -163,7 +173,7 @@ def _asked(body: ResponsesBody) -> dict[str, Any]:
         "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True)},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [{"type": "function", **{name: tool.get(name) for name in names}} for tool in body.tools],
+        "tools": [{**blank, **tool} if tool["type"] == "function" else tool for tool in body.tools],
         "top_logprobs": body.top_logprobs,
         "truncation": "disabled",
         "background": False,

@@ -17,7 +17,6 @@ from server.schema.chat import (
     Conversation,
     TokenizeChatBody,
     function_choice,
-    function_tools,
     joined,
 )
 from server.schema.generate import CommonFields
@@ -290,7 +289,8 @@ class AnthropicChat(Body):
             "continue_final_message": goes_on(messages),
         }
         if self.tools:
-            fields["tools"] = function_tools(self.tools, _function)
+            functions = [_function(tool, f"tools[{number}]") for number, tool in enumerate(self.tools)]
+            fields["tools"] = [{"type": "function", "function": function} for function in functions]
         if self.tool_choice is not None:
             fields |= self.tool_choice.chat_fields()
         return fields

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -320,11 +320,6 @@ class ChatForm(Body):
 
 _FORMED = {"messages", "tools", "tool_choice", "chat_template_kwargs", "stream_options", "top_logprobs"}
 """Fields by names of chat completions that mean, or hold, something else in other APIs."""
-
-
-def function_tools(tools: list[Any], function: Callable[[Any, str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """``tools`` of functions; ``function`` : makes one of a tool and the place it has, or raises RequestError."""
-    return [{"type": "function", "function": function(tool, f"tools[{number}]")} for number, tool in enumerate(tools)]
 
 
 def function_choice(name: str) -> dict[str, Any]:

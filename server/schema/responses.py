@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic_core
@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, 
 
 from server.base.limits import SMALL_BODY_BYTES, Limits
 from server.schema.body import IGNORED, Part, Refused, checked
-from server.schema.chat import OR_TEXT, ChatForm, Conversation, function_choice, function_tools, joined
+from server.schema.chat import OR_TEXT, ChatForm, Conversation, function_choice, joined
 from server.schema.generate import SamplingFields, StructuredOutputs
 from ssd.config import MAX_LOGPROBS
 from ssd.errors import RequestError, shown
@@ -61,6 +61,7 @@ class _Message(_Part):
 
 class _Call(_Part):
     name: str
+    namespace: str | None = None
     arguments: str
     call_id: str
 
@@ -100,7 +101,7 @@ def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[s
         if isinstance(item, _Message):
             conversation.say(item.role, joined(item.content))
         elif isinstance(item, _Call):
-            conversation.call(item.name, item.arguments, item.call_id)
+            conversation.call(_full_name(item.namespace, item.name), item.arguments, item.call_id)
         elif isinstance(item, _Output):
             call = {} if item.call_id is None else {"tool_call_id": item.call_id}
             conversation.add("tool", joined(item.output), **call)
@@ -112,6 +113,26 @@ def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[s
 
 
 _OF_A_FUNCTION = ("name", "description", "parameters", "strict")
+_LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
+"""Tools that models are offered by default, by clients that go on without."""
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    """What the model calls a function of a namespace."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def _spread(tools: list[Any]) -> Iterator[tuple[str, str | None, Any]]:
+    """Each tool that the model may be told of, its place and its namespace; raises RequestError."""
+    for number, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if kind == "namespace":
+            name, inner = tool.get("name"), tool.get("tools")
+            if not isinstance(name, str) or not isinstance(inner, list):
+                raise RequestError(f"tools[{number}] of type 'namespace' needs a name and tools", param="tools")
+            yield from ((f"tools[{number}].tools[{place}]", name, each) for place, each in enumerate(inner))
+        elif kind not in _LEFT_OUT:
+            yield f"tools[{number}]", None, tool
 
 
 def chat_tool_choice(choice: Any) -> Any:
@@ -131,12 +152,15 @@ def chat_tool_choice(choice: Any) -> Any:
     raise RequestError(f"tool_choice is of type {shown(kind)}: {said}", param="tool_choice")
 
 
-def _function(tool: Any, where: str) -> dict[str, Any]:
+def _function(tool: Any, namespace: str | None, where: str) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if kind != "function":
-        said = f"{where} is of type {shown(kind)}: this server runs no tools itself, give functions"
-        raise RequestError(said, param="tools")
-    return {name: tool[name] for name in _OF_A_FUNCTION if tool.get(name) is not None}
+        why = f"{where} is of type {shown(kind)}: this server runs no tools itself, give functions"
+        raise RequestError(why, param="tools")
+    said: dict[str, Any] = {name: tool[name] for name in _OF_A_FUNCTION if tool.get(name) is not None}
+    if isinstance(name := said.get("name"), str):
+        said["name"] = _full_name(namespace, name)
+    return said
 
 
 def _named(choice: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +224,9 @@ class ResponsesBody(SamplingFields, ChatForm):
     )
     instructions: str | None = Field(default=None, description="a system message before the input")
     max_output_tokens: int | None = None
-    tools: Annotated[list[Any], Field(fail_fast=True)] = Field(default_factory=list, description="functions")
+    tools: Annotated[list[Any], Field(fail_fast=True)] = Field(
+        default_factory=list, description="functions, alone or in namespaces; a web search is left out"
+    )
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
@@ -223,6 +249,12 @@ class ResponsesBody(SamplingFields, ChatForm):
         return self._is_small
 
     @property
+    def namespaces(self) -> dict[str, str]:
+        """Those of the functions that are in one, by the names that the model calls these."""
+        spread = [(namespace, tool.get("name")) for _, namespace, tool in _spread(self.tools) if namespace is not None]
+        return {_full_name(namespace, name): namespace for namespace, name in spread}
+
+    @property
     def wants_logprobs(self) -> bool:
         """Asked for in either of OpenAI's two ways."""
         return self.top_logprobs > 0 or "message.output_text.logprobs" in self.include
@@ -242,8 +274,8 @@ class ResponsesBody(SamplingFields, ChatForm):
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
         }
-        if self.tools:
-            fields["tools"] = function_tools(self.tools, _function)
+        if functions := [_function(tool, namespace, where) for where, namespace, tool in _spread(self.tools)]:
+            fields["tools"] = [{"type": "function", "function": function} for function in functions]
         if self.tool_choice is not None:
             fields["tool_choice"] = chat_tool_choice(self.tool_choice)
         return {name: value for name, value in fields.items() if value is not None}

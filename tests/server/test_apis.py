@@ -161,7 +161,7 @@ OF_A_FIELD: list[Refusal] = [
     )),
     *(("responses", name, value) for name, value in (
         ("previous_response_id", "resp_1"), ("conversation", "conv_1"), ("background", True),
-        ("prompt", {"id": "pmpt_1"}), ("truncation", "auto"), ("tools", [{"type": "web_search"}]),
+        ("prompt", {"id": "pmpt_1"}), ("truncation", "auto"), ("tools", [{"type": "file_search"}]),
         ("tool_choice", {"type": "file_search"}), ("tool_choice", "required"), ("include", ["everything"]),
         ("max_output_tokens", 0), ("reasoning", {"effort": 5}), ("top_logprobs", 30),
         ("text", {"format": {"type": "json_schema", "name": "x"}}), ("temperature", 5), ("n", 2),

@@ -206,9 +206,9 @@ def test_line_ends_within_strings_are_passed_on_as_json_has_them(form: str) -> N
 @pytest.mark.parametrize("begun", ["<|start|>", "<|channel|>", "<tool_call>get_weather", "<function=get_weather"])
 def test_spaces_without_end_take_no_time(begun: str) -> None:
     """Reading them over and over would take hours."""
-    form = ("openai", "openai_gptoss") if begun.startswith("<|") else ("qwen3_coder", None)
+    tools, reasoning = ("openai", "openai_gptoss") if begun.startswith("<|") else ("qwen3_coder", None)
     text = begun + " " * 100_000 + "!"
-    assert message(*form, [text])[0].replace(" ", "") in (text.replace(" ", ""), "!")
+    assert message(tools, reasoning, [text])[0].replace(" ", "") in (text.replace(" ", ""), "!")
 
 
 JSON_VALUES = st.recursive(

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from server.schema.responses import ResponsesBody
 from ssd.bundled import MODEL_PATH
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import official_client, post
@@ -189,3 +190,30 @@ def test_what_cannot_be_honoured_is_refused_by_name(options: Any, fields: Any, p
     with serving(lambda _: SayingEngine("{{ tools }} <tool_call>"), **options) as running:
         answer = post(running.port, "/v1/chat/completions", {**say("x"), **fields})
     assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def test_functions_of_a_namespace_are_called_as_these_and_a_web_search_is_left_out(told: openai.OpenAI) -> None:
+    """As Codex asks for them."""
+    of_codex: Any = {
+        "type": "namespace", "name": "agents", "description": "Tools for agents.",
+        "tools": [{"type": "function", "name": "spawn", "parameters": {"type": "object"}, "strict": False}],
+    }  # fmt: skip
+    asked: Any = {"model": MODEL, "tools": [of_codex, {"type": "web_search", "external_web_access": False}]}
+    said = '<tool_call>\n{"name": "agents.spawn", "arguments": {"a": 1}}\n</tool_call>'
+    whole = told.responses.create(input=said, **asked)
+    (call,) = whole.output
+    assert call.type == "function_call"
+    assert (call.namespace, call.name, call.arguments) == ("agents", "spawn", '{"a": 1}')
+    assert [tool.type for tool in whole.tools] == ["namespace", "web_search"]
+    with told.responses.stream(input=said, **asked) as stream:
+        done = next(event for event in stream if event.type == "response.output_item.done").item
+    assert done.type == "function_call" and (done.namespace, done.name) == ("agents", "spawn")
+    back = [item.model_dump(exclude_none=True) for item in whole.output]
+    body = ResponsesBody.parse({"model": MODEL, "input": back, **asked})
+    (message,) = body.chat_fields()["messages"]
+    assert message["tool_calls"][0]["function"]["name"] == "agents.spawn"
+    assert [tool["function"]["name"] for tool in body.chat_fields()["tools"]] == ["agents.spawn"]
+    wrongs: Any = ({"type": "namespace", "name": "agents"}, {**of_codex, "tools": [{"type": "custom", "name": "f"}]})
+    for wrong in wrongs:
+        with pytest.raises(openai.BadRequestError, match=r"tools\[0\]"):
+            told.responses.create(input=said, model=MODEL, tools=[wrong])
