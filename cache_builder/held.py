@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from ssd.errors import CacheError, StoreUnavailable, TokenizerMismatch
-from ssd.retrieval.directory import LEARNED_NAME, is_segment_file, load_segments, read_learned
+from ssd.errors import StoreUnavailable, TokenizerMismatch
+from ssd.retrieval.directory import LEARNED_NAME, is_segment_file, load_whole, read_learned
 from ssd.retrieval.files import MANIFEST_NAME, Manifest, read_manifest
 from ssd.retrieval.segment import Segment
 
@@ -46,12 +46,8 @@ def open_held(paths: Sequence[Path]) -> list[Held]:
                 f"{path} was made with tokenizer {fingerprint:.40}, {found[0].path} with {found[0].fingerprint}: their "
                 "token ids mean other text. Give caches of one tokenizer, or build one of them again"
             )
-        segments, failures = load_segments(path, manifest)
-        for failure in failures:
-            if isinstance(failure, CacheError):
-                raise failure
-            raise StoreUnavailable(f"{path} is incomplete: {failure}. Copy or build it again") from failure
-        found.append(Held(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=tuple(segments)))
+        segments = tuple(load_whole(path, manifest))
+        found.append(Held(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=segments))
     return found
 
 

@@ -121,6 +121,22 @@ def test_segments_hold_no_more_than_they_may_and_few_are_small(corpus: Path, mod
     assert all(one + other > SEGMENT_TOKENS or min(one, other) * 4 >= SEGMENT_TOKENS for one, other in pairs)
 
 
+def test_a_block_of_a_batch_is_another_where_its_requests_have_changed(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    answer = {"choices": [{"message": {"role": "assistant", "content": "hi"}}]}
+    lines = {
+        "in": {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body},
+        "out": {"custom_id": "1", "response": {"status_code": 200, "body": answer}},
+    }
+    for name, line in lines.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
+    (before,), (same,) = (plan_of(find_sources([str(tmp_path)]), "how") for _ in range(2))
+    os.utime(tmp_path / "in.jsonl", (1, 1))
+    (after,) = plan_of(find_sources([str(tmp_path)]), "how")
+    assert before.key == same.key != after.key
+    assert before.place == after.place
+
+
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 

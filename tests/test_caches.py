@@ -11,21 +11,26 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_builder import held
 from cache_builder.__main__ import main
-from cache_builder.building.unfinished import unfinished_directory
+from cache_builder.building.unfinished import unfinished_directory, working_directory
 from cache_builder.commands.inspect import inspect, is_sorted
 from cache_builder.commands.merge import merge
 from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
-from ssd.errors import CacheLocked, SSDError
+from ssd.errors import CacheLocked, SSDError, StoreUnavailable
+from ssd.retrieval import directory, static
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.files import MANIFEST_NAME, DirectoryLock, read_manifest, write_manifest
+from ssd.retrieval.directory import SegmentDirectory
+from ssd.retrieval.files import MANIFEST_NAME, DirectoryLock, Manifest, new_segment_id, read_manifest, write_manifest
+from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.segment import SEPARATOR, Segment, write_segment
 from ssd.retrieval.static import load_static_directory
 from ssd.retrieval.suffix_array import build_fence, build_segment
@@ -104,6 +109,85 @@ def test_a_cache_is_replaced_by_force_unless_a_server_writes_it_and_what_a_kille
     merge([path, path], path, force=True)
     assert read_cache(path) == TEXTS + TEXTS
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_cache_is_there_wherever_the_replacing_of_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    path, rename = write_cache(tmp_path / "a", TEXTS), Path.rename
+    done: list[Path] = []
+
+    def ended_after(self: Path, target: Path) -> None:
+        done.append(rename(self, target))
+        if len(done) == renames:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", ended_after)
+    with pytest.raises(KeyboardInterrupt):
+        merge([path, path], path, force=True)
+    assert read_cache(path) == (TEXTS if renames == 1 else TEXTS + TEXTS)
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_cache_that_cannot_be_put_back_is_kept_until_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = write_cache(tmp_path / "a", TEXTS), write_cache(tmp_path / "b", TEXTS[:1])
+    rename = Path.rename
+
+    def only_away(self: Path, target: Path) -> Path:
+        if target == path:
+            raise OSError("no")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no"):
+        patch.setattr(Path, "rename", only_away)
+        merge([other], path, force=True)
+    assert not path.exists()
+    with working_directory(path, fresh=True):
+        assert read_cache(path) == TEXTS
+
+
+# directories that a server goes on writing
+
+
+@pytest.mark.parametrize("times", [3, 1000])
+def test_a_directory_is_read_though_a_server_merges_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    path, said = tmp_path / "default", list[list[int]]()
+    overtaken = times
+    with closing(SegmentDirectory(path, fingerprint=FINGERPRINT, namespace="default")) as served:
+
+        def say_and_merge() -> None:
+            said.append([len(said)] * 9)
+            tokens = np.array([token for text in said for token in [*text, SEPARATOR]], np.int32)
+            merged = build_segment(tokens, start=0, segment_id=new_segment_id(0))
+            served.commit([served.write(merged)], next_position=len(tokens))
+
+        def read_before_a_merge(*where: Any, **whose: Any) -> Manifest | None:
+            nonlocal overtaken
+            manifest = read_manifest(*where, **whose)
+            if overtaken < times:
+                overtaken += 1
+                say_and_merge()
+            return manifest
+
+        say_and_merge()
+        for module in (held, directory, static):
+            monkeypatch.setattr(module, "read_manifest", read_before_a_merge)
+        readers = (
+            partial(load_static_directory, fingerprint=FINGERPRINT),
+            lambda path: held.open_one(path, None).segments,
+        )
+        for read in readers:
+            overtaken = 0
+            if times == 3:
+                assert [found.tolist() for found in sequences_of(read(path))] == said
+            else:
+                with pytest.raises(StoreUnavailable, match="is incomplete"):
+                    read(path)
+        overtaken = 0
+        assert inspect(path, deep=True)["is_intact"] == (times == 3)
 
 
 # inspect --deep

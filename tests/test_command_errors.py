@@ -67,6 +67,7 @@ ERRORS = {
     f"build nowhere://x {BUILD}": "nowhere://x: ",
     f"build asked.jsonl {BUILD}": "1 of 1 records say no answer",
     f"build text.jsonl {BUILD} --namespace no/way": "namespace",
+    f"build text.jsonl {BUILD} --chat-template latin.txt": "latin.txt: not UTF-8",
     "build chat.jsonl --tokenizer silent --out out": "--chat-template FILE",
     "build text.jsonl --tokenizer nowhere/else --out out": "no tokenizer",
     "build text.jsonl --tokenizer MODEL --out warm": "--force",
@@ -152,6 +153,16 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(
         assert content(place) == before
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ssd-cache: error: ") and ERRORS[command] in line and "hidden" not in line
+
+
+@pytest.mark.parametrize("command", [f"build missing.txt {BUILD}", "merge missing --out out"])
+def test_a_mount_point_is_refused_before_any_work(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == Path("out"))
+    assert main(shlex.split(command)) == 2
+    assert "out is a mount point" in capsys.readouterr().err
 
 
 IDS = "one list of integers"

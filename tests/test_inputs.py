@@ -7,6 +7,7 @@ import gzip
 import http.server
 import io
 import json
+import os
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from cache_builder.inputs import lines, streams
 from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, Format, InputError, Record
 from cache_builder.inputs.records import examples_of, read_part, read_sources
 from cache_builder.inputs.sources import Source, find_sources, parts_of
+from cache_builder.inputs.streams import file_system
 from ssd.text.codec import TextCodec
 from tests.reference.text import chat_examples
 
@@ -186,6 +188,27 @@ def test_a_web_server_is_read(web: str, tmp_path: Path) -> None:
     assert texts(f"{web}/in.jsonl") == texts(f"{web}/in.jsonl.zst?key=1") == TEXTS
     with pytest.raises(InputError, match=r"none\.jsonl: "):
         texts(f"{web}/none.jsonl")
+
+
+def test_the_stamp_of_a_url_changes_with_its_file_and_every_time_where_nobody_can_tell(
+    web: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("aiohttp")
+    (tmp_path / "in.jsonl").write_bytes(TEXT_LINES)
+
+    def stamp(url: str) -> str:
+        return find_sources([url])[0].stamp
+
+    before = stamp(f"{web}/in.jsonl")
+    assert before == stamp(f"{web}/in.jsonl")
+    os.utime(tmp_path / "in.jsonl", (1, 1))
+    assert before != stamp(f"{web}/in.jsonl")
+    memory = file_system("memory://")[0]
+    memory.pipe("/in.jsonl", TEXT_LINES)
+    try:
+        assert stamp("memory://in.jsonl") != stamp("memory://in.jsonl")
+    finally:
+        memory.rm("/in.jsonl")
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.commands.push import push
+from ssd.config import CacheConfig
 from ssd.errors import CacheError, SegmentCorrupt, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval import ring as module
 from ssd.retrieval import segment as segment_module
+from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.segment import SEPARATOR, unpack
 from ssd.retrieval.static import StaticWriter, load_static_directory
 from tests.cache_files import FINGERPRINT, read_cache, write_cache
@@ -51,6 +55,31 @@ def test_a_run_that_fails_changes_nothing(tmp_path: Path) -> None:
     (segment,) = load_static_directory(tmp_path, fingerprint=FINGERPRINT)
     assert segment.tokens.tolist() == [1, SEPARATOR]
     assert len(list(tmp_path.glob("*.seg"))) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_added_to_a_servers_directory_leaves_all_that_it_learned(tmp_path: Path, fails: bool) -> None:
+    def served() -> CacheSet:
+        return CacheSet(CacheConfig(directory=tmp_path), FINGERPRINT, inline=True)
+
+    path, own = tmp_path / "default", [[1, 2, 3] * 5, [4] * 9]
+    with served() as caches:
+        for number, text in enumerate(own):
+            caches.get().append_all_shared([np.array(text, np.int32)], source={"n": number})
+            caches.flush()
+    with suppress(CacheError), StaticWriter(path, fingerprint=FINGERPRINT) as writer:
+        writer.append([7, 8])
+        writer.append([-5] if fails else [9])
+    texts = [*([] if fails else [[7, 8], [9]]), *own]
+    assert read_cache(path) == texts
+    for said in ([5] * 9, [6] * 9):
+        with served() as caches:
+            cache = caches.get()
+            assert cache.kept is not None and cache.kept.source == {"n": 1}
+            cache.append(said)
+        assert cache.stats().num_failures == 0
+        texts.append(said)
+        assert read_cache(path) == texts
 
 
 def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:

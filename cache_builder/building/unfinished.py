@@ -38,8 +38,7 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CacheLocked(f"another process builds {out} now: wait for it, or give another --out") from None
-        if (path / _OLD).exists() and not out.exists():  # it ended between two renames
-            (path / _OLD).rename(out)
+        _put_back(out, path)
         for child in path.iterdir():
             if fresh or child.name not in ("new", "journal"):
                 shutil.rmtree(child) if child.is_dir() else child.unlink()
@@ -48,12 +47,19 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
         try:
             yield path
         except BaseException:
-            if not all(any((path / name).iterdir()) for name in ("new", "journal")):
+            _put_back(out, path)
+            if not all(any((path / name).glob("*")) for name in ("new", "journal")):  # "new" may be ``out`` already
                 shutil.rmtree(path, ignore_errors=True)
             raise
         shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(lock)
+
+
+def _put_back(out: Path, working: Path) -> None:
+    """What ``replace_directory`` took away, where it ended between its two renames."""
+    if (working / _OLD).exists() and not out.exists():
+        (working / _OLD).rename(out)
 
 
 def replace_directory(out: Path, working: Path) -> None:
@@ -86,6 +92,11 @@ def check_new(out: Path, *, force: bool) -> None:
     """Raises ConfigError, or CacheLocked, where ``out`` is not to be written. ``force`` : a cache there is replaced."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: give a directory with --out")
+    if os.path.ismount(out):
+        raise ConfigError(
+            f"{out} is a mount point, which no finished cache can take the place of: give a directory below it with "
+            f"--out, such as {out / 'cache'}"
+        )
     if (out / MANIFEST_NAME).exists():
         if not force:
             raise ConfigError(

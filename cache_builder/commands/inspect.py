@@ -16,8 +16,8 @@ from cache_builder.commands.options import CACHE_DIRECTORY, codec_of, progress_b
 from cache_builder.held import learned_of, manifest_of, open_one, plain
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError
-from ssd.retrieval.directory import LEARNED_NAME
-from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME
+from ssd.retrieval.directory import LEARNED_NAME, MOST_READS
+from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, Manifest
 from ssd.retrieval.ring import blocks_of, sequences_of
 from ssd.retrieval.segment import SEPARATOR, Segment, open_segment, unpack
 from ssd.retrieval.suffix_array import build_fence
@@ -95,7 +95,7 @@ def inspect(
     codec: TextCodec | None = None,
     progress: Callable[[int], object] = lambda num_tokens: None,
 ) -> Facts:
-    """Read all of a directory and check it, as ``--json`` prints it. Changes nothing.
+    """Read all of a directory and check it, as ``--json`` prints it. Changes nothing; a server may go on writing it.
 
     Token counts are of text, without what ends sequences. The "error" of a segment is None where its file is there and
     every checksum matches; "faults" say what is wrong, and what to do. Of ``deep`` alone: "notes", what may stay as it
@@ -104,7 +104,18 @@ def inspect(
     ``codec`` : what it should have been made with, for ``deep``; None does not look. ``progress`` is told of tokens.
     O(tokens); with ``deep`` 8 bytes a token of the largest segment. Raises CacheError where there is no cache.
     """
-    manifest = manifest_of(path)
+    for _ in range(MOST_READS):
+        manifest = manifest_of(path)
+        facts = _facts(path, manifest, deep, codec, progress)
+        if facts["is_intact"] or manifest_of(path) == manifest:
+            break
+    return facts
+
+
+def _facts(
+    path: Path, manifest: Manifest, deep: bool, codec: TextCodec | None, progress: Callable[[int], object]
+) -> Facts:
+    """As ``inspect``; files that a server's merge removed since ``manifest`` was read are faults."""
     segments, faults, notes = list[Facts](), list[str](), list[str]()
     learned_from = None
     if deep and codec is not None and codec.fingerprint != manifest.fingerprint:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cache_builder.inputs.record import FORMATS, FieldNames
+from cache_builder.inputs.streams import readable
 from ssd.bundled import MODEL_PATH
 from ssd.errors import SSDError, StoreUnavailable
 from ssd.sharing.connection import URL_VARIABLE
@@ -131,8 +132,11 @@ def add_log_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def chat_template_of(options: argparse.Namespace) -> str | None:
-    """The source of the template that was named. Raises OSError."""
-    return None if options.chat_template is None else str(options.chat_template.read_text())
+    """The source of the template that was named. Raises InputError."""
+    if options.chat_template is None:
+        return None
+    with readable(str(options.chat_template)):
+        return str(options.chat_template.read_text(encoding="utf-8"))
 
 
 def read_logs(options: argparse.Namespace, names: list[str], class_by: str | None = None) -> tuple[TextCodec, Log]:

@@ -22,6 +22,7 @@ _FORMATS: dict[str, Format] = {
 _TEXTS = (".txt", ".text", ".md", ".rst", ".log")
 _PEEKED = 1 << 16
 _MOST_PEEKED_FILES = 256
+_STAMPS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "updated")
 _SWELLS = 4
 """What compressed text is taken for, in its own bytes."""
 
@@ -30,8 +31,9 @@ _SWELLS = 4
 class Source:
     """One file, or a range of it: bytes of text and lines, or row groups; ``stop`` None: its end.
 
-    ``size`` : bytes of the file, None where it is not known. ``stamp`` : changes when the file does, and every time
-    where nobody can tell. ``requests`` : of a batch's responses the files of requests, the likeliest first.
+    ``size`` : bytes of the file, None where it is not known. ``stamp`` : changes when the file does or one of its
+    ``requests``, and every time where nobody can tell. ``requests`` : of a batch's responses the files of requests, the
+    likeliest first.
     """
 
     name: str
@@ -116,9 +118,7 @@ def _remote(name: str, format: Format) -> Iterator[Source]:
 
 def _remote_file(name: str, entry: dict[str, Any], format: Format) -> Source:
     size = entry.get("size")
-    stamp = next(
-        (str(entry[key]) for key in ("ETag", "etag", "mtime", "LastModified", "updated") if entry.get(key)), ""
-    )
+    stamp = next((str(entry[key]) for key in _STAMPS if entry.get(key)), secrets.token_hex(8))
     return Source(name, _format_of(name, format), size if isinstance(size, int) else None, stamp)
 
 
@@ -149,11 +149,12 @@ def _with_requests(sources: list[Source]) -> list[Source]:
     said = [name for name, side in sides.items() if side == "responses"]
     if not asked or len(asked) == len(lines):
         return sources
+    stamp = " ".join(f"{source.size} {source.stamp}" for source in lines if source.name in asked)
     joined = []
     for source in sources:
         if source.name in said:
             at = said.index(source.name) % len(asked)
-            joined.append(replace(source, requests=(*asked[at:], *asked[:at])))
+            joined.append(replace(source, stamp=f"{source.stamp} {stamp}", requests=(*asked[at:], *asked[:at])))
         elif source.name not in asked:
             joined.append(source)
     return joined

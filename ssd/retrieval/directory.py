@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ssd.errors import CacheError, FormatVersion, SegmentCorrupt
+from ssd.errors import CacheError, FormatVersion, SegmentCorrupt, StoreUnavailable
 from ssd.retrieval.cache_state import Checkpoint, Copy
 from ssd.retrieval.files import (
     LOCK_NAME,
@@ -51,6 +51,9 @@ _MOST_LEARNED_BYTES: Final = 1 << 26
 RETRY_S: Final = 30.0
 """What could not be written is tried again this often, beside what is sealed meanwhile."""
 SAVE_LEARNED_S: Final = 60.0
+
+MOST_READS: Final = 5
+"""Of a directory whose server removes files while they are read."""
 
 
 def read_learned(path: Path) -> bytes | None:
@@ -251,6 +254,27 @@ def load_segments(
         except (CacheError, OSError) as error:
             failures.append(error)
     return segments, failures
+
+
+def load_whole(path: Path, manifest: Manifest) -> list[Segment]:
+    """All segments of directory ``path``, as ``manifest`` says or one that a server put in its place meanwhile.
+
+    Raises CacheError: StoreUnavailable where one cannot be read.
+    """
+    for _ in range(MOST_READS):
+        segments, failures = load_segments(path, manifest)
+        if not failures:
+            return segments
+        newer = None
+        with contextlib.suppress(OSError):
+            newer = read_manifest(path, fingerprint=manifest.fingerprint, namespace=manifest.namespace)
+        if newer is None or newer == manifest:
+            break
+        del segments  # there may be memory for one reading only
+        manifest = newer
+    if isinstance(failures[0], CacheError):
+        raise failures[0]
+    raise StoreUnavailable(f"{path} is incomplete: {failures[0]}. Copy or build it again") from failures[0]
 
 
 class DurableSegments:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.errors import CacheError, StoreUnavailable
-from ssd.retrieval.directory import SegmentDirectory, load_segments
+from ssd.retrieval.directory import SegmentDirectory, load_whole
 from ssd.retrieval.files import Manifest, check_fingerprint, check_namespace, new_segment_id, read_manifest
 from ssd.retrieval.prefixes import as_sequence, split_sequence
 from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
@@ -25,7 +25,8 @@ _LEAD_IN_TOKENS = 32
 
 
 def load_static_directory(path: Path, *, fingerprint: str) -> list[Segment]:
-    """All segments of a directory, of any namespace, as static ones. A server's own directory may be given too.
+    """All segments of a directory, of any namespace, as static ones. A server's own directory may be given too, and
+    the server go on writing it.
 
     Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, or StoreUnavailable when it cannot be read.
     """
@@ -36,12 +37,7 @@ def load_static_directory(path: Path, *, fingerprint: str) -> list[Segment]:
     if manifest is None:
         raise StoreUnavailable(f"{path} holds no cache (no manifest.json). Make one with `ssd-cache build`")
     _require_memory(path, manifest)
-    segments, failures = load_segments(path, manifest)
-    for failure in failures:
-        if isinstance(failure, CacheError):
-            raise failure
-        raise StoreUnavailable(f"{path} is incomplete: {failure}. Copy or build it again") from failure
-    return [replace(segment, start=None) for segment in segments]
+    return [replace(segment, start=None) for segment in load_whole(path, manifest)]
 
 
 def _require_memory(path: Path, manifest: Manifest) -> None:
@@ -63,7 +59,7 @@ def _require_memory(path: Path, manifest: Manifest) -> None:
 
 
 class StaticWriter:
-    """Writes sequences into a directory of static segments; adds to what is there already.
+    """Writes sequences into a directory as static segments; adds to what is there already, a server's own too.
 
     A context manager: leaving it normally makes everything appended count, leaving it by an exception none of it.
     """
@@ -107,14 +103,14 @@ class StaticWriter:
         """Write the rest and the manifest."""
         try:
             self._write()
-            self._directory.commit(self._segments, next_position=0)
+            self._commit(self._segments)
         finally:
             self._directory.close()
 
     def discard(self) -> None:
         """Remove what was written since this writer was made."""
         try:
-            self._directory.commit(self._existing, next_position=0)
+            self._commit(self._existing)
         finally:
             self._directory.close()
 
@@ -126,6 +122,15 @@ class StaticWriter:
             self.close()
         else:
             self.discard()
+
+    def _commit(self, segments: Sequence[Segment]) -> None:
+        """Static ones first; what a server noted of its ring stays, or it would find no room for its own."""
+        manifest = self._directory.manifest
+        self._directory.commit(
+            sorted(segments, key=lambda segment: segment.start is not None),
+            next_position=manifest.next_position,
+            shared=manifest.shared,
+        )
 
     def _write(self) -> None:
         if self._pending:
