@@ -185,6 +185,30 @@ def test_other_architectures_reuse_too(architecture: str) -> None:
     assert outputs[0] == outputs[1]
 
 
+def test_what_is_copied_again_after_a_failed_pass_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(slots=3)
+    prompt = text(1, 50)
+    answer(engine, request("first", prompt))
+    requests = [request(name, [*prompt, *text(number, 3)], greedy(8)) for number, name in enumerate("ab", 2)]
+    for each in requests:
+        engine.submit(each)
+    append, num_failed = engine.target._append, 0
+
+    def failing(slots: Any, tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_failed
+        if len(slots) == 2 and not kwargs and not num_failed:
+            num_failed += 1
+            raise RuntimeError("injected")
+        return append(slots, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(engine.target, "_append", failing)
+    outputs = finish_all(engine)
+    assert num_failed == 1
+    for each in requests:
+        assert outputs[each.request_id][-1].stats.num_cached_tokens <= len(each.prompt_token_ids)
+        assert tokens_of(outputs[each.request_id]) == expected(each)
+
+
 def test_a_recurrent_model_reuses_nothing() -> None:
     engine = make_engine("mamba", slots=2)
     first, second = (answer(engine, request(name, text(1, 30))) for name in "ab")

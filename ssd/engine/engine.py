@@ -408,9 +408,9 @@ class Engine:
             self._isolation.drop(sequence)
         elif b in ended.failed:
             self._isolation.fail(sequence, "choosing a token", ended.failed[b])
-        elif not size:  # its grammar is late: the same pass again
+        elif not size:  # its grammar is late: the same pass again, behind the text read anew where none can be kept
             self._proposals.observe_one(ended, b, 0)
-            self.target.rollback(sequence.slot, sequence.num_tokens - 1)
+            self.target.rollback(sequence.slot, sequence.num_tokens - 1 if self.target.can_keep_prefixes else 0)
         else:
             try:
                 token_ids = ended.said[b, :size].tolist()

@@ -178,7 +178,7 @@ class PrefixReuse:
                 require_fault(error)
                 self._faults.note("copying keys and values", error, "they are computed instead")
                 self._target.rollback(sequence.slot, 0)  # what was copied of some layers is not known
-                sequence.may_copy = False
+                sequence.may_copy, sequence.stats.num_cached_tokens = False, 0
                 return
             if donor in self._kept:
                 self._used_at[donor] = next(self._clock)
@@ -186,8 +186,8 @@ class PrefixReuse:
 
     @staticmethod
     def _count(sequence: Sequence, num_tokens: int) -> None:
-        # A sequence that was preempted comes back to what it computed itself: that is no hit.
-        if not sequence.num_preemptions:
+        # A sequence that was preempted, or whose pass failed, comes back to what it had: that is no hit.
+        if not sequence.num_preemptions and not sequence.is_suspect:
             sequence.stats.num_cached_tokens += num_tokens
 
 
