@@ -268,6 +268,8 @@ class SamplingParams:
     """Special tokens of the output give no text; an end of text that ends it never does."""
     shown_special_ids: tuple[int, ...] = ()
     """Special tokens that give text all the same: what a reader of the text looks for."""
+    continues_prompt: bool = False
+    """The output is a text that goes on, and not one of its own: some tokenizers leave the first space of those out."""
     logprobs: int | None = None
     """Report each output token's log-probability and those of this many most probable tokens. They are the model's own:
     of float32 logits before bias, penalties, temperature and everything else here, as vLLM's are by default."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -344,6 +344,25 @@ def assert_joined(codec: TextCodec, text: str) -> None:
     token_ids = codec.encode_completion(text)
     joined = b"".join(map(TokenTexts(codec).bytes_of, token_ids)).decode("utf-8", "replace")
     assert joined in (codec.decode(token_ids), " " + codec.decode(token_ids))  # some decoders strip the first space
+
+
+@given(st.sampled_from(sorted(CODECS)), st.text("ab c\n\u00e9", min_size=1, max_size=12), st.data())
+def test_a_text_that_goes_on_begins_with_its_space(name: str, text: str, data: st.DataObject) -> None:
+    codec = CODECS[name]
+    token_ids = codec.encode_completion(text)
+    cut = data.draw(st.integers(1, len(token_ids)))
+    head, whole = codec.decode(token_ids[:cut]), codec.decode(token_ids)
+    assume(not head.endswith("\ufffd"))
+    stream = TextStream(codec, before=token_ids[:cut])
+    assert head + "".join([stream.push_token(each) for each in token_ids[cut:]]) + stream.finish() == whole
+    together = TextStream(codec, before=token_ids[:cut])
+    assert head + together.push(token_ids[cut:]) + together.finish() == whole
+
+
+def test_some_tokenizers_leave_out_the_first_space_of_a_text_of_its_own() -> None:
+    codec = CODECS["sentencepiece"]
+    token_ids = codec.encode_completion("c")
+    assert streamed(codec, token_ids)[0] == "c" and streamed(codec, token_ids, before=token_ids)[0] == " c"
 
 
 @given(st.sampled_from(sorted(CODECS)), st.text(max_size=12) | st.text("ab c\n\u00e9\U0001f600", max_size=12))

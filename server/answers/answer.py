@@ -53,8 +53,8 @@ def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, 
 class DraftWriter:
     """Describes the drafts of one request's choices; one that begins anew with each stream."""
 
-    def __init__(self, make_stream: Callable[[], TextStream]) -> None:
-        """``make_stream`` : a fresh stream with the stop strings of the request, to spell a choice once more."""
+    def __init__(self, make_stream: Callable[[int], TextStream]) -> None:
+        """``make_stream`` : a fresh stream as the request asks for it, to spell a choice once more."""
         self._make_stream = make_stream
         self._streams: dict[int, TextStream] = {}
 
@@ -73,7 +73,7 @@ class DraftWriter:
 
     def _texts(self, index: int, output: RequestOutput) -> list[str]:
         if index not in self._streams:
-            self._streams[index] = self._make_stream()
+            self._streams[index] = self._make_stream(index)
         stream, texts, rest = self._streams[index], [], output.text
         for token_id in output.token_ids:
             length = len(stream.push_token(token_id))

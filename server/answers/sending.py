@@ -108,14 +108,15 @@ class Answers:
         if settings.obfuscation == "always" or (settings.obfuscation == "default" and not is_declined):
             options = options.model_copy(update={"include_obfuscation": True})
 
-        def spelling() -> TextStream:
+        def spelling(index: int) -> TextStream:
             assert engine is not None and generation.sampling is not None  # every generation was submitted
-            return TextStream.following(codec_of(engine), generation.sampling)
+            prompt = generation.prompts[answer.prompt_index(index)]
+            return TextStream.following(codec_of(engine), generation.sampling, prompt)
 
         answer.stream(options, DraftWriter(spelling) if options.include_drafts else None)
         if not answer.pad:
             return EventStream(generation, events(answer, settings.keep_alive_s))
-        pieces = EvenPieces([spelling() for _ in generation.choices], settings.obfuscation_tokens)
+        pieces = EvenPieces([spelling(index) for index in range(len(generation.choices))], settings.obfuscation_tokens)
         return EventStream(generation, obfuscated_events(answer, pieces, self._pace(), settings.keep_alive_s))
 
     async def whole(self, answer: Answer, receive: Receive) -> Response:

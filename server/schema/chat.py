@@ -186,6 +186,10 @@ class ChatBody(ChatTemplateFields, GenerateBody):
     )
     echo: Literal[False] = False
 
+    @property
+    def continues_prompt(self) -> bool:
+        return self.continue_final_message
+
     def num_logprobs(self) -> int | None:
         """``top_logprobs``; raises RequestError where ``logprobs`` does not ask for them."""
         if self.top_logprobs and not self.logprobs:

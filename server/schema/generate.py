@@ -195,6 +195,11 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         """Whether no output is wanted, but what the model says of the prompt."""
         return False
 
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the output goes on with the prompt's text."""
+        return True
+
     def num_logprobs(self) -> int | None:
         """How many alternatives to report beside each token; None where no log-probabilities are asked for."""
         return None
@@ -250,6 +255,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
             structured_output=self.structured_output(),
             logprobs=self.num_logprobs(),
             skip_special_tokens=self.skip_special_tokens,
+            continues_prompt=self.continues_prompt,
             prompt_logprobs=self.prompt_logprobs,
         )
 

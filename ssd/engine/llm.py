@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from threading import Timer
@@ -125,7 +125,7 @@ class LLM:
         ``prompts`` : a text, token ids, or a list of either. ``sampling`` : for all, or one for each. ``n`` : outputs
         of each prompt. Raises RequestError for a prompt or a setting that cannot be used, with nothing computed.
         """
-        return self._complete([self._ids_of(prompt) for prompt in _as_list(prompts)], sampling, n)
+        return self._complete([self._ids_of(prompt) for prompt in _as_list(prompts)], sampling, n, goes_on=True)
 
     def chat(
         self,
@@ -141,7 +141,7 @@ class LLM:
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.codec.encode_chat(each, template_kwargs=template) for each in conversations]
-        return self._complete([tuple(prompt) for prompt in prompts], sampling, n)
+        return self._complete([tuple(prompt) for prompt in prompts], sampling, n, goes_on=False)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The pieces of one prompt's output as they come; one that is begun and not read to its end is cancelled.
@@ -149,7 +149,7 @@ class LLM:
         Several may be read by turns: they are decoded together. Raises RequestError, at the first piece where the
         engine refuses it.
         """
-        (request,) = self._requests([self._ids_of(prompt)], [_settings(sampling)], 1)
+        (request,) = self._requests([self._ids_of(prompt)], [_settings(sampling)], 1, goes_on=True)
 
         def begun() -> Iterator[RequestOutput]:  # not before it is read: nobody would cancel it
             self._submit(request)
@@ -158,8 +158,9 @@ class LLM:
         return begun()
 
     def _complete(
-        self, prompts: list[tuple[int, ...]], sampling: SamplingParams | Sequence[SamplingParams] | None, n: int
-    ) -> list[Completion]:
+        self, prompts: list[tuple[int, ...]], sampling: SamplingParams | Sequence[SamplingParams] | None, n: int,
+        *, goes_on: bool,
+    ) -> list[Completion]:  # fmt: skip
         if isinstance(sampling, Sequence):
             settings = [_settings(each) for each in sampling]
             if len(settings) != len(prompts):
@@ -168,7 +169,7 @@ class LLM:
             settings = [_settings(sampling)] * len(prompts)
         if not isinstance(n, Integral) or n < 1:
             raise RequestError(f"n must be a whole number from 1 on, got {n!r}", param="n")
-        requests = self._requests(prompts, settings, int(n))
+        requests = self._requests(prompts, settings, int(n), goes_on=goes_on)
         names, said = [request.request_id for request in requests], list[Choice]()
         try:
             for request in requests:
@@ -181,12 +182,15 @@ class LLM:
             raise
         return [Completion(prompt, tuple(said[n * place : n * place + n])) for place, prompt in enumerate(prompts)]
 
-    def _requests(self, prompts: list[tuple[int, ...]], settings: list[SamplingParams], n: int) -> list[Request]:
+    def _requests(
+        self, prompts: list[tuple[int, ...]], settings: list[SamplingParams], n: int, *, goes_on: bool
+    ) -> list[Request]:
+        """``goes_on`` : outputs continue the prompts' text."""
         return [
             Request(
                 request_id=f"llm-{next(self._numbers)}",
                 prompt_token_ids=prompt,
-                sampling=each,
+                sampling=replace(each, continues_prompt=True) if goes_on else each,
                 choice_index=choice,
                 learn=self._learn,
             )

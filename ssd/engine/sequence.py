@@ -179,11 +179,6 @@ class Sequence:
         return self.tokens[: self.num_tokens]
 
     @property
-    def has_output(self) -> bool:
-        """Whether a pass gave it a token."""
-        return self.num_tokens > self.num_prompt_tokens
-
-    @property
     def num_remaining(self) -> int:
         """Tokens that may still be generated."""
         return self.max_length - self.num_tokens
@@ -338,7 +333,7 @@ def open_sequence(
         takes_priority=takes_priority,
     )
     sampling = request.sampling
-    stream = None if codec is None else TextStream.following(codec, sampling)
+    stream = None if codec is None else TextStream.following(codec, sampling, request.prompt_token_ids)
     return Sequence(
         request,
         max_length=max_length,

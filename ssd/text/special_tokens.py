@@ -66,6 +66,9 @@ class SpecialTokens:
         harmless = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {tokenizer.eos_token_id}
         self._control_ids = frozenset(self._ids[content] for content in self._special) - harmless
         self._kept = lru_cache(maxsize=8)(self._find_kept)
+        secret = "".join(chr(_SENTINELS - 1 - secrets.randbelow(0xFFFE)) for _ in range(8))
+        self._sentinels = {content: secret + chr(_SENTINELS + number) for number, content in enumerate(self._ids)}
+        """For every added token 128 random bits and its number; drawn here, as several threads may be the first."""
 
     def mark(
         self, messages: list[dict[str, Any]], variables: dict[str, Any], template: str
@@ -152,12 +155,6 @@ class SpecialTokens:
             AddedToken(token.content, single_word=token.single_word, normalized=False) for token in added
         ])  # fmt: skip
         return finder
-
-    @cached_property
-    def _sentinels(self) -> dict[str, str]:
-        """For every added token 128 random bits and its number."""
-        secret = "".join(chr(_SENTINELS - 1 - secrets.randbelow(0xFFFE)) for _ in range(8))
-        return {content: secret + chr(_SENTINELS + number) for number, content in enumerate(self._ids)}
 
     @cached_property
     def _twin(self) -> Any:

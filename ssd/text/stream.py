@@ -17,9 +17,9 @@ class TextStream:
     """Incremental detokenisation of one output. Not thread-safe; O(1) tokens decoded per token pushed.
 
     The pieces that ``push_token`` and ``finish`` return are together ``decode`` of the pushed ids without those that
-    give no text, cut at the first stop string. Where a tokenizer spells characters it has no token for byte by byte (as
-    sentencepiece does) and the bytes are not UTF-8, the number of U+FFFD may differ: that decoder judges a whole run
-    of bytes at once.
+    give no text, cut at the first stop string; or what that has more behind the text that it goes on from. Where a
+    tokenizer spells characters it has no token for byte by byte (as sentencepiece does) and the bytes are not UTF-8,
+    the number of U+FFFD may differ: that decoder judges a whole run of bytes at once.
 
     A tokenizer decides by what comes before whether a token begins with a space, and several tokens may spell one
     character. So a short window is decoded, which begins where a piece of text began::
@@ -35,10 +35,12 @@ class TextStream:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         shown_special_ids: Collection[int] = (),
+        before: Sequence[int] = (),
     ) -> None:
         """``stop`` : non-empty strings, any of which ends the text; ``include_stop`` : it is returned as well.
 
-        ``skip_special_tokens`` : they give no text, but for ``shown_special_ids``.
+        ``skip_special_tokens`` : they give no text, but for ``shown_special_ids``. ``before`` : token ids of a text
+        that it goes on from.
         """
         self.stop_hit: str | None = None
         """The stop string that ended the text. Nothing is returned any more."""
@@ -48,13 +50,13 @@ class TextStream:
         self._silent: frozenset[int] = codec.special_ids if skip_special_tokens else frozenset()
         if shown_special_ids:
             self._silent = self._silent.difference(shown_special_ids)
-        self._window: list[int] = []
-        self._num_context = 0
-        self._context_text = ""
+        self._window = _end_of(before, codec)
+        self._num_context = len(self._window)
+        self._context_text = codec.decode(self._window)
         self._unsent = ""
 
     @classmethod
-    def following(cls, codec: TextCodec, sampling: SamplingParams) -> TextStream:
+    def following(cls, codec: TextCodec, sampling: SamplingParams, prompt: Sequence[int]) -> TextStream:
         """The text of one output as its request asks for it."""
         return cls(
             codec,
@@ -62,6 +64,7 @@ class TextStream:
             include_stop=sampling.include_stop_str_in_output,
             skip_special_tokens=sampling.skip_special_tokens,
             shown_special_ids=sampling.shown_special_ids,
+            before=prompt if sampling.continues_prompt else (),
         )
 
     @property
@@ -163,6 +166,17 @@ class TextStream:
         num_held = max(_longest_overlap(text, stop) for stop in self._stop)
         self._unsent = text[len(text) - num_held :]
         return text[: len(text) - num_held]
+
+
+def _end_of(token_ids: Sequence[int], codec: TextCodec) -> list[int]:
+    """The last token, with those before it that spell the same character; none of a text that ends otherwise."""
+    for count in range(1, min(len(token_ids), _MAX_INCOMPLETE_TOKENS) + 1):
+        end = list(token_ids[-count:])
+        if end[0] in codec.special_ids:
+            break
+        if _REPLACEMENT not in codec.decode(end):
+            return end
+    return []
 
 
 def _longest_overlap(text: str, stop: str) -> int:

@@ -23,12 +23,10 @@ COMMANDS = {"exec_command": "cmd", "Bash": "command"}
 class AgentCodec(SayingCodec):
     """The model runs one command; then it repeats what came of it."""
 
-    def encode_chat(
-        self, messages: list[dict[str, Any]], *, template_kwargs: dict[str, Any], **_options: Any
-    ) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         if messages[-1]["role"] == "tool":
             return self.encode_prompt(f"It said: {messages[-1]['content']}")
-        offered = [tool["function"]["name"] for tool in template_kwargs.get("tools", ())]
+        offered = [tool["function"]["name"] for tool in options["template_kwargs"].get("tools", ())]
         for name in [name for name in offered if name in COMMANDS]:
             arguments = json.dumps(
                 {COMMANDS[name]: "echo $((6 * 7)) > made.txt && cat made.txt", "description": "Make."}

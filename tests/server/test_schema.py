@@ -42,7 +42,17 @@ def test_fields_reach_the_sampling_parameters() -> None:
     }  # fmt: skip
     body = CompletionBody.parse({"prompt": "x", "logit_bias": {"3": -1, "4": 2.5}, "stop": "end", **fields})
     expected: dict[str, Any] = {**fields, "stop_token_ids": (5,), "stop": ("end",), "logit_bias": ((3, -1.0), (4, 2.5))}
-    assert sampling(body, temperature=1.5, top_k=3) == SamplingParams(**expected)
+    assert sampling(body, temperature=1.5, top_k=3) == SamplingParams(**expected, continues_prompt=True)
+
+
+def test_which_outputs_go_on_with_the_text_of_their_prompt() -> None:
+    def goes_on(body: GenerateBody) -> bool:
+        return body.sampling({}, room=10, default_limit=None).continues_prompt
+
+    said = {"model": "x", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    chat = {"add_generation_prompt": False, "continue_final_message": True}
+    assert goes_on(CompletionBody.parse({"model": "x", "prompt": "a"}))
+    assert goes_on(ChatBody.parse({**said, **chat})) and not goes_on(ChatBody.parse(said))
 
 
 def test_defaults_fill_what_the_request_leaves_out_and_openai_fills_the_rest() -> None:
