@@ -67,6 +67,10 @@ def test_another_log_with_the_same_ids_is_not_known(num_read: int, num_entries: 
     assert found(cursor, other) == 0
 
 
+def test_of_an_empty_log_nothing_is_known() -> None:
+    assert that_read(stream(3)).find(None, lambda _: None) is None
+
+
 def test_a_mark_stays_small() -> None:
     cursor = that_read(stream(1000))
     for life in range(200):

@@ -10,12 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd.compiled.addresses import kernel
 from ssd.config import SamplingParams
 from ssd.drafting import choices
-from ssd.drafting.choices import IN_BUCKET, MOST_CONFIRMED, KeyedChoices, learn_choices
+from ssd.drafting.choices import (
+    IN_BUCKET,
+    MOST_CONFIRMED,
+    NO_CHOICE,
+    KeyedChoices,
+    NamespaceChoices,
+    choice_at,
+    choices_at,
+    learn_choices,
+    times_confirmed,
+    token_of,
+)
 from ssd.drafting.drafter import SuffixDrafter
-from ssd.drafting.noise import SequenceNoise
+from ssd.drafting.noise import SequenceNoise, UInt
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
+from ssd.drafting.successors import IDLE_PASSES, MOST_TABLES
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
@@ -30,6 +43,17 @@ SECRET, STREAM = 7, 3
 Choices = dict[int, tuple[int, int]]
 
 texts = st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integers(0, 3))
+
+
+@kernel
+def _choice(choices: int, key: np.uint64) -> UInt:
+    return choice_at(choices_at(choices), key)
+
+
+def choice(table: KeyedChoices, key: int) -> tuple[int, int] | None:
+    """The token that was chosen last under a key, and how often it was confirmed; None where nothing is known."""
+    found = np.uint64(_choice(table.address, np.uint64(key)))
+    return None if found == NO_CHOICE else (token_of(found), times_confirmed(found))
 
 
 def int32(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -91,14 +115,11 @@ def test_a_table_knows_what_was_chosen_last_under_every_key(told: list[Any], win
     table, expected = KeyedChoices(), Choices()
     for text, prompt_length in told:
         noise = noise_of(text, prompt_length, window)
-        assert noise.drawn().tolist() == [
-            [key_behind(text[:at], window), text[at]] for at in range(prompt_length, len(text))
-        ]
         learn_choices(table.address, noise.address, True)
         learn_choices(table.address, noise.address, True)  # nothing is new
         enter(expected, text, prompt_length, window)
-    assert {key: table.choice(key) for key in expected} == expected
-    assert len(table) == len(expected)
+    assert {key: choice(table, key) for key in expected} == expected
+    assert table._table.num_held == len(expected)
 
 
 def test_a_table_grows_to_its_bound_and_then_forgets_what_was_confirmed_least(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +127,14 @@ def test_a_table_grows_to_its_bound_and_then_forgets_what_was_confirmed_least(mo
     monkeypatch.setattr(choices, "MOST_BUCKETS", 1 << 9)
     table, most = KeyedChoices(), IN_BUCKET << 9
 
-    def learn(seed: int, length: int) -> list[list[int]]:
-        noise = noise_of(np.random.default_rng(seed).integers(0, 1 << 24, length).tolist(), 0, 8)
+    def learn(seed: int, length: int) -> list[int]:
+        text: list[int] = np.random.default_rng(seed).integers(0, 1 << 24, length).tolist()
+        noise = noise_of(text, 0, 8)
         learn_choices(table.address, noise.address, True)
-        drawn: list[list[int]] = noise.drawn().tolist()
-        return drawn
+        return text
+
+    def known(text: list[int]) -> list[tuple[int, int] | None]:
+        return [choice(table, key_behind(text[:at], 8)) for at in range(len(text))]
 
     for _ in range(3):
         first = learn(0, 100)
@@ -118,20 +142,19 @@ def test_a_table_grows_to_its_bound_and_then_forgets_what_was_confirmed_least(mo
     for number in range(1, 40):
         learn(number, 200)
         table.make_room()
-    assert most >= len(table) > 0.9 * most
-    known = [table.choice(key) for key, _ in first]
-    assert sum(choice is not None and choice[0] == token for choice, (_, token) in zip(known, first, strict=True)) > 95
+    assert most >= table._table.num_held > 0.9 * most
+    assert sum(found is not None and found[0] == token for found, token in zip(known(first), first, strict=True)) > 95
     newest = learn(40, 10)
-    assert [table.choice(key) for key, _ in newest] == [(token, 0) for _, token in newest]
+    assert known(newest) == [(token, 0) for token in newest]
     absent = np.random.default_rng(1).integers(0, 1 << 63, 10_000).tolist()
-    assert sum(table.choice(key) is not None for key in absent) < 10
+    assert sum(choice(table, key) is not None for key in absent) < 10
 
 
 def test_ids_that_an_entry_cannot_hold_are_left_out() -> None:
     table, text = KeyedChoices(), [1, 1 << 24, -1, 5]
     noise = noise_of(text, 1, 2)
     learn_choices(table.address, noise.address, True)
-    assert [table.choice(key) for key, _ in noise.drawn().tolist()] == [None, None, (5, 0)]
+    assert [choice(table, key_behind(text[:at], 2)) for at in (1, 2, 3)] == [None, None, (5, 0)]
 
 
 taught = st.tuples(st.lists(texts, max_size=4), told, st.integers(0, 9), st.integers(1, 3), st.booleans(),
@@ -225,6 +248,20 @@ def test_what_may_not_teach_teaches_nobody_and_namespaces_are_apart() -> None:
     assert len(drafted(drafter, ANSWER[:10], learned, name="c").token_ids) > 0
     assert len(drafted(drafter, ANSWER[:10], other, name="d").token_ids) == 0
     assert len(drafted(drafter, ANSWER[:10], None, name="e").token_ids) == 0  # type: ignore[arg-type]
+
+
+def test_a_table_that_is_only_read_is_in_use() -> None:
+    tables, namespaces = NamespaceChoices(), [LearnedState() for _ in range(MOST_TABLES + 1)]
+
+    def table_of(learned: LearnedState, may_teach: bool) -> int:
+        return tables.of(asked("a", ANSWER, noise_of(ANSWER, 4, 4), 0, learned=learned, may_teach=may_teach))
+
+    for learned in namespaces[:-1]:
+        table_of(learned, True)
+    for _ in range(IDLE_PASSES):
+        tables.begin_pass()
+    read = table_of(namespaces[0], False)
+    assert table_of(namespaces[-1], True) and table_of(namespaces[0], False) == read > 0
 
 
 def test_what_is_said_while_a_request_runs_is_known_at_its_next_step() -> None:

@@ -58,11 +58,11 @@ def test_what_was_noted_is_forgotten_with_its_text() -> None:
     known = _follower()
     for begin in (0, 8, 16):
         known.note(_tokens(list(range(max(0, begin - 2), begin + 8))), begin)
-    assert len(known) == 6
+    assert len(known._blocks) == 6
     known.forget_before(8)
-    assert len(known) == 4
+    assert len(known._blocks) == 4
     known.forget_before(100)
-    assert len(known) == 0 and known._ends is not None and not len(known._ends)
+    assert len(known._blocks) == 0 and known._ends is not None and not len(known._ends)
 
 
 @given(

@@ -21,7 +21,7 @@ from benchmarks.faults.injected import OVERSIZED_ANSWERS, WRONG_ANSWERS
 from benchmarks.faults.proxy import CLEAR, FaultProxy, Weather
 from ssd.sharing import clients as bounded_parser
 from ssd.sharing.redis_log import RedisCounters
-from ssd.sharing.stream import FIELD
+from ssd.sharing.stream import BEGINNING, FIELD
 from tests.redis_server import RedisServer, client, redis_server, started
 from tests.sharing_replica import KEY, Replica, entry, eventually, foreign, replica, stored
 
@@ -70,6 +70,31 @@ def test_a_hostile_id_does_not_end_sharing(
         client.xadd(KEY, foreign(2))
         eventually(lambda: [7, 2] in one.stored())
         assert sorted(one.stored()) == [[1], [2], [3], [7, 1], [7, 2]]
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["running", "restarted"])
+@pytest.mark.parametrize("is_trimmed", [False, True], ids=["flushed", "trimmed"])
+def test_what_follows_an_empty_log_is_read_once_whatever_its_ids(
+    redis_server: RedisServer, client: Client, tmp_path: Path, is_trimmed: bool, restarts: bool
+) -> None:
+    with ExitStack() as stack:
+        one = stack.enter_context(replica(redis_server.url, tmp_path / "one"))
+        client.xadd(KEY, foreign(1), id=FUTURE_ID)
+        eventually(lambda: one.stored() == [[7, 1]])
+        if restarts:
+            stack.close()
+        if is_trimmed:
+            client.xtrim(KEY, maxlen=0)
+        else:
+            client.flushall()
+        if restarts:
+            one = stack.enter_context(replica(redis_server.url, tmp_path / "one"))
+        (stream,) = one.log.reader.streams()
+        eventually(lambda: stream.last_id == BEGINNING)
+        for number in (2, 3):
+            client.xadd(KEY, foreign(number))
+            eventually(lambda: [7, number] in one.stored())  # noqa: B023
+        assert one.stored() == [[7, 1], [7, 2], [7, 3]]
 
 
 def test_replicas_that_begin_a_new_log_at_once_lose_nothing(redis_server: RedisServer, client: Client) -> None:

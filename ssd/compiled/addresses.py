@@ -181,12 +181,6 @@ def leading_zeros(_typing: Any, value: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@inlined
-def data_of(array: npt.NDArray[Any]) -> int:
-    """Where the data of ``array`` begin, for kernels. It must outlive what is done with that, see `name_memory`."""
-    return array.ctypes.data
-
-
 def array_of(element: Any, itemsize: int) -> Callable[[int, int], Any]:
     """For kernels: a function from an address and a length to the array there, of one of numba's types."""
     pointer = pointer_to(element)

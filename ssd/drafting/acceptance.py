@@ -295,16 +295,6 @@ def learn(model: Model, inputs: Int64s, chosen: int, label: float) -> float:
     return float(error)
 
 
-def most_undrafted(price: float) -> int:
-    """How many candidates in a row at least ``price`` must come before one is drafted, whatever was learned before.
-
-    Each that comes while its chance is below ``price`` is off by 1 - price or more, and more than that share of what
-    the curve is moved by falls to a knot that can still rise; together its knots cannot rise by more than KNOTS. So no
-    model is beyond recovery.
-    """
-    return math.ceil(KNOTS / (_KNOT_RATE * (1.0 - price) ** 2))
-
-
 def within_reach(chances: Floats, counts: Floats, weights: Floats, knots: Floats) -> tuple[Floats, ...]:
     """The nearest numbers that learning from a new model could have come to; float64 arrays of any shape."""
     return (

@@ -87,7 +87,7 @@ class AcceptanceModel:
         """Restore what ``to_bytes`` kept. Raises ValueError when it is not that, or of another version.
 
         A right checksum says nothing of who wrote it: numbers that learning cannot come to are brought within what it
-        can. So whatever is restored, what comes true again and again is drafted again, see ``most_undrafted``.
+        can. So whatever is restored, what comes true again and again is drafted again.
         """
         if len(stored) != _SIZE or stored[:8] != _MAGIC:
             raise ValueError(f"not an acceptance model of this version: {len(stored)} bytes, expected {_SIZE}")

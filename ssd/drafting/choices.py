@@ -169,11 +169,6 @@ def _spread(entries: UInt64s, grown: int) -> None:
             places[place] = entry
 
 
-@kernel
-def _choice(choices: int, key: np.uint64) -> UInt:
-    return choice_at(choices_at(choices), key)
-
-
 def warm_up() -> None:
     """Compile the kernels, so that the first request compiles nothing."""
     table, noise = KeyedChoices(), SequenceNoise.coupled(0, 0, prompt_length=0)
@@ -190,15 +185,6 @@ class KeyedChoices:
         self._memory = Records(ChoiceTable)
         self._table, self.address = self._memory[0], self._memory.address
         self._make_buckets(FIRST_BUCKETS)
-
-    def __len__(self) -> int:
-        """Entries that it has."""
-        return self._table.num_held
-
-    def choice(self, key: int) -> tuple[int, int] | None:
-        """The token that was chosen last under a key, and how often it was confirmed; None where nothing is known."""
-        found = int(_choice(self.address, np.uint64(key)))
-        return None if found == NO_CHOICE else (found & (1 << _TOKEN_BITS) - 1, found >> _TOKEN_BITS & MOST_CONFIRMED)
 
     def make_room(self) -> None:
         """Grow, if it is half full and may. O(entries) then."""

@@ -18,7 +18,6 @@ from ssd.compiled.addresses import (
     Int64s,
     Record,
     TokenIds,
-    data_of,
     dtype_of,
     inlined,
     int32_array,
@@ -115,12 +114,9 @@ class LookupScratch(Record):
     """Memory that lookups take turns with.
 
     ``lanes`` : Lane[num_lanes], ``walkers`` : Walker[2 * num_lanes], ``patterns`` : uint8[PATTERNS_BYTES]. ``own``,
-    ``tail`` : what a scan found in them, of which ``own_taken`` and ``tail_taken`` are evidence. ``context`` :
-    int32[context_length], what was looked up last, for `seen`.
+    ``tail`` : what a scan found in them, of which ``own_taken`` and ``tail_taken`` are evidence.
     """
 
-    context: Address
-    context_length: Int64
     num_lanes: Int64
     lanes: Address
     walkers: Address
@@ -347,7 +343,6 @@ def look_up(
     Up to MAX_SCANNED_SAMPLES places of own text and of the tail are taken, the most recent of each level, and up to
     MAX_SEGMENT_SAMPLES in segments, evenly strided over those of a level; each stands for as many as were left out.
     """
-    scratch.context, scratch.context_length = data_of(context), len(context)
     evidence.num_levels, longest = 0, pattern_length(context, max_length)
     if longest < min_length:
         return

@@ -300,10 +300,6 @@ class SequenceNoise:
         keys: UInt64 = _seeded_keys(requests, np.array(lengths, np.int64), width)
         return keys
 
-    def drawn(self) -> UInt64:
-        """Of each token drawn that ``advance`` was told, in order, its key and itself: uint64[n, 2], a view."""
-        return self._drawn[: max(0, self._record.counted - self._record.first)]
-
     def keys(self, context: TokenIds, tokens: TokenIds = _NO_TOKENS, parents: TokenIds | None = None) -> UInt64:
         """The keys of the token after ``context``, int32[n], and of those after each of a draft's: uint64[1 + k].
 

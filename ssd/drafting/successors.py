@@ -200,18 +200,17 @@ class NamespaceTables(Generic[T]):
         self._num_passes += 1
 
     def get(self, learned: LearnedState) -> T | None:
-        """The table of a namespace, if it has one. O(1)."""
-        return self._tables.get(learned)
+        """The table of a namespace, if it has one, which is in use in this pass. O(1)."""
+        table = self._tables.get(learned)
+        if table is not None:
+            self._last_passes[learned] = self._num_passes
+        return table
 
     def used(self, learned: LearnedState) -> T | None:
         """The table of a namespace that has something to enter, made if there is room. O(1) but for a new one."""
-        table = self._tables.get(learned)
-        if table is None:
-            if not self._has_room():
-                return None
-            table = self._tables[learned] = self._make()
-        self._last_passes[learned] = self._num_passes
-        return table
+        if learned not in self._tables and self._has_room():
+            self._tables[learned] = self._make()
+        return self.get(learned)
 
     def _has_room(self) -> bool:
         """Whether there may be another table, one having been forgotten for it if need be."""

@@ -142,10 +142,6 @@ class PrefixFilter:
         warm.get(warm.num_known(hashes))
         _move(warm.keys, warm.positions, warm.values, 0, *(np.zeros(2, np.int64) for _ in range(3)))
 
-    def __len__(self) -> int:
-        """Blocks known. O(blocks)."""
-        return len(self._blocks)
-
     def pieces(self, tokens: Tokens, prompt_length: int, position: int) -> list[Tokens]:
         """What of a sequence is to be stored, and remember its blocks as stored at ``position``.
 

@@ -16,8 +16,8 @@ that was read up to there. So a Redis that lost its newest entries, or all, or i
 
 What may go wrong, and what it costs (never an output):
 
-* The log does not hold the waypoint, yet entries older than it, as Redis came back without its newest ones or is
-  another one: it is read whole, what others wrote of it is stored a second time.
+* The log does not hold the waypoint, yet entries older than it or none, as Redis came back without its newest ones or
+  is another one: it is read whole, what others wrote of it is stored a second time.
 * An entry was written twice, its first copy read before the restart and trimmed meanwhile: it is stored twice.
 * More than 64 lives began while an entry of ours waited to be read back: it is stored twice.
 """
@@ -83,14 +83,14 @@ class Cursor:
         self.waypoint = Waypoint(self.waypoint.number + 1 if self.waypoint else 1, entry_id, sequence_id)
 
     def find(self, oldest_id: bytes | None, sequence_id_at: Callable[[bytes], bytes | None]) -> bytes | None:
-        """The id up to which entries of this log were read, None if it is not the log that was read.
+        """The id up to which entries of this log were read, None if it is not the log that was read or is empty.
 
         ``oldest_id`` : of the oldest entry at hand, None if there is none; ``sequence_id_at`` : the sequence id of the
         entry with a stream id, None if there is no such entry.
         """
-        if (last := self.waypoint) is None:
+        if (last := self.waypoint) is None or oldest_id is None:  # what follows is new, whatever its ids
             return None
-        is_trimmed = oldest_id is None or order(last.entry_id) < order(oldest_id)  # then all there is came later
+        is_trimmed = order(last.entry_id) < order(oldest_id)  # then all there is came later
         return last.entry_id if is_trimmed or sequence_id_at(last.entry_id) == last.sequence_id else None
 
 
