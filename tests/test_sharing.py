@@ -256,6 +256,10 @@ def test_what_was_pulled_is_the_log_once_and_can_be_pushed_elsewhere(
     with replica(redis_server.url) as two:
         two.caches.get("other")
         eventually(lambda: stored(two.caches, "other") == read_cache(tmp_path / "out"))
+    assert command(redis_server, "pull", "--namespace", "other", "--out", tmp_path / "others") == 0
+    capsys.readouterr()
+    assert command(redis_server, "push", tmp_path / "others") == 0
+    assert capsys.readouterr().out.endswith("to namespace other\n")  # whose it is
 
 
 def test_a_push_says_what_the_bound_leaves_out(

@@ -116,7 +116,8 @@ def _is_default(drafter: str, setting: str) -> bool:
 
 
 _STREAMS: Final = {"mixed": "requests of which some recur", "no repeats": "requests that never recur"}
-_COUPLED_STREAMS: Final = 4
+_COUPLED: Final = (4, 0.7)
+"""Streams and temperature."""
 
 
 def gains_section(
@@ -142,8 +143,8 @@ def gains_section(
         if row["batch"] == 1:
             what = "nothing to gain" if row["traffic"] == "cold" else "drafts that lie"
             add(f"{shape('overhead-large')}: {what}, batch 1, temperature 1", off, row["over_off"][0])
-    for kind in ("decoding 1 row", "decoding 8 rows"):
-        add(f"{shape('exact-cost')}: equal to the bit, {kind}", "`--exact off`", cost["rates"][kind][0])
+    kind = "decoding 8 rows"
+    add(f"{shape('exact-cost')}: equal to the bit, {kind}", "`--exact off`", cost["rates"][kind][0])
     for run in sorted(growth["rows"], key=lambda run: bool(run["sampling"] == "greedy")):  # as most people ask, first
         add(f"{_STREAMS[run['stream']]}, {run['sampling']}, last fifth", off, run["speedup_last"])
     for row in overhead["rows"]:
@@ -151,8 +152,8 @@ def gains_section(
             add(f"nothing to gain, batch {row['batch']}, temperature 1", off, row["over_off"][0])
     add(f"the same {again['requests']} greedy requests again, tokens/s", off, again["speedup_second"])
     for row in coupled["rows"]:
-        if row["streams"] == _COUPLED_STREAMS and row["workload"] in ("asked again", "near-variants"):
-            what = f"`--coupled-sampling {_COUPLED_STREAMS}`, temperature {row['temperature']}: {row['workload']}"
+        if (row["streams"], row["temperature"]) == _COUPLED and row["workload"] in ("asked again", "near-variants"):
+            what = f"`--coupled-sampling {row['streams']}`, temperature {row['temperature']}: {row['workload']}"
             add(what, off, row["coupled"]["over_off"][0])
     inside = {(row["batch"], row["method"]): row["against_none"] for row in vllm["rows"] if row["runner"] == "v1"}
     for batch in (1, 8):

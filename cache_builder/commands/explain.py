@@ -205,6 +205,7 @@ def _prompt_of(name: str, codec: TextCodec | None) -> tuple[list[int], TextCodec
     if isinstance(body, dict) and isinstance(body.get("messages"), list):
         kwargs = body.get("chat_template_kwargs") or {}
         if isinstance(kwargs, dict):
+            kwargs = {**kwargs, **{name: body[name] for name in ("tools", "documents") if body.get(name)}}
             return codec.encode_chat(body["messages"], template_kwargs=kwargs), codec
     if isinstance(body, dict) and isinstance(body.get("prompt"), str):
         return codec.encode_prompt(body["prompt"]), codec

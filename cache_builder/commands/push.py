@@ -19,7 +19,6 @@ from cache_builder.commands.options import (
 )
 from cache_builder.held import open_held
 from ssd.errors import ConfigError
-from ssd.retrieval.cache import DEFAULT_NAMESPACE
 from ssd.retrieval.files import check_namespace
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import sequences_of
@@ -40,7 +39,7 @@ def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     add_redis_argument(command)
-    command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="whom it is for (default: %(default)s)")
+    command.add_argument("--namespace", help="whom it is for (default: whose the directory says it is)")
     command.add_argument(
         "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N",
         help="the log's bound: the servers' --cache-tokens if that is more than %(default)s, the default",
@@ -58,19 +57,21 @@ REPLICA_ID: Final = b"ssd-push"
 _BATCH: Final = 64
 
 
-def push(directory: Path, url: str, namespace: str, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
+def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
     """Write the sequences of ``directory`` to the stream of ``namespace``, the newest ones if not all fit; print it.
 
-    ``max_tokens`` : the log's bound, the same as the replicas'. An entry's sequence id is a hash of its place and its
-    tokens, so a replica that still knows a push stores nothing when it is repeated. O(tokens), in memory of a few
-    blocks and the longest sequence.
+    ``namespace`` : None is the directory's own. ``max_tokens`` : the log's bound, the same as the replicas'. An entry's
+    sequence id is a hash of its place and its tokens, so a replica that still knows a push stores nothing when it is
+    repeated. O(tokens), in memory of a few blocks and the longest sequence.
 
     Raises ConfigError and CacheError, StoreUnavailable for both ends.
     """
-    check_namespace(namespace)
+    if namespace is not None:
+        check_namespace(namespace)
     if max_tokens < MAX_ENTRY_TOKENS:
         raise ConfigError(f"max_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry, got {max_tokens}")
     (cache,) = open_held([directory])
+    namespace = cache.namespace if namespace is None else namespace
     fingerprint, segments = cache.fingerprint, cache.segments
     lengths = np.fromiter(map(len, sequences_of(segments)), np.int64)
     first = len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))

@@ -93,7 +93,7 @@ class Gate:
             await self._admit(scope, receive, send_with_id)
         except Exception as error:
             # The request's content stays out of the log: the traceback shows code, not values.
-            log.exception("unforeseen error in %s %s", scope["method"], scope["path"])
+            log.exception("unforeseen error in request %s", current_record().request_id)
             if not started:
                 await error_response(error, scope)(scope, receive, send_with_id)
 
