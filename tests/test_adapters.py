@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -205,6 +206,22 @@ def test_an_adapter_of_another_model_or_damaged_is_refused(paths: dict[str, str]
     config.write_text(json.dumps({"peft_type": "LOHA", "task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"]}))
     with pytest.raises(ModelError, match="LOHA"):
         load_adapters(tiny_model(), {"cut": str(tmp_path / "cut")})
+
+
+def test_an_adapter_of_the_output_layer_is_heard(tmp_path: Path) -> None:
+    make_adapter(tiny_model(), tmp_path / "adapter", 0, target_modules=["lm_head"])
+    model, ids = tiny_model(), np.arange(3, 11)[None]
+    peft = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter").eval()
+    adapters = load_adapters(model, {"one": str(tmp_path / "adapter")})
+    target = open_target(model, num_slots=2, max_length=32, adapters=adapters)
+    target.adapters[0] = "one"
+    found = target.forward([0], ids, [8]).logits[0]
+    with torch.inference_mode():
+        expected, plain = (
+            peft(input_ids=torch.from_numpy(ids)).logits[0],
+            peft.unload()(torch.from_numpy(ids)).logits[0],
+        )
+    assert torch.allclose(found, expected, atol=1e-4) and not torch.allclose(found, plain, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["Mamba", "BLOOM (ALiBi)"])

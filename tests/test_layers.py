@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ def test_layers_with_something_special_stay() -> None:
 def test_a_type_that_cannot_be_packed_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_target, "packed_types", lambda: (torch.float32,))
     assert load_target.faster_type(tiny_model().to(torch.bfloat16)) is torch.float32
+
+
+def test_what_the_library_keeps_in_float32_stays_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    for kind in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr(load_target, "faster_type", partial(lambda kind, _: kind, kind))
+        model: Any = load_target.load_model(tmp_path, device="cpu")
+        assert model.dtype == kind
+        assert torch.equal(model.model.rotary_emb.inv_freq, tiny_model().model.rotary_emb.inv_freq)
 
 
 @given(

@@ -237,6 +237,18 @@ def test_failures_cost_drafts_and_are_counted(monkeypatch: pytest.MonkeyPatch) -
     assert runner.step(["a"]).tolist() == [[int(runner.last_sampled[runner.requests["a"].slot, 0])] * WIDTH], "closed"
 
 
+def test_what_vllm_warms_up_with_is_nobodys() -> None:
+    runner, speculator = made()
+    learned = learned_by(speculator)
+    names = ["_warmup_0_", "_v2_mixed_warmup_1_"]
+    runner.begin({name: scripted(number) for number, name in enumerate(names)})
+    for _ in range(3):
+        runner.step(names)
+    runner.end(names)
+    speculator.close()
+    assert learned == [] and speculator.stats().num_failures == 0
+
+
 def test_a_request_whose_tokens_are_missing_is_let_go() -> None:
     runner, speculator = made()
     learned = learned_by(speculator)

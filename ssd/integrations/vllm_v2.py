@@ -41,6 +41,8 @@ OFF_COURSE: Final = 0.5
 _LOW_PRICE: Final = 0.02
 """Of a drafted token. A device verifies a draft of fixed width, so that a token less saves nothing."""
 
+_WARM_UP: Final = ("_warmup", "_v2_mixed_warmup")
+"""How ids of requests begin by which vLLM itself warms up."""
 _FAR: Final = 1 << 40
 """More than twice any length."""
 
@@ -187,7 +189,7 @@ class Speculator(VllmDrafter):
             return
         try:
             for new in scheduler_output.scheduled_new_reqs:
-                if new.sampling_params is None:  # pooling
+                if new.sampling_params is None or new.req_id.startswith(_WARM_UP):  # of pooling, and nobody's
                     continue
                 tokens = np.array(new.prefill_token_ids, np.int32)
                 if new.req_id in core.requests:

@@ -242,6 +242,7 @@ class HeadSlots(TextSlots):
     def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> Said:
         slots, tokens = [state.slot for state in states], self._next(states, counts)
         places = torch.from_numpy(self._kv_cache.lengths[slots][:, None] + np.arange(tokens.shape[1]))
+        places = places.clamp_max(self._features.shape[2] - 1)  # padding may point past the last one
         device = self.target.device
         features = self._features[torch.tensor(slots, device=device)[:, None], 0, places.to(device)]
         found = self._pass(slots, tokens, features, **({"logits_to_keep": 1} if skims else {}))

@@ -172,7 +172,8 @@ def load_model(
     require_complete(name, info)
     if is_open:
         with one_thread_if_small(model):
-            model = model.to(faster_type(model))
+            # Not to the type that it has: that would round what the library keeps in float32, angles among it.
+            model = model.float() if faster_type(model) is torch.float32 else model
     try:
         return model.eval() if model.device == place else model.eval().to(place)
     except torch.OutOfMemoryError as error:
@@ -216,20 +217,21 @@ def open_target(
         require_tap(model, tapped.layers)
     with one_thread_if_small(model):
         found = find_way(model)
-        bytes_per_token = found.bytes_per_token
+    bytes_per_token = max(1, found.bytes_per_token)
     if tapped is not None:
         bytes_per_token += tapped.size * model.dtype.itemsize + tapped.bytes_per_token
+    extra = max_draft_tokens + 1 + found.bytes_per_slot // bytes_per_token  # a state takes room as so many tokens
     slots = fit_slots(
         num_slots=num_slots,
         max_length=max_length,
         limit=wanted,
-        extra=max_draft_tokens + 1,
+        extra=extra,
         bytes_per_token=bytes_per_token,
         usable_bytes=kv_cache_memory_bytes or usable_bytes(model.device, gpu_memory_utilization),
     )
     if slots.shortage is not None:
         log.warning("%s", slots.shortage)
-    held, kv_bytes = weight_bytes(model), slots.num_slots * (slots.max_length + max_draft_tokens + 1) * bytes_per_token
+    held, kv_bytes = weight_bytes(model), slots.num_slots * (slots.max_length + extra) * bytes_per_token
     log.info(
         "%s takes %.2f GB: weights %.2f, KV cache of %d sequences of %d tokens %.2f",
         type(model).__name__, (held + kv_bytes) / 1e9, held / 1e9, slots.num_slots, slots.max_length, kv_bytes / 1e9,

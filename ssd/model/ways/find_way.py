@@ -122,7 +122,9 @@ class Way:
     """The class of the target: a subclass of ``Target`` made from (model, num_slots, max_length)."""
     reason: str = ""
     bytes_per_token: int = 0
-    """Of keys and values; those of rows grow with them, but room for all is kept. 0 of states, which do not grow."""
+    """Of keys and values; those of rows grow with them, but room for all is kept."""
+    bytes_per_slot: int = 0
+    """Of states, which do not grow."""
     tolerance: float = MOST_CHANGE
     """Greatest relative error of logits that is put down to rounding."""
 
@@ -156,16 +158,24 @@ def find_way(model: PreTrainedModel) -> Way:
             reason = first_line(failure)
         model.set_attn_implementation(own)
         if _error(RowTarget, model, expected) < limit:
-            target = RowTarget(model, 1, PROBE_LENGTH)
-            target.prefill([0], np.ones((1, PROBE_LENGTH - 1), np.int64), [PROBE_LENGTH - 1])
-            return Way(RowTarget, reason, target.bytes_per_token(0))
+            return Way(RowTarget, reason, *_memory_of(RowTarget, model))
     single = _error(RecurrentTarget, model, expected)
     # A state that is forgotten shows little in a short text: so several tokens a pass must come as near as one.
     if _error(ReplayTarget, model, expected) < min(limit, max(MOST_CHANGE, 2 * single)):
-        return Way(ReplayTarget, reason)
+        return Way(ReplayTarget, reason, *_memory_of(ReplayTarget, model))
     if single < limit:
-        return Way(RecurrentTarget, reason)
+        return Way(RecurrentTarget, reason, *_memory_of(RecurrentTarget, model))
     return Way(WholeTarget, f"{reason}, and its cache does not give its own logits again")
+
+
+def _memory_of(kind: type[RowTarget], model: PreTrainedModel) -> tuple[int, int]:
+    """Bytes that a token of a slot takes, and a slot beside them, a state's copy included: of two lengths."""
+    target, few, many = kind(model, 1, PROBE_LENGTH), PROBE_LENGTH // 3, PROBE_LENGTH - 1
+    target.prefill([0], np.ones((1, few), np.int64), [few])
+    of_few = target.bytes_of(0)
+    target.prefill([0], np.ones((1, many - few), np.int64), [many - few])
+    a_token = max(0, (target.bytes_of(0) - of_few) // (many - few))
+    return a_token, max(0, of_few - few * a_token) * (2 if kind is ReplayTarget else 1)
 
 
 def keeps_state(model: PreTrainedModel) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +42,9 @@ class RowTarget(Target):
             self._caches[slot].crop(-removed)
         self._held[slot] = length
 
-    def bytes_per_token(self, slot: int) -> int:
-        """Bytes that a token of a slot takes, which must hold some."""
-        tensors = [tensor for layer in self._caches[slot].layers for tensor in (layer.keys, layer.values)]
-        return int(sum(tensor.nbytes for tensor in tensors)) // self.length(slot)
+    def bytes_of(self, slot: int) -> int:
+        """Bytes that what a slot holds takes now."""
+        return sum(tensor.nbytes for tensor in _tensors_of(self._caches[slot], set()))
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
         for index, layer in enumerate(self._caches[source].layers):
@@ -83,6 +83,23 @@ class RowTarget(Target):
         # Without the model's configuration every layer keeps all positions, those beyond a window too: the end can be
         # cropped to any length.
         return DynamicCache()
+
+
+def _tensors_of(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """All tensors of a cache, of whatever kind it is, each once."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_of(each, seen)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_of(each, seen)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors_of(vars(value), seen)
 
 
 class WholeTarget(Target):

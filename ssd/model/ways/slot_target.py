@@ -58,6 +58,7 @@ class SlotTarget(Target):
     def take_adapters(self, names: Iterable[str], rows: Rows) -> None:
         """Slots may have adapters from now on. ``rows`` : where the model's layers look up which row has which."""
         self.adapter_names, self._adapted = frozenset(names), rows
+        self._flat = None if self._flat is None else FlatModel(self.model)  # whose output layer may be another
 
     def use_own_kernels(self, wanted: bool) -> None:
         """Compute linear layers and attention by kernels of ours from now on, or with what was there.
