@@ -125,11 +125,14 @@ def check_before_loading(options: Options) -> None:
     _check_template(options.model)
     if options.model.device == "cuda" and not any(Path(name).exists() for name in _CUDA_DEVICES):
         raise ModelError("--device cuda was asked for, but this machine shows no such device: use --device cpu")
-    cache = options.cache
-    if options.speculation.draft.num_speculative_tokens:
+    cache, drafting = options.cache, options.speculation
+    if drafting.draft.num_speculative_tokens:
         _check_cache(cache)
         return
-    asked = {"--redis": cache.config.redis_url, "--cache-dir": cache.config.directory, "--warm": cache.warm_directories}
+    asked = {
+        "--redis": cache.config.redis_url, "--cache-dir": cache.config.directory, "--warm": cache.warm_directories,
+        "--draft-model": drafting.draft_model, "--draft-head": drafting.draft_head,
+    }  # fmt: skip
     if unused := [option for option, value in asked.items() if value]:
         log.warning("without speculation nothing is drafted or learned: %s of no use", " and ".join(unused))
 

@@ -121,7 +121,7 @@ class Engine:
 
         draft_model : a smaller model with the same tokenizer, asked where what it brings beyond retrieval is worth more
         than it costs. draft_head : a head trained for this model, see ``docs/heads.md``, likewise asked; both may be
-        given, beside the drafter "ssd" alone.
+        given, beside the drafter "ssd" alone. Without speculation neither is read.
         adapters : directories or ids of LoRA adapters by their names, which requests may then give.
         hub, draft_hub : where their ids are fetched from. draw_seed, noise_root : as for the engine.
         report : called with what is being done, in words, before each part that may take long.
@@ -133,6 +133,8 @@ class Engine:
                 f'a draft model or head needs the drafter "ssd", which judges its drafts, not {drafter!r}'
             )
         config, draft = config or EngineConfig(), draft or DraftConfig()
+        if not draft.num_speculative_tokens:  # nobody would ask them
+            draft_model = draft_head = None
         codec = codec or TextCodec.load(str(model), hub)
         report(f"reading the weights of {model}")
         loaded = load_model(model, dtype=dtype, device=device, hub=hub)

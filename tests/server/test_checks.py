@@ -103,8 +103,8 @@ def test_files_of_a_model_that_are_missing_are_named(model: Path) -> None:
 
 
 def test_the_cache_of_a_server_that_does_not_draft_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
-    check("--no-speculation", "--redis", "redis://127.0.0.1:1")
-    assert "--redis of no use" in caplog.text
+    check("--no-speculation", "--redis", "redis://127.0.0.1:1", "--draft-model", str(MODEL_PATH))
+    assert "--redis and --draft-model of no use" in caplog.text
 
 
 def test_a_redis_that_may_come_later_is_a_warning(caplog: pytest.LogCaptureFixture, redis_server: RedisServer) -> None:
