@@ -104,9 +104,11 @@ class Allowance:
         return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)
 
     def change(self, per_minute: int | None, now: float) -> None:
-        """Another amount from now on; what was used of the old one is used of the new one."""
+        """Another amount from now on; what was used of the old one is used of the new one, a minute's worth at most
+        unless more was owed."""
         used = 0.0 if self.per_minute is None else self.per_minute - self.left(now)
-        self._left, self._at, self.per_minute = (per_minute or 0) - used, now, per_minute
+        owed = max(0.0, used - (self.per_minute or 0))
+        self._left, self._at, self.per_minute = max((per_minute or 0) - used, -owed), now, per_minute
 
     def headers(self, name: str, now: float) -> dict[str, str]:
         """As OpenAI says it, of ``name``: the limit, what is left of it, and when all of it is there again."""

@@ -153,13 +153,13 @@ class Watch:
             except Exception:
                 log.exception("what is left of deleted caches is looked for again")
 
-    def _look(self) -> list[tuple[int, int, int] | None]:
-        """What of each file tells that it was changed or replaced."""
-        found: list[tuple[int, int, int] | None] = []
+    def _look(self) -> list[tuple[int, ...] | None]:
+        """What of each file tells that it was changed or replaced, or may be read by others."""
+        found: list[tuple[int, ...] | None] = []
         for path in self._paths:
             try:
                 status = path.stat()
-                found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+                found.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
             except OSError:
                 found.append(None)
         return found

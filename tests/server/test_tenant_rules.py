@@ -162,6 +162,13 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
         watch.stop()
 
 
+def test_a_file_that_may_be_read_now_is_read_again(rules: Path) -> None:
+    watch = Watch(opened(rules), [rules])
+    seen = watch._look()
+    rules.chmod(0o640)
+    assert watch._look() != seen
+
+
 # -- quotas ------------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +185,18 @@ def test_an_allowance_is_never_above_its_rate(takings: list[tuple[float, float]]
             taken += amount
         assert taken <= per_minute * (1 + now / 60) + 1e-6
         assert allowance.left(now + wait_s + 1e-6) >= min(amount, per_minute) - 1e-3 or wait_s == 0
+
+
+def test_a_lower_quota_locks_nobody_out_for_longer_than_a_minute_or_what_was_owed() -> None:
+    allowance = Allowance(100_000, 0.0)
+    allowance.take(90_000, 0.0)
+    allowance.change(1000, 0.0)
+    assert allowance.left(0.0) == 0 and allowance.wait_s(1000, 0.0) == 60
+    allowance.change(100_000, 0.0)
+    assert allowance.left(0.0) == 99_000
+    allowance.take(150_000, 0.0)
+    allowance.change(1000, 0.0)
+    assert allowance.left(0.0) == -51_000
 
 
 def test_what_is_refused_says_when_it_will_not_be() -> None:

@@ -39,7 +39,7 @@ function request() {
 
 /** `seed` : one that was drawn before, to draw the same again. */
 async function run(next, seed = null) {
-  if (stop) return;
+  if (stop || !next) return;
   const isAgain = JSON.stringify(next) === JSON.stringify(asked);
   // Two lanes that draw need one seed between them; one lane alone is drawn as any request without a seed is.
   const draws = next.body.seed === undefined && next.body.temperature !== 0;
@@ -133,6 +133,7 @@ function showAsks() {
 function takeBack(sent) {
   if (!prompt.value) prompt.value = sent.at(-1).content;
   asked = null;
+  find("again").disabled = find("same").disabled = true;
   showMessages(messages);
 }
 
@@ -187,7 +188,10 @@ find("ask").addEventListener("submit", (event) => {
   if (mode() === "chat") goOn();
   run(request());
 });
-find("ask").addEventListener("change", useMode);
+find("ask").addEventListener("change", () => {
+  if (mode() !== "chat") goOn();
+  useMode();
+});
 prompt.addEventListener("input", () => extra = {});
 find("again").addEventListener("click", () => run(asked));
 find("same").addEventListener("click", () => run(asked, drawn));
@@ -212,10 +216,10 @@ const look = watch({
 find("key-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   setKey(find("key").value);
-  const status = await stats().then(() => 200, (refused) => refused.status);
-  if (status === 401) setKey("");
-  find("key-error").textContent = status === 401 ? "That key is not known here." : "";
-  if (status === 401) return;
+  const refused = await stats().then(() => null, (reason) => [401, undefined].includes(reason.status) ? reason : null);
+  if (refused) setKey(""); // a key that no header can hold is refused by the browser, without a status
+  find("key-error").textContent = refused?.status === 401 ? "That key is not known here." : refused?.message ?? "";
+  if (refused) return;
   find("key-form").hidden = error.hidden = true;
   find("key").value = "";
   look();
