@@ -244,6 +244,7 @@ def check(runner: str) -> str:
 def prepare() -> None:
     """Make vLLM believe in a Triton for CPUs, and choose the V2 runner."""
     os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler asks Triton's driver for a device
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     import numpy as np
     import triton.backends
@@ -298,7 +299,6 @@ def verify_adaptively() -> None:
 
     model_runner.maybe_create_adaptive_verification_manager = create
     model_runner.resolve_adaptive_cudagraph_mode = lambda mode, *args, **kwargs: mode
-    adaptive._assign_draft_token_budget_compiled = adaptive._assign_draft_token_budget
     init = Speculator.__init__
 
     def made(self: Speculator, *args: Any, **kwargs: Any) -> None:
