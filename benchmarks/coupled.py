@@ -55,10 +55,11 @@ COLUMNS = (
 )
 NOTE = (
     "`python -m benchmarks.coupled`, float32, {environment[cpu]}, {environment[cores]} cores; {measured}. One request "
-    "at a time, top-p {parameters[top_p]}, 4 streams. Asked again: every prompt was answered once of each stream "
+    "at a time, top-p {parameters[top_p]}. Asked again: every prompt was answered once of each stream "
     "before. Medians over groups of requests (least ... most), prompts included. Seeds: the same requests, each with a "
     "seed of its own. All outputs are those of speculation off."
 )
+RUN = " ({parameters[requests]} prompts of {parameters[prompt_tokens]} tokens, {parameters[group]} a group)"
 
 
 def is_shown(row: Mapping[str, Any]) -> bool:

@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from benchmarks.run import ENGINE, Option, Run
 from benchmarks.workloads import MADE, open_stream
 
@@ -42,10 +44,11 @@ COLUMNS = (
     (">tokens a step", "{tokens_per_step:.2f}"),
 )
 EACH = "{model}: median error {median_error:.1%}."
+RUN = " ({parameters[requests]} requests of {parameters[max_tokens]} tokens a workload, rounds: {parameters[rounds]})"
 NOTE = (
     "`python -m benchmarks.evaluate`, float32, {environment[cpu]}, {environment[cores]} cores, caches empty at first, "
-    "all outputs equal; {measured}. Measured: seconds of output with speculation off over those with it on. "
-    "{parameters[requests]} greedy requests a workload."
+    "all outputs equal; {measured}. Measured: seconds of output with speculation off over those with it on, a prompt's "
+    "pass taken for a plain step and what drafts add to it. Greedy."
 )
 
 
@@ -54,13 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     unsaid = ("workloads", "save_cost")
     run = Run("evaluate", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=unsaid, under=UNDER)
     args = run.args
-    codec, _ = run.load()
+    if (args.dtype, args.device) != ("auto", "auto"):
+        run.parser.error("`ssd-cache evaluate` takes the model's own --dtype and the device that is there")
+    codec, saved = run.load()[0], list[dict[str, Any]]()  # the model itself is loaded by each measurement
     for name in args.workloads:
         stream = open_stream(name, codec, args.requests, args.seed, args.prompt_tokens)
         with tempfile.TemporaryDirectory() as directory:
             log = Path(directory) / f"{name}.jsonl"
             write_log(log, stream.prompts, args.max_tokens)
-            rounds = [evaluate(log, str(args.model), args.max_tokens, args.save_cost) for _ in range(args.rounds)]
+            cost = Path(directory) / "cost.json"
+            rounds = []
+            for _ in range(args.rounds):
+                rounds.append(evaluate(log, str(args.model), args.max_tokens, cost))
+                saved.append(json.loads(cost.read_text()))
         ways = [found["measured"]["temperatures"][0] for found in rounds]
         replayed = [found["measured"]["replayed"] for found in rounds]
         measured = median(way["output_speedup"] for way in ways)
@@ -80,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "mismatches": sum(way["outputs_differ"] + way["bits_differ"] for way in ways),
             }
         )
+    if args.save_cost is not None:
+        args.save_cost.write_text(json.dumps(merged(saved)) + "\n")
     error = median(abs(row["error"]) for row in run.rows)
     run.say(f"median error {error:.1%}")
     failed = any(row["mismatches"] for row in run.rows)
@@ -93,12 +104,22 @@ def write_log(path: Path, prompts: Sequence[list[int]], max_tokens: int) -> None
             file.write(json.dumps({"token_ids": [*prompt, *[0] * max_tokens], "prompt_length": len(prompt)}) + "\n")
 
 
-def evaluate(log: Path, model: str, max_tokens: int, save_cost: Path | None) -> dict[str, Any]:
-    """``ssd-cache evaluate LOG --measure MODEL`` of all requests, greedy. Raises SystemExit where it fails."""
+def merged(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One measurement of what passes cost out of several of one model: the median of every figure, width by width."""
+    columns = {key: [each[key] for each in measured] for key in ("ms", "costs", "step_ms", "overhead", "recycling")}
+    medians = {key: np.round(np.median(values, axis=0), 4).tolist() for key, values in columns.items()}
+    return {**measured[0], "requests": sum(each["requests"] for each in measured), **medians}
+
+
+def evaluate(log: Path, model: str, max_tokens: int, save_cost: Path) -> dict[str, Any]:
+    """``ssd-cache evaluate LOG --measure MODEL`` of all requests, greedy. Raises SystemExit where it fails.
+
+    ``save_cost`` : file for what it measured that passes cost.
+    """
     arguments = [sys.executable, "-m", "cache_builder", "evaluate", str(log), "--measure", model, "--temperature", "0"]
     limits = ["--measure-requests", "1000000", "--measure-tokens", str(max_tokens), "--measure-minutes", "600"]
-    limits += [] if save_cost is None else ["--save-cost", str(save_cost)]
-    done = subprocess.run([*arguments, *limits, "--json"], stdout=subprocess.PIPE, text=True, check=False)
+    limits += ["--save-cost", str(save_cost), "--json"]
+    done = subprocess.run([*arguments, *limits], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"ssd-cache evaluate ended with status {done.returncode}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -59,8 +59,8 @@ COLUMNS = (
     (">prefill", SPREAD.replace("%s", "rates[prefill of 448 tokens]")),
 )
 NOTE = (
-    "`python -m benchmarks.exact` on {date}, {environment[cpu]}, {environment[cores]} cores: positions of texts, their "
-    "bits compared with those of passes of one position and one row. Rates are those with the plan over those of "
+    "`python -m benchmarks.exact`, {measured}, {environment[cpu]}, {environment[cores]} cores: positions of texts, "
+    "their bits compared with those of passes of one position and one row. Rates are those with the plan over those of "
     "`--exact off`, by turns; medians (least ... most)."
 )
 

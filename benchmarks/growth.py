@@ -6,15 +6,17 @@ First the same 50 greedy requests twice: verify steps of both runs, and the seco
 Then two runs of every stream, greedy and sampled (temperature 0.7, top-p 0.9, a seed per request). Streams: "mixed", in
 which some requests recur, some are near-variants and some are new; "new", with no repeats; and the prompts of recorded
 requests by the name of their trace, cut to 320 tokens. Requests go in windows; every window runs once with speculation
-and once without, the order alternating, so that a machine that slows down slows both. Every output is compared token by
-token. Prints a table and ends stdout with one JSON line; with ``--out`` a picture lies beside the result.
+and once without, the order alternating, so that a machine that slows down slows both. The last fifth is then asked of
+an engine that is new too: other requests than the first fifth's may gain more or less by themselves, and what use has
+brought is the difference between these two. Every output is compared token by token. Prints a table and ends stdout
+with one JSON line; with ``--out`` a picture lies beside the result.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +28,7 @@ from benchmarks.run import Option, Run
 from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios, requests_of
 from benchmarks.workloads import Stream, cut, open_stream, snippets
 from ssd.config import CacheConfig, EngineConfig, SamplingParams
-from ssd.engine import Engine
+from ssd.engine import Engine, Request
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 
@@ -47,9 +49,11 @@ COLUMNS = (
     ("stream", "{stream}"),
     ("sampling", "{sampling}"),
     (">on / off, first fifth", "{speedup_first:.2f}x"),
-    (">last fifth", "{speedup_last:.2f}x"),
+    (">last fifth, after all", "{speedup_last:.2f}x"),
+    (">as the first", "{speedup_last_anew:.2f}x"),
     (">tokens a pass, first", "{acceptance_length_first:.2f}"),
-    (">last", "{acceptance_length_last:.2f}"),
+    (">last, after all", "{acceptance_length_last:.2f}"),
+    (">as the first", "{acceptance_length_last_anew:.2f}"),
 )
 EACH = (
     "{model}: the same {repeated_requests[requests]} greedy requests twice took {repeated_requests[steps_first]} "
@@ -58,9 +62,10 @@ EACH = (
 )
 NOTE = (
     "Medians over windows of requests of at most {parameters[max_tokens]} tokens, on and off in turn, all outputs "
-    "equal. `python -m benchmarks.growth`, float32, {environment[cpu]}, {environment[cores]} cores; {measured}."
+    "equal. As the first: the last fifth's requests asked of a new engine, with an empty cache. "
+    "`python -m benchmarks.growth`, float32, {environment[cpu]}, {environment[cores]} cores; {measured}."
 )
-
+RUN = " ({parameters[requests]} requests a stream, {parameters[window]} a window)"
 
 Window = tuple[int, Mapping[str, Tally]]
 """Tokens cached before a group of requests, and what it took with speculation, "on", and without, "off"."""
@@ -78,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.streams:
         stream = open_stream(name, codec, args.requests, args.seed, _LENGTH - args.max_tokens)
         for sampling in args.sampling:
-            windows, comparison = run_stream(model, codec, stream, sampling, args)
-            found.append((run.row(summary(stream, sampling, windows, comparison)), windows))
+            windows, anew, comparison = run_stream(model, codec, stream, sampling, args)
+            found.append((run.row(summary(stream, sampling, windows, anew, comparison)), windows))
     if args.out is not None and found:
         plot(found, len(args.sampling), args.out.with_suffix(".png"))
     differs = again["mismatches"] or any(row["mismatches"] for row in run.rows)
@@ -122,9 +127,9 @@ def repeat(
 
 def run_stream(
     model: PreTrainedModel, codec: TextCodec, stream: Stream, sampling: str, args: Namespace
-) -> tuple[list[Window], Comparison]:
-    """One stream, window by window, with speculation and without."""
-    windows, comparison = list[Window](), Comparison()
+) -> tuple[list[Window], list[Window], Comparison]:
+    """One stream, window by window, with speculation and without; then its last fifth on new engines."""
+    comparison = Comparison()
     temperature, top_p = (0.0, 1.0) if sampling == "greedy" else (0.7, 0.9)
     # A seed of its own for each request: who asks the same again gets another sample, as on any service.
     seeds = range(len(stream.prompts))
@@ -132,13 +137,20 @@ def run_stream(
         SamplingParams(max_tokens=args.max_tokens, temperature=temperature, top_p=top_p, seed=seed) for seed in seeds
     ]
     requests = requests_of(stream.prompts, params)
-    with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
-        on, off = _pair(model, codec, caches, _LENGTH)
-        for number, first in enumerate(range(0, len(requests), args.window)):
-            cached = caches.get("default").snapshot().num_tokens
-            tallies = contest({"on": on, "off": off}, requests[first : first + args.window], number, comparison)
-            windows.append((cached, tallies))
-    return windows, comparison
+    groups = [requests[first : first + args.window] for first in range(0, len(requests), args.window)]
+
+    def asked(some: Sequence[Sequence[Request]]) -> Iterator[Window]:
+        with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
+            on, off = _pair(model, codec, caches, _LENGTH)
+            for number, group in enumerate(some):
+                cached = caches.get("default").snapshot().num_tokens
+                yield cached, contest({"on": on, "off": off}, group, number, comparison)
+
+    return list(asked(groups)), list(asked(groups[-_fifth(groups) :])), comparison
+
+
+def _fifth(windows: Sequence[object]) -> int:
+    return max(1, len(windows) // 5)
 
 
 def _pair(model: PreTrainedModel, codec: TextCodec, caches: CacheSet, length: int) -> list[Engine]:
@@ -150,11 +162,13 @@ def _pair(model: PreTrainedModel, codec: TextCodec, caches: CacheSet, length: in
     ]
 
 
-def summary(stream: Stream, sampling: str, windows: Sequence[Window], comparison: Comparison) -> dict[str, Any]:
+def summary(
+    stream: Stream, sampling: str, windows: Sequence[Window], anew: Sequence[Window], comparison: Comparison
+) -> dict[str, Any]:
     """First and last fifth of the stream; ratios are on / off within a window, medians over windows."""
-    fifth = max(1, len(windows) // 5)
-    over_off = ratios([tallies for _, tallies in windows], "on", "off")
-    widths = [tallies["on"].tokens_per_pass for _, tallies in windows]
+    fifth = _fifth(windows)
+    over_off, over_off_anew = (ratios([tallies for _, tallies in some], "on", "off") for some in (windows, anew))
+    widths, widths_anew = ([tallies["on"].tokens_per_pass for _, tallies in some] for some in (windows, anew))
     return {
         "stream": stream.name,
         "shares": stream.shares,
@@ -164,8 +178,10 @@ def summary(stream: Stream, sampling: str, windows: Sequence[Window], comparison
         "mismatches": comparison.num_mismatches,
         "speedup_first": round(median(over_off[:fifth]), 3),
         "speedup_last": round(median(over_off[-fifth:]), 3),
+        "speedup_last_anew": round(median(over_off_anew), 3),
         "acceptance_length_first": round(median(widths[:fifth]), 3),
         "acceptance_length_last": round(median(widths[-fifth:]), 3),
+        "acceptance_length_last_anew": round(median(widths_anew), 3),
         "windows": [
             [cached, *(round(tallies[way].tokens_per_s, 1) for way in ("on", "off")), round(width, 3)]
             for (cached, tallies), width in zip(windows, widths, strict=True)

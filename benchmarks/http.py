@@ -163,9 +163,9 @@ COLUMNS = (
     (">rounds", "{least:+.2f} ... {most:+.2f}"),
 )
 NOTE = (
-    "`python -m benchmarks.http` on {date}, {environment[cpu]}, {environment[cores]} cores, {model}: one client that "
-    "asks for one token, or 32 for whole answers, as streams too; differences in ms or as a share. Medians of "
-    "{parameters[rounds]} rounds in turn with an engine in the client's process; all texts are equal."
+    "`python -m benchmarks.http` on {date}, {environment[cpu]}, {environment[cores]} cores, {model}: no "
+    "drafts; one client that asks for one token, or 32 for whole answers, as streams too; differences in ms or as a "
+    "share. Medians of {parameters[rounds]} rounds in turn with an engine in the client's process; all texts are equal."
 )
 
 

@@ -43,7 +43,9 @@ T = TypeVar("T")
 Columns = Sequence[tuple[str, str]]
 """Of each column its heading, behind `>` where it has numbers, and how a row is written there by `str.format_map`."""
 
-ENGINE: Final = ("ssd/compiled", "ssd/drafting", "ssd/engine", "ssd/model", "ssd/pricing", "ssd/retrieval")
+ENGINE: Final = (
+    "ssd/compiled", "ssd/config.py", "ssd/drafting", "ssd/engine", "ssd/model", "ssd/pricing", "ssd/retrieval",
+)  # fmt: skip
 """What lies under most figures: they may be others once it has changed."""
 SPREAD: Final = "{%s[0]:.2f} ({%s[1]:.2f} ... {%s[2]:.2f})"
 _RESAMPLES: Final = 2000
@@ -158,15 +160,18 @@ class Run:
         return row
 
     def end(self, *, is_wrong: bool = False, **facts: Any) -> int:
-        """Write and print the result: ``facts`` behind head and parameters, then the rows. Returns the exit status."""
-        result = {**self._head(), **facts, **({"rows": self.rows} if self.rows else {})}
+        """Write and print the result: ``facts`` behind head and parameters, then the rows. Returns the exit status.
+
+        ``is_wrong`` stands in the result: `benchmarks.report` shows none that was wrong, nor one that was cut.
+        """
+        result = {**self._head(), "is_wrong": is_wrong, **facts, **({"rows": self.rows} if self.rows else {})}
         line = json.dumps(result, default=str)
         self._write(line)
         print(line)
         return int(is_wrong)
 
     def _head(self) -> dict[str, Any]:
-        return {**head(self.name), "under": list(self._under), "parameters": self.parameters, **self.facts}
+        return {**head(self.name, self._under), "under": list(self._under), "parameters": self.parameters, **self.facts}
 
     def _write(self, text: str) -> None:
         if (out := self.args.out) is not None:
@@ -239,19 +244,20 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> list[float]:
     return [round(float(bound), 4) for bound in np.percentile(np.median(drawn, axis=1), [2.5, 97.5])]
 
 
-def head(benchmark: str) -> dict[str, Any]:
+def head(benchmark: str, under: Sequence[str] = ()) -> dict[str, Any]:
     """The first keys of every result: what was run, when and where."""
-    return {"benchmark": benchmark, "date": datetime.date.today().isoformat(), "environment": describe()}
+    return {"benchmark": benchmark, "date": datetime.date.today().isoformat(), "environment": describe(under)}
 
 
-def describe() -> dict[str, Any]:
-    """Machine, versions and commit; no host name."""
+def describe(under: Sequence[str] = ()) -> dict[str, Any]:
+    """Machine, versions and commit, with a + where files ``under`` which figures stand are not as it has them; no host
+    name."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("torch", "transformers", "numba", "numpy")},
-        "commit": _commit(),
+        "commit": _commit(under),
     }
 
 
@@ -269,10 +275,9 @@ def _version(name: str) -> str:
         return "absent"
 
 
-def _commit() -> str:
-    """With a + where files were changed since."""
+def _commit(under: Sequence[str]) -> str:
     said = git("rev-parse", "--short", "HEAD")
-    return "unknown" if said is None else said + ("+" if git("status", "--porcelain") else "")
+    return "unknown" if said is None else said + ("+" if git("status", "--porcelain", "--", *under) else "")
 
 
 def git(*arguments: str) -> str | None:

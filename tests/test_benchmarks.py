@@ -14,18 +14,29 @@ import numpy as np
 import pytest
 from torch._C._autograd import DeviceType
 
-from benchmarks import gpu_check
 from benchmarks.contenders import ALL
 from benchmarks.coupled import REPEATS
+from benchmarks.gpu_soak import num_changed
 from benchmarks.growth import repeat
-from benchmarks.index.measures import CONTEXT_TOKENS, completions, sample_contexts
+from benchmarks.index import measures
+from benchmarks.index.measures import (
+    CONTEXT_TOKENS,
+    Prober,
+    completions,
+    drafted_contexts,
+    measure,
+    sample_contexts,
+)
 from benchmarks.profile import summary
 from benchmarks.run import Option, Run, bootstrap, in_turn, table
+from benchmarks.ways import ask, requests_of
 from benchmarks.workloads import MIXED, NO_REPEATS, checksum, stream
 from ssd.bundled import MODEL_PATH
+from ssd.config import SamplingParams
 from ssd.model.loading.load_target import load_model
 from ssd.retrieval.search import longest_match
 from ssd.text.codec import TextCodec
+from tests.engines import make_engine, prompt_of
 from tests.reference.drafting import make_snapshot
 
 Found = dict[str, Any]
@@ -138,13 +149,26 @@ def test_a_profiled_step_of_two_kernels_is_busy_and_waits_for_the_host() -> None
 
     host = [named("step", 2000), named("launch", 300), named("aten::mm", 60), named("cudaEventSynchronize", 1300)]
     kernels = [named("_attend_split", 400, on=DeviceType.CUDA), named("nvjet_gemm", 990, on=DeviceType.CUDA)]
-    found = summary([*host, *kernels, named("step", 1900, on=DeviceType.CUDA)], 2)
+    # Each of the second kind is launched while the one before it ends, and waits in its own time.
+    busy = [(2000.0, 2200.0), (100.0, 300.0), (280.0, 775.0), (2150.0, 2645.0), (300.0, 500.0)]
+    found = summary([*host, *kernels, named("step", 1900, on=DeviceType.CUDA)], busy, 2)
     assert found["step_ms"] == 1.0 and found["phases_ms"]["launch"] == 0.15
-    assert found["device_busy_ms"] == 0.695 and found["waits_for_host_ms"] == 0.305
+    assert found["device_busy_ms"] == 0.66 and found["waits_for_host_ms"] == 0.34
     assert found["host_waits_ms"] == 0.65 and found["kernels"] == 2.0
     assert found["groups_ms"] == {"matrix products": 0.495, "attention": 0.2}
-    alone = summary(host, 2)
+    alone = summary(host, (), 2)
     assert alone["operators_ms"] == 0.68 and alone["outside_operators_ms"] == 0.32
+
+
+def test_a_soak_sees_an_answer_that_is_wrong_every_time() -> None:
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    questions = [(list(prompt_of(seed)), greedy) for seed in range(3)]
+    plain = make_engine("none")
+    said = ask(plain, requests_of([prompt for prompt, _ in questions], [greedy] * 3))
+    right = {index: tuple(tokens) for index, tokens in enumerate(said)}
+    assert num_changed(plain, questions, {index: {answer} for index, answer in right.items()}) == 0
+    wrong = (right[1][0] ^ 1, *right[1][1:])
+    assert num_changed(plain, questions, {0: {right[0]}, 1: {wrong}, 2: {right[2], right[2][:-1]}}) == 2
 
 
 def test_contexts_that_an_index_is_asked_for_occur_as_far_as_they_say() -> None:
@@ -157,6 +181,24 @@ def test_contexts_that_an_index_is_asked_for_occur_as_far_as_they_say() -> None:
     for context in contexts:
         known = longest_match(snapshot, context.tokens, CONTEXT_TOKENS).length
         assert known == context.known and (context.is_present or 1 <= known <= 10)
+
+
+def test_an_index_that_drafts_nothing_or_something_else_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = [token for tokens in islice(completions(2000, 1), 12) for token in (*tokens.tolist(), -1)]
+    snapshot, random = make_snapshot([text]), np.random.default_rng(0)
+    assert measure(snapshot, random, passes=1, count=20)["checked_drafts"] > 0
+    assert all(context.is_present for context in drafted_contexts(snapshot, 3, random))
+    for draft in ([], [-1]):
+        for name in ("one", "row"):
+            monkeypatch.setattr(Prober, name, lambda *_, draft=draft: (1.0, np.array(draft, np.int32)))
+        with pytest.raises(AssertionError, match="only 0 drafts are what follows"):
+            measure(snapshot, random, passes=1, count=20)
+        with pytest.raises(AssertionError, match="none was drafted from"):
+            drafted_contexts(snapshot, 3, random)
+    monkeypatch.setattr(measures, "longest_match", lambda *_: SimpleNamespace(support=2))
+    monkeypatch.setattr(measures, "_break", lambda *_: True)
+    with pytest.raises(AssertionError, match="of 0 contexts"):
+        measure(snapshot, random, passes=1, count=20)
 
 
 @pytest.mark.slow
@@ -179,64 +221,3 @@ def test_a_stream_is_the_same_every_time_and_has_its_shares() -> None:
     assert len(set(asked)) == len(asked) - kinds.count("repeat")
     assert {request.kind for request in stream(NO_REPEATS, 50)} == {"new"}
     assert not any(request.text.rstrip("\n").endswith(" ") for request in requests)
-
-
-# The check on a GPU: on a CPU and small, so that whoever has a GPU does not begin with its mistakes
-
-
-@pytest.mark.slow
-def test_parts_run_and_give_every_mark_its_value(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    name, kept = "right", gpu_check.PARTS["right"]
-    monkeypatch.setitem(gpu_check.PARTS, name, (kept[0], tuple(each for each in kept[1] if "pytest" not in each)))
-    parts = ("right", "speed-large", "repeats", "drafting", "overhead-large", "exact-cost", "soak", "profile")
-    assert gpu_check.main(["--device", "cpu", "--parts", *parts, "--out", str(tmp_path)]) == 0
-    result = gpu_check.read_results(tmp_path)
-    types = {row["dtype"] for row in gpu_check.rows_of(result, "right", "exact")}
-    assert types == {"float32", "bfloat16", "float16"}
-    missing = [mark.name for mark in gpu_check.marks(result) if mark.is_met is None]
-    assert all("growth-real" in name or "pass of" in name or "batch 64" in name or "small shape, " in name
-               for name in missing), missing  # fmt: skip
-    assert list((tmp_path / "traces").iterdir())
-
-
-_SCRIPT = """
-import json, pathlib, sys, time
-pathlib.Path(sys.argv[-1]).write_text(json.dumps({"benchmark": "made", "half": 1}))
-time.sleep(float(sys.argv[1]))
-sys.exit("on purpose")
-"""
-
-
-def test_a_part_that_fails_or_hangs_is_said_with_what_it_had_found_and_does_not_stop_the_next(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "made_part.py").write_text(_SCRIPT)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    for name, commands in {"soak": ("made_part 0",), "drafting": ("made_part 60",), "profile": ()}.items():
-        monkeypatch.setitem(gpu_check.PARTS, name, (1, commands))
-    assert (
-        gpu_check.main(
-            ["--device", "cpu", "--seconds", "3", "--parts", "soak", "drafting", "profile", "--out", str(tmp_path)]
-        )
-        == 1
-    )
-    said: dict[str, Any] = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
-    assert said["failed"][:2] == ["soak", "drafting"]
-    result = gpu_check.read_results(tmp_path)
-    assert "on purpose" in result["soak"]["failure"] and "time was over" in result["drafting"]["cut"]
-    assert [result[part]["results"][0]["half"] for part in ("soak", "drafting")] == [1, 1]
-    assert result["profile"]["passed"] and "skipped" in result["profile"]
-
-
-def test_marks_read_both_ways_and_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    rows = [
-        {"batch": 1, "T": 1, "pass_ms": 5.0, "of_copy": 0.9, "outside_pass_share": 0.2},
-        {"batch": 1, "T": 16, "pass_ms": 5.4, "of_copy": 0.8, "outside_pass_share": 0.2},
-    ]
-    found = gpu_check.marks({"speed-large": {"passed": True, "results": [{"benchmark": "decode", "rows": rows}]}})
-    by_name = {mark.name: mark.is_met for mark in found}
-    assert by_name["large shape, plain decoding at batch 1, share of the copy rate"] is True
-    assert by_name["large shape, a pass of 16 positions over a plain one"] is True
-    assert by_name["large shape, batch 1, host outside the pass, share of a step"] is False
-    assert by_name["large shape, a pass of 64 positions over a plain one"] is None
-    assert by_name["soak passes"] is None

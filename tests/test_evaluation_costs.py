@@ -16,13 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.evaluate import main as benchmark
+from benchmarks.evaluate import merged
 from cache_builder.evaluation import costs as cost_sources
 from cache_builder.evaluation.costs import (
+    CostCurve,
     StepCosts,
     add_cost_arguments,
     costs_of,
     flat,
     measure,
+    read_step_costs,
     step_costs,
 )
 from cache_builder.evaluation.evaluate import LEAST_REQUESTS, evaluate, figures_of, log_of, summarised
@@ -208,8 +212,38 @@ def test_figures_are_sums_over_requests() -> None:
     both = figures_of([row(0, 2.0, 1.0), row(1, 2.0, 1.5)])
     assert (both["requests"], both["output_tokens"], both["passes_without"], both["passes_with"]) == (2, 20, 20, 8)
     assert (both["without_per_s"], both["with_per_s"]) == (5.0, 8.0)
-    assert (both["speedup"], both["output_speedup"]) == (1.6, 2.0)
-    assert figures_of([])["speedup"] == 1.0
+    assert both["speedup"] == 1.6
+    assert figures_of([])["speedup"] == figures_of([])["output_speedup"] == 1.0
+
+
+def test_the_speed_up_of_the_output_is_what_a_replay_counts() -> None:
+    """A pass of a prompt takes 5 s, a plain step 1 s; a draft of 61 tokens makes its pass 2 s longer."""
+    none, ssd = {"seconds": 5.0 + 63.0, "first_s": 5.0}, {"seconds": 7.0 + 1.0, "first_s": 7.0}
+    repeated = row(0, 0.0, 0.0)
+    for name, took in (("none", none), ("ssd", ssd)):
+        repeated[name] |= {**took, "tokens": 64}
+    drafted = np.bincount([61, 0])
+    costs = StepCosts(CostCurve("made", np.array([1.0, 62.0]), np.array([1.0, 3.0])), "made")
+    assert figures_of([repeated])["output_speedup"] == pytest.approx(costs.speed_up(64, drafted)) == 16.0
+    alone = {"seconds": 5.0, "first_s": 5.0, "tokens": 1}
+    assert figures_of([{**repeated, "none": {**repeated["none"], **alone}}])["output_speedup"] == 1.0
+
+
+def test_measurements_of_several_rounds_are_kept_as_one(tmp_path: Path) -> None:
+    rounds = [
+        {**MEASURED, "requests": 4, "ms": [5.0, 6.0, ms], "costs": [1.0, cost, 1.9], "overhead": overhead}
+        for ms, cost, overhead in ((8.0, 1.1, 0.0), (9.0, 1.8, 0.2), (7.0, 1.2, 0.1))
+    ]
+    one = merged(rounds)
+    assert (one["ms"], one["costs"], one["overhead"], one["requests"]) == ([5.0, 6.0, 8.0], [1.0, 1.2, 1.9], 0.1, 12)
+    (kept := tmp_path / "cost.json").write_text(json.dumps(one))
+    assert read_step_costs(kept).as_json() == step_costs(one, kept.name).as_json()
+
+
+@pytest.mark.parametrize("option", [("--dtype", "bfloat16"), ("--device", "cpu")])
+def test_the_benchmark_refuses_what_the_command_does_not_take(option: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        benchmark([*option, "--json"])
 
 
 def test_losses_and_parts_are_shown() -> None:

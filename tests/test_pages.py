@@ -107,15 +107,27 @@ def test_figures_older_than_the_code_under_them_are_named(tmp_path: Path) -> Non
     from benchmarks.run import git
 
     first = (git("rev-list", "--max-parents=0", "HEAD") or "").split("\n")[0]
-    for name, commit in (("new", git("rev-parse", "HEAD")), ("old", first), ("strange", "0123456")):
-        result = {"date": "2026-01-01", "environment": {"commit": f"{commit}+"}, "under": ["ssd"]}
+    head = git("rev-parse", "HEAD")
+    for name, commit in (("new", head), ("old", first), ("strange", "0123456"), ("changed", f"{head}+")):
+        # Not code: what is being worked on here makes figures old too.
+        result = {"date": "2026-01-01", "environment": {"commit": commit}, "under": ["pyproject.toml"]}
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    found = list(old_figures(tmp_path, ("new", "old", "strange", "absent")))
+    found = list(old_figures(tmp_path, ("new", "old", "strange", "changed", "absent")))
     if not first:
         assert len(found) == 1 and "cannot be told" in found[0]
     else:
-        assert [line.split(":")[0] for line in found] == ["old", "strange"]
-        assert "changed since: ssd/" in found[0] and "cannot be told" in found[1]
+        assert [line.split(":")[0] for line in found] == ["old", "strange", "changed"]
+        assert "changed since: pyproject" in found[0] and "cannot be told" in found[1] and "not committed" in found[2]
+
+
+def test_nothing_is_shown_of_a_run_that_was_cut_or_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from benchmarks.report import __main__ as report
+
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    for name in ("is_cut", "is_wrong"):
+        (tmp_path / "growth.json").write_text(json.dumps({name: True, "rows": []}))
+        with pytest.raises(SystemExit, match=f"growth {name}: no figure"):
+            list(report._results("growth"))
 
 
 def test_a_docstring_or_a_comment_makes_no_figure_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,16 @@ def test_arctic_drafts_what_followed_in_a_finished_request() -> None:
     assert not first.accepted.any() and again.accepted.max() == 4
 
 
+@needs_peers
+def test_settings_of_arctic_that_differ_in_depth_have_trees_of_their_own() -> None:
+    text = np.random.default_rng(5).permutation(1000).astype(np.int32)
+    setting: Setting = {"max_spec_factor": 8.0}
+    with Peer("arctic") as peer:
+        peer.replay("first", text, 100, [(16, setting), (16, {**setting, "depth": 8})])
+        deep, flat = peer.replay("again", text, 100, [(16, setting), (16, {**setting, "depth": 8})])
+    assert deep.accepted.max() == 16 and 0 < flat.accepted.max() < 8
+
+
 NONE: Setting = {}
 TREES: Setting = {"max_spec_factor": 2.0, "use_tree_spec": True}
 

@@ -5,7 +5,8 @@
 A real cache (its threads, files in a temporary directory) is filled with N tokens in completions
 of 200 to 2,000, and measured as ingest leaves it: segments of all sizes, the tail not empty. Half the contexts asked
 for are present in full; of the other half only the last 1 to 10 tokens occur. Then 10,000 tokens a second arrive while
-a thread proposes, and the directory is opened again by fresh processes. The last line of stdout is one JSON object.
+a thread proposes, and fresh processes open the directory again, the static one too, and must draft what is stored. The
+last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.index.measures import (
+    DRAFT_TOKENS,
     FINGERPRINT,
     LAST_COMPLETIONS,
     LONGEST,
     TOKENS_PER_S,
+    Context,
     completions,
+    drafted_contexts,
     fill,
     measure,
     sample_contexts,
@@ -43,6 +47,7 @@ from ssd.retrieval.static import StaticWriter
 
 _CONTEXTS: Final = 1000
 _REOPENINGS: Final = 3
+_STORED: Final = 8  # contexts of static text, and as many others, that a reopened cache must draft from
 _LEAST_TOKENS: Final = 50_000
 
 
@@ -70,8 +75,10 @@ def measure_index(options: argparse.Namespace, say: Callable[[str], None]) -> di
             traffic = watch_traffic(cache, stream, contexts, options.seconds, options.vocab)
             say(f"traffic: {json.dumps(traffic)}")
             caches.flush()
-            stored = sample_contexts(cache.snapshot(), 1, random)[0].tokens.tolist()
-        reopened = [_reopened(directory, options.tokens, stored) for _ in range(_REOPENINGS)]
+            stored = drafted_contexts(cache.snapshot(), _STORED, random)
+        asked = [str(directory), str(static) if options.static else "", str(options.tokens)]
+        asked.append(json.dumps([(each.tokens.tolist(), each.following.tolist()) for each in stored]))
+        reopened = [_reopened(asked) for _ in range(_REOPENINGS)]
     return {
         **filled,
         # Static files are built elsewhere: what the process grew by says nothing about their tokens.
@@ -83,27 +90,40 @@ def measure_index(options: argparse.Namespace, say: Callable[[str], None]) -> di
     }
 
 
-def _reopened(directory: Path, capacity: int, context: list[int]) -> float:
-    """Seconds to the first proposal, in a fresh process. Raises AssertionError with what it said when it fails."""
-    command = [sys.executable, "-m", "benchmarks.index", "reopen", str(directory), str(capacity), json.dumps(context)]
+def _reopened(asked: Sequence[str]) -> float:
+    """What `reopen` returns in a fresh process. Raises AssertionError with what it said when it fails."""
+    command = [sys.executable, "-m", "benchmarks.index", "reopen", *asked]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     if done.returncode:
         raise AssertionError(f"reopening failed:\n{done.stderr[-2000:]}")
     return float(done.stdout.splitlines()[-1])
 
 
-def reopen(directory: str, capacity: int, context: list[int]) -> float:
-    """Open a cache directory until its first proposal, everything imported. Kernels come from numba's cache on disk."""
-    tokens = np.array(context, np.int32)
-    config = CacheConfig(index=IndexConfig(capacity_tokens=capacity), directory=Path(directory))
+def reopen(directory: str, static: str, capacity: str, stored: str) -> float:
+    """Seconds from opening a cache directory, and a static one where there is one, until the first proposal, everything
+    imported. Kernels come from numba's cache on disk.
+
+    ``stored`` : JSON, contexts and what follows each. Raises AssertionError where that is not what is drafted.
+    """
+    contexts = [
+        Context(np.array(tokens, np.int32), len(tokens), np.array(following, np.int32))
+        for tokens, following in json.loads(stored)
+    ]
+    config = CacheConfig(index=IndexConfig(capacity_tokens=int(capacity)), directory=Path(directory))
+    took = None
     began = time.perf_counter()
     with CacheSet(config, FINGERPRINT) as caches:
-        drafter = make_drafter("ssd", DraftConfig(num_speculative_tokens=10))
-        request = DraftRequest("first", tokens, len(tokens), caches.get().snapshot(), 10)
-        (draft,) = drafter.propose([request])
-        took = time.perf_counter() - began
-    if not len(draft.token_ids):
-        raise AssertionError("a context that is stored was not drafted from after reopening")
+        if static:
+            caches.add_static_directory(Path(static))
+        drafter = make_drafter("ssd", DraftConfig(num_speculative_tokens=DRAFT_TOKENS))
+        snapshot = caches.get().snapshot()
+        for number, context in enumerate(contexts):
+            request = DraftRequest(str(number), context.tokens, len(context.tokens), snapshot, DRAFT_TOKENS)
+            (draft,) = drafter.propose([request])
+            took = took or time.perf_counter() - began
+            if not context.goes_on(draft.token_ids):
+                raise AssertionError(f"stored context {number} of {len(contexts)} was not drafted from after reopening")
+    assert took is not None
     return round(took, 3)
 
 
@@ -136,9 +156,9 @@ OPTIONS: dict[str, Any] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     if argv is None and sys.argv[1:2] == ["reopen"]:
-        print(reopen(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])))
+        print(reopen(*sys.argv[2:]))
         return 0
-    run = Run("index", __doc__, argv, OPTIONS, under=("ssd/compiled", "ssd/drafting", "ssd/retrieval"))
+    run = Run("index", __doc__, argv, OPTIONS, under=("ssd/compiled", "ssd/config.py", "ssd/drafting", "ssd/retrieval"))
     args = run.args
     return run.end(tokens=args.tokens, **measure_index(args, run.say))
 

@@ -118,21 +118,28 @@ class Context:
         """All of it occurs."""
         return self.known == CONTEXT_TOKENS
 
+    def goes_on(self, draft: Tokens) -> bool:
+        """Whether there is a draft, of what stands next."""
+        return len(draft) > 0 and np.array_equal(draft, self.following[: len(draft)])
 
-def sample_contexts(snapshot: Snapshot, count: int, random: np.random.Generator) -> list[Context]:
-    """``count`` contexts from random places of the segments, in turn present and broken.
+
+def sample_contexts(
+    snapshot: Snapshot, count: int, random: np.random.Generator, segments: Sequence[Segment] | None = None
+) -> list[Context]:
+    """``count`` contexts from random places of ``segments``, None for all, in turn present and broken.
 
     A broken one has the token before its last 1 to MOST_KNOWN replaced, so that no longer tail occurs anywhere. Raises
     AssertionError when the text offers none.
     """
-    bounds = np.cumsum([len(segment) for segment in snapshot.segments])
+    segments = snapshot.segments if segments is None else segments
+    bounds = np.cumsum([len(segment) for segment in segments])
     largest = _largest_id(snapshot, random)
     contexts: list[Context] = []
     for _ in range(1000 + 100 * count):
         if len(contexts) == count:
             return contexts
         place = int(random.integers(bounds[-1]))
-        segment = snapshot.segments[int(np.searchsorted(bounds, place, side="right"))]
+        segment = segments[int(np.searchsorted(bounds, place, side="right"))]
         text = _stretch(segment, CONTEXT_TOKENS + DRAFT_TOKENS, random)
         if text is None:
             continue
@@ -177,6 +184,7 @@ def _break(tokens: Tokens, known: int, largest: int, snapshot: Snapshot, random:
 
 _CHECKED_MATCH_TOKENS = DraftConfig().max_match_length
 _LEAST_AGREEING = 0.9
+_TRIED = 8  # contexts for each that is wanted
 
 
 class Prober:
@@ -239,14 +247,30 @@ def measure(snapshot: Snapshot, random: np.random.Generator, *, passes: int = 3,
                     match = longest_match(snapshot, context.tokens, _CHECKED_MATCH_TOKENS)
                     if context.is_present and match.support == 1:
                         unique += 1
-                        agreeing += np.array_equal(draft, context.following[: len(draft)])
+                        agreeing += context.goes_on(draft)
             for q in (50, 99):
                 found[f"{name}_p{q}"] = round(float(np.median([np.percentile(times, q) for times in taken])), 1)
     finally:
         gc.enable()
-    if agreeing < _LEAST_AGREEING * unique:
+    if not unique or agreeing < _LEAST_AGREEING * unique:
         raise AssertionError(f"of {unique} contexts that stand in one place only {agreeing} drafts are what follows")
-    return {**found, "checked_drafts": unique, "checked_drafts_equal": int(agreeing)}
+    return {**found, "checked_drafts": unique, "checked_drafts_equal": agreeing}
+
+
+def drafted_contexts(snapshot: Snapshot, count: int, random: np.random.Generator) -> list[Context]:
+    """Up to ``count`` stored contexts after which just what follows them is drafted, in turn of the static segments, if
+    there are any, and of the ring's. Raises AssertionError where one of them has none."""
+    prober, found = Prober(), list[list[Context]]()
+    for is_static in (True, False):
+        some = [segment for segment in snapshot.segments if (segment.start is None) == is_static]
+        if not some:
+            continue
+        contexts = sample_contexts(snapshot, _TRIED * count, random, some)
+        right = [each for each in contexts if each.is_present and each.goes_on(prober.one(each.tokens, snapshot)[1])]
+        if not right:
+            raise AssertionError(f"of {len(contexts) // 2} stored contexts none was drafted from")
+        found.append(right[:count])
+    return [context for turn in zip(*found, strict=False) for context in turn]
 
 
 FINGERPRINT: Final = "0" * 32
@@ -411,5 +435,6 @@ def watch_traffic(
     return {
         "freshness_ms_p99": round(float(np.percentile(fresh_ms, 99)), 3),
         "maintenance_core_share": round(share, 4),
-        "propose_us_p99_merging": round(float(np.percentile(merging_us or [0.0], 99)), 1),
+        # None: no merge was seen.
+        "propose_us_p99_merging": round(float(np.percentile(merging_us, 99)), 1) if merging_us else None,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib import import_module
 from time import perf_counter_ns
-from typing import Self
 
 import numpy as np
 
@@ -14,10 +13,10 @@ from benchmarks.walk import Proposal, Setting, TokenIds
 class Arctic:
     """`SuffixDecodingCache` as a server uses it.
 
-    Three of its ways matter to who compares figures. The tree of finished requests holds responses, not prompts, which
-    draft for nobody else. Only the last ``depth`` tokens of a context
-    are matched, and a match together with its draft is at most ``depth`` long. The match is always shorter than the
-    context given, so a context of one token never drafts.
+    Three of its ways matter to who compares figures. By its own design the tree that all requests share holds responses
+    (`start_request` puts a prompt into the request's own tree alone), so prompts draft for nobody else. Only the last
+    ``depth`` tokens of a context are matched, and a match together with its draft is at most ``depth`` long. The match
+    is always shorter than the context given, so a context of one token never drafts.
     """
 
     distributions: tuple[str, ...] = ("arctic-inference", "numpy")
@@ -27,16 +26,23 @@ class Arctic:
         library = import_module("arctic_inference.suffix_decoding")
         self._cache = library.SuffixDecodingCache(depth, -1)
         self._depth = depth
+        self._of_depth: dict[int, Arctic] = {depth: self}
 
-    def apart(self, max_tokens: int, setting: Setting) -> Self:
-        return self
+    def apart(self, max_tokens: int, setting: Setting) -> Arctic:
+        """One for each depth: how many tokens are asked for changes no tree."""
+        depth = int(setting.get("depth", self._depth))
+        if depth not in self._of_depth:
+            self._of_depth[depth] = Arctic(depth)
+        return self._of_depth[depth]
 
     def start(self, request_id: str, prompt: TokenIds) -> None:
         self._cache.start_request(request_id, prompt)
 
     def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Proposal:
-        """``setting``: max_spec_factor, max_spec_offset, min_token_prob, use_tree_spec; the library's where absent."""
-        options = {**setting, "use_tree_spec": bool(setting.get("use_tree_spec", False))}
+        """``setting``: max_spec_factor, max_spec_offset, min_token_prob, use_tree_spec; the library's where absent.
+        ``depth`` is what `apart` heeds."""
+        options = {name: value for name, value in setting.items() if name != "depth"}
+        options["use_tree_spec"] = bool(setting.get("use_tree_spec", False))
         pattern = np.ascontiguousarray(context[-self._depth :])
         began = perf_counter_ns()
         draft = self._cache.speculate(request_id, pattern, max_spec_tokens=max_tokens, **options)

@@ -29,8 +29,8 @@ class Peer(Child):
       ``padded`` (0), ``prompts`` (0)
     - llama-cpp: ``type`` (ngram-mod), and ``first``, ``second``, ``third``, its three sizes
 
-    A setting of arctic holds ``max_spec_factor``, ``max_spec_offset``, ``min_token_prob`` and ``use_tree_spec``, one of
-    sglang or llama-cpp holds options, and has a peer of its own.
+    A setting of arctic holds ``max_spec_factor``, ``max_spec_offset``, ``min_token_prob``, ``use_tree_spec`` and
+    ``depth``; one of sglang or llama-cpp holds options, and has a peer of its own.
     """
 
     versions: dict[str, str]

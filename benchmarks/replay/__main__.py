@@ -25,6 +25,10 @@ from cache_builder.evaluation.costs import flat, read_step_costs
 from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
+_UNDER = (
+    "benchmarks/peers", "benchmarks/replay/job.py", "benchmarks/walk.py", "cache_builder/evaluation", "ssd/compiled",
+    "ssd/config.py", "ssd/drafting", "ssd/pricing", "ssd/retrieval",
+)  # fmt: skip
 _FLAT_WIDTH = 32
 _DIGESTED_TOKENS = 20_000
 """Of each trace, where --max-output-tokens says nothing."""
@@ -55,8 +59,7 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    under = ("ssd/compiled", "ssd/drafting", "ssd/pricing", "ssd/retrieval", "cache_builder/evaluation")
-    this = Run("replay", __doc__, argv, OPTIONS, COLUMNS, unsaid=tuple(OPTIONS), under=under)
+    this = Run("replay", __doc__, argv, OPTIONS, COLUMNS, unsaid=tuple(OPTIONS), under=_UNDER)
     args = this.args
     try:
         plan = Plan(
@@ -84,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "drafters": list(plan.drafters),
             "draft": asdict(plan.draft),
             "index": asdict(plan.index),
+            # The curves themselves: the measured one is another after the next `benchmarks.evaluate --save-cost`.
+            "costs": {each.name: {"widths": each.widths.tolist(), "costs": each.costs.tolist()} for each in plan.costs},
             **{name: getattr(plan, name) for name in ("tree", "max_output_tokens")},
         }
         for some in run_all(partial(run, plan), traces, tokenizers, args.jobs):

@@ -105,13 +105,17 @@ def _results(names: str) -> Iterator[dict[str, Any]]:
     for name in names.split():
         path = RESULTS / f"{name}.json"
         if path.exists():
-            yield json.loads(path.read_text())
+            result = json.loads(path.read_text())
+            if why := " and ".join(word for word in ("is_cut", "is_wrong") if result.get(word)):
+                raise SystemExit(f"{name} {why}: no figure comes of that; run it again, or bring back what was before")
+            yield result
 
 
 def section(program: Any, results: Sequence[Result]) -> str:
     """The rows of all results in the columns of their program, what it says of each result, and its note.
 
-    A program may declare ``is_shown``, which rows are. A result without rows is one itself.
+    A program may declare ``is_shown``, which rows are, and ``RUN``, what of each run's parameters is said behind its
+    date. A result without rows is one itself.
     """
     is_shown = getattr(program, "is_shown", lambda row: True)
     rows = [
@@ -123,7 +127,10 @@ def section(program: Any, results: Sequence[Result]) -> str:
     # Not what all rows have alike, unless it is that nothing went wrong, nor a figure that none has.
     said = {each: {cells_of([each], row)[0] for row in rows} for each in program.COLUMNS}
     columns = [each for each, cells in said.items() if len(cells) > 1 or cells == {"0"}]
-    measured = "; ".join(dict.fromkeys(f"{each.get('model', 'bundled model')} {each.get('date')}" for each in results))
+    run = getattr(program, "RUN", "")
+    measured = "; ".join(
+        f"{each.get('model', 'bundled model')} {each.get('date')}{run.format_map(each)}" for each in results
+    )
     each = " ".join(getattr(program, "EACH", "").format_map(result) for result in results).strip()
     note = " ".join(filter(None, (each, program.NOTE.format_map({**results[0], "measured": measured}))))
     return "\n".join([*table(columns, rows), "", note]) if columns else note
@@ -156,20 +163,23 @@ def old_figures(directory: Path, names: Iterable[str]) -> Iterator[str]:
 
 def _why_old(result: Result) -> str:
     under = result.get("under", _ALL)
-    commit = result["environment"]["commit"].removesuffix("+")
-    names = git("diff", "--name-only", "--no-renames", commit, "HEAD", "--", *under)
+    commit = result["environment"]["commit"]
+    if commit.endswith("+"):
+        return "code under it was not committed"
+    names = git("diff", "--name-only", "--no-renames", commit, "--", *under)
     if names is None:
         return "this checkout does not know it, so it cannot be told what has changed since"
-    changed = (name for name in names.splitlines() if _code(commit, name) != _code("HEAD", name))
+    changed = (name for name in names.splitlines() if _code(commit, name) != _code(None, name))
     few = list(islice(changed, 4))
     return f"changed since: {', '.join(few[:3])}{', ...' * (len(few) > 3)}" if few else ""
 
 
-def _code(commit: str, name: str) -> str:
-    """What a Python file does, whatever it says beside that; of another file, and of none, what tells it apart."""
-    text = git("show", f"{commit}:{name}") if name.endswith(".py") else None
-    if text is None:
-        return git("rev-parse", f"{commit}:{name}") or ""
+def _code(commit: str | None, name: str) -> str:
+    """What a Python file does in a commit, or as it lies here, whatever it says beside that; of another its text."""
+    path = ROOT / name
+    text = git("show", f"{commit}:{name}") if commit else path.read_text() if path.is_file() else None
+    if text is None or not name.endswith(".py"):
+        return text or ""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         for part, value in ast.iter_fields(node):

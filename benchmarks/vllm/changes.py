@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 where = {"engine": name, "dtype": dtype, "what": what}
                 run.row({**where, "answers": len(plain), "different": different, "tokens": tokens})
     is_wrong = any(row["different"] for row in run.rows if row["engine"] == "ssd")
-    return run.end(environment={**describe(), "vllm": versions()}, is_wrong=is_wrong)
+    return run.end(environment={**describe(UNDER), "vllm": versions()}, is_wrong=is_wrong)
 
 
 def of_vllm(prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> dict[str, Answers]:

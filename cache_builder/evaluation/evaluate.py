@@ -297,12 +297,17 @@ def _of_one(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def figures_of(rows: Sequence[Decoded]) -> dict[str, Any]:
-    """Of some requests: tokens a second both ways with prompts, their ratio, and that of the output alone."""
+    """Of some requests: tokens a second both ways with prompts, their ratio, and that of the output alone.
+
+    The latter as a replay counts it: a prompt's pass, which gives the first token and may verify a draft, counts as a
+    plain step and what it takes longer with drafts.
+    """
     tokens = sum(row["ssd"]["tokens"] for row in rows)
     off_s, on_s = (sum(row[way]["seconds"] for row in rows) for way in ("none", "ssd"))
-    output_off_s, output_on_s = (
-        sum(row[way]["seconds"] - row[way]["first_s"] for row in rows) for way in ("none", "ssd")
-    )
+    first_s, num_steps = (sum(row["none"][key] for row in rows) for key in ("first_s", "tokens"))
+    step_s = (off_s - first_s) / max(1, num_steps - len(rows))  # the prompt's pass gives each first token
+    prompts_s = first_s - len(rows) * step_s
+    output_off_s, output_on_s = off_s - prompts_s, on_s - prompts_s
     drafted, accepted = (sum(row["ssd"][key] for row in rows) for key in ("drafted", "accepted"))
     passes = {way: sum(row[way]["passes"] for row in rows) for way in ("none", "ssd")}
     return {
