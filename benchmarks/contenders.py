@@ -157,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         draft_head=None if head is None else head.name,
         compared_tokens=comparison.num_tokens,
         mismatches=comparison.num_mismatches,
-        is_wrong=comparison.num_mismatches > 0 and model.dtype == torch.float32,
+        is_exact=comparison.is_exact,
+        is_wrong=comparison.num_mismatches > 0 and (comparison.is_exact or model.dtype == torch.float32),
     )
 
 

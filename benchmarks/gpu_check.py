@@ -10,23 +10,26 @@
 
 A part is other programs, each in a process of its own, which writes down what it finds row by row: one that fails,
 hangs or has no time left is said and does not stop the next, and what it had found stands. Ends with the marks, met or
-not, and one JSON line; status 1 where a part failed. With --out the result is written after every part, and logs of
-what failed; ``--marks`` reads all results there and prints their marks. ``--device cpu`` runs the same at small sizes,
-for a look at the script itself. docs/gpu.md says more.
+not, and one JSON line; status 1 where a part failed, was cut or skipped. With --out the result is written after every
+part, beside other parts that the file has, and logs of what failed; ``--marks`` reads all results there, of each part
+the newest, and prints their marks. ``--device cpu`` runs the same at small sizes, for a look at the script itself.
+docs/gpu.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,46 +39,53 @@ from benchmarks.child import ROOT
 from benchmarks.run import head, table
 
 Found = dict[str, Any]
-"""What a part found: whether it "passed", and the "results" of its programs."""
+"""What a part found: whether it "passed", the "results" of its programs, and of programs that ended otherwise than they
+should "failures" and what was "cut"; or why all was "skipped". With "at", "date", "environment", "device", "command".
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
     """Of a ``part``. ``value`` : None where it was not measured. ``bound`` : what it must reach, or, with ``at_most``,
-    not exceed."""
+    not exceed. ``interval`` : of 95 %, where one is known."""
 
     part: str
     name: str
     value: float | None
     bound: float
     at_most: bool = False
+    interval: tuple[float, float] | None = None
 
     @property
     def is_met(self) -> bool | None:
-        """None where nothing was measured."""
+        """None where nothing was measured, or so widely that it cannot be told."""
         if self.value is None:
+            return None
+        if self.interval is not None and self.interval[0] < self.bound <= self.interval[1]:
             return None
         return self.value <= self.bound if self.at_most else self.value >= self.bound
 
     def cells(self) -> dict[str, str]:
         """For people."""
-        word = {None: "not measured", True: "met", False: "NOT MET"}[self.is_met]
+        unknown = "not measured" if self.value is None else "cannot be told"
+        word = {None: unknown, True: "met", False: "NOT MET"}[self.is_met]
         value = "-" if self.value is None else f"{self.value:g}"
+        if self.interval is not None:
+            value += " ({:.2f} ... {:.2f})".format(*self.interval)
         return {"mark": self.name, "measured": value, "word": word,
                 "bound": f"{'at most' if self.at_most else 'at least'} {self.bound:g}"}  # fmt: skip
 
 
 def marks(results: Mapping[str, Found]) -> Iterator[Mark]:
-    """All of them, from what the parts found; a part that was cut counts with what it had found."""
+    """All of them, from what the parts found. What was cut counts where a mark is of single rows."""
     for part in ("right", "soak", "growth-real"):
-        found = results.get(part, {"cut": "not run"})
-        is_known = not {"skipped", "cut"} & found.keys()
-        yield Mark(part, f"{part} passes", float(found["passed"]) if is_known else None, 1.0)
+        yield Mark(part, f"{part} passes", _passes(results.get(part, {"cut": "not run"})), 1.0)
+    for part in ("right", "repeats", "overhead-large", "exact-cost", "overhead-small", "growth-real"):
+        differ = f"{part}, outputs that differ where none may"
+        yield Mark(part, differ, num_different(results, part), 0, at_most=True)
     exact = [row for row in rows_of(results, "right", "exact") if row["dtype"] == "bfloat16"]
-    num_compared = sum(row["num_positions"] for row in exact) or None
-    yield Mark("right", "bfloat16, positions whose bits were compared", num_compared, 1e4)
-    differ = sum(row["num_different"] for row in exact) if exact else None
-    yield Mark("right", "bfloat16, positions that differ", differ, 0, at_most=True)
+    num_equal = sum(row["num_positions"] for row in exact) * (not any(row["num_different"] for row in exact))
+    yield Mark("right", "bfloat16, positions compared, all equal", num_equal if exact else None, 1e4)
     rates = [row["rates"] for row in rows_of(results, "exact-cost", "exact")]
     for kind in ("decoding 1 row", "decoding 8 rows"):
         yield Mark("exact-cost", f"large shape, exact over not, {kind}", rates[0][kind][0] if rates else None, 0.95)
@@ -94,25 +104,77 @@ def marks(results: Mapping[str, Found]) -> Iterator[Mark]:
             outside = f"{shape} shape, batch {batch}, host outside the pass, share of a step"
             yield Mark(part, outside, share, 0.05, at_most=True)
     shares = [row["drafting_share"] for row in rows_of(results, "drafting", "decode")]
-    yield Mark("drafting", "drafting for all rows, share of a step", max(shares, default=None), 0.03, at_most=True)
+    most = max(shares, default=None) if is_whole(results, "drafting") else None
+    yield Mark("drafting", "drafting for all rows, share of a step", most, 0.03, at_most=True)
     repeats = [each["repeated_requests"]["speedup_second"] for each in results.get("repeats", {}).get("results", ())]
     yield Mark("repeats", "repeats at batch 1 over speculation off", max(repeats, default=None), 10.0)
     for part, shape in (("overhead-large", "large"), ("overhead-small", "small")):
         for traffic in ("cold", "adversarial"):
-            rows = rows_of(results, part, "overhead")
-            ratios = [row["over_off"][0] for row in rows if row["traffic"] == traffic]
-            slowest = f"{shape} shape, {traffic}, slowest batch over speculation off"
-            yield Mark(part, slowest, min(ratios, default=None), 0.98)
+            yield _slowest(results, part, f"{shape} shape, {traffic}, slowest batch over speculation off", traffic)
+
+
+def _passes(found: Found) -> float | None:
+    if found.get("failures"):
+        return 0.0
+    return None if {"skipped", "cut"} & found.keys() else float(found["passed"])
+
+
+def is_whole(results: Mapping[str, Found], part: str) -> bool:
+    """Whether it was run and neither it nor one of its programs was cut."""
+    found = results.get(part, {"cut": "not run"})
+    return not {"skipped", "cut"} & found.keys() and not any(each.get("is_cut") for each in found["results"])
+
+
+def _slowest(results: Mapping[str, Found], part: str, name: str, traffic: str) -> Mark:
+    """Of all batches that were asked for, else of none. What lies counts where any of it was drafted."""
+    rows = [row for row in rows_of(results, part, "overhead") if row["traffic"] == traffic]
+    asked = {batch for each in results.get(part, {}).get("results", ()) for batch in each["parameters"]["batch"]}
+    is_measured = is_whole(results, part) and rows and asked == {row["batch"] for row in rows}
+    if not is_measured or (traffic == "adversarial" and not any(row["drafted_per_pass"][2] for row in rows)):
+        return Mark(part, name, None, 0.98)
+    value, low, high = map(min, zip(*((row["over_off"][0], *row["over_off_95"]) for row in rows), strict=True))
+    return Mark(part, name, value, 0.98, interval=(low, high))
+
+
+def num_different(results: Mapping[str, Found], part: str) -> int | None:
+    """Outputs that are not plain decoding's, of programs under which none may: with exactness on, or in float32.
+
+    None where none was found and not all were compared. Other types without exactness promise no equality.
+    """
+    found = results.get(part, {"passed": False, "results": []})
+    strict = [
+        each
+        for each in found["results"]
+        if each["benchmark"] == "exact" or each.get("is_exact") or "float32" in each.get("dtype", "")
+    ]
+    places = [place for each in strict for place in (each, each.get("repeated_requests", {}), *each.get("rows", ()))]
+    number = sum(place.get(key, 0) for place in places for key in ("num_different", "mismatches", "changed_outputs"))
+    return number if number or found["passed"] else None
 
 
 def read_results(directory: Path) -> Found:
-    """What the parts of all calls found whose results lie in ``directory``; of two of a part, the later file's by name.
+    """What all calls found whose results lie in ``directory``, `merged`. Empty where none lies there."""
+    return merged(json.loads(path.read_text()) for path in sorted(directory.glob("gpu_check*.json")))
 
-    Empty where none lies there.
+
+def merged(results: Iterable[Found]) -> Found:
+    """One of several: the head of the newest, and each part as it was last run, with a head of its own.
+
+    A part that was skipped does not take the place of what was found before; of two of a day of which no more is known,
+    the later one in order counts.
     """
     found: Found = {}
-    for path in sorted(directory.glob("gpu_check*.json")):
-        found |= json.loads(path.read_text())
+    parts: dict[str, list[Found]] = {}
+    for result in sorted(results, key=lambda each: str(each["date"])):
+        head_of_it = {key: value for key, value in result.items() if key not in PARTS}
+        found |= head_of_it
+        for name in (name for name in PARTS if name in result):
+            # Those of a file without heads of parts: its programs wrote down where and when they ran.
+            first = head_of_it | next(iter(result[name]["results"]), {})
+            own = {key: first[key] for key in ("date", "environment", "device")}
+            parts.setdefault(name, []).append({"at": own["date"], "command": "", **own, **result[name]})
+    for name, played in parts.items():
+        found[name] = sorted(played, key=lambda each: ("skipped" not in each, str(each["at"])))[-1]
     return found
 
 
@@ -124,11 +186,12 @@ def rows_of(results: Mapping[str, Found], part: str, program: str) -> list[dict[
 
 def device_of(results: Mapping[str, Found], part: str) -> str:
     """Where a part ran, in a word."""
-    return next((str(each["device"]).removeprefix("NVIDIA ").split()[0] for each in results[part]["results"]), "")
+    said = (str(each["device"]) for each in (results[part], *results[part]["results"]) if "device" in each)
+    return next((each.removeprefix("NVIDIA ").split()[0] for each in said), "")
 
 
 def section(results: Found) -> str:
-    """The marks and the steps of the large shape, for docs/gpu.md."""
+    """The marks and the steps of the large shape, for docs/gpu.md. ``results`` : of `read_results`."""
     columns = (("mark", "{mark}"), ("on", "{on}"), (">measured", "{measured}"), (">bound", "{bound}"), ("", "{word}"))
     steps = (
         (">batch", "{batch}"), (">positions a row", "{T}"), (">step, ms", "{step_ms_p50:.2f}"),
@@ -137,15 +200,25 @@ def section(results: Found) -> str:
     )  # fmt: skip
     where = (
         "{device}, {date}, torch {environment[versions][torch]}, transformers {environment[versions][transformers]}; "
+        "steps of the large shape, 1,024 tokens a row, every draft accepted:"
     )
-    where += "steps of the large shape, 1,024 tokens a row, every draft accepted:"
+
+    def on(part: str) -> str:
+        return f"{device_of(results, part)}, {{date}}, `{{environment[commit]}}`".format_map(results[part])
+
+    def those(word: str) -> str:
+        return ", ".join(part for part in PARTS if word in results.get(part, {})) or "none"
+
     known = [mark for mark in marks(results) if mark.value is not None]
-    shown = table(columns, [{**mark.cells(), "on": device_of(results, mark.part)} for mark in known])
-    cut = ", ".join(part for part in PARTS if {"cut", "skipped"} & results.get(part, {}).keys())
-    absent = ", ".join(part for part in PARTS if part not in {*results, "kernels"})
-    missing = f"Parts that were cut: {cut or 'none'}; not run: {absent or 'none'}."
-    steps_shown = table(steps, rows_of(results, "speed-large", "decode"))
-    return "\n".join([*shown, "", missing, "", where.format_map(results), "", *steps_shown])
+    absent = ", ".join(part for part in PARTS if part not in {*results, "kernels"}) or "none"
+    lines = table(columns, [{**mark.cells(), "on": on(mark.part)} for mark in known])
+    lines += ["", f"Parts that were cut: {those('cut')}; skipped: {those('skipped')}; not run: {absent}."]
+    for part in PARTS:
+        for failure in results.get(part, {}).get("failures", ()):
+            lines += ["", f"FAILED, {part} on {on(part)}: `{failure.splitlines()[0]}`."]
+    if rows := rows_of(results, "speed-large", "decode"):
+        lines += ["", where.format_map(results["speed-large"]), "", *table(steps, rows)]
+    return "\n".join(lines)
 
 
 _LEAST_SHARE = 0.4
@@ -212,7 +285,7 @@ SMALL: Final = {
     "growth": "--requests 3 --repeated 2 --max-tokens 24",
     "decode": "--context 64 --rounds 2 --copy-mb 16 --batch 1 --draft 0 3 --index-tokens 4000",
     "contenders": "--batch 1 --rounds 1 --max-tokens 4",
-    "gpu_soak": "--requests 24 --reopened 2",
+    "gpu_soak": "--requests 16 --reopened 2",
 }
 """Said last for a look on a CPU, by program."""
 
@@ -229,28 +302,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="of a call (default: %(default)g)")
     parser.add_argument("--out", type=Path, default=Path(), help="directory for results and traces (default: here)")
     args = parser.parse_args(argv)
-    result: Found = read_results(args.out) if args.marks else {**head("gpu_check"), "device": args.device}
     names = () if args.marks else args.parts or (CALLS[args.call - 1] if args.call else tuple(PARTS))
     ends = time.monotonic() + (args.seconds if args.call or args.parts else 60 * 60)
     args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"gpu_check{f'-{args.call}' if args.call else ''}.json"
+    before = [json.loads(path.read_text())] if path.exists() else []
+    about = {**head("gpu_check", ("ssd", "tests")), "device": args.device}
+    result: Found = read_results(args.out) if args.marks else dict(about)
     for name in names:
         print(f"== {name}: some {PARTS[name][0]} s", flush=True)
-        result[name] = found = _played(name, args, ends - time.monotonic())
-        words = [f"{key} {found[key]}" for key in ("skipped", "cut", "failure") if key in found]
-        print("; ".join(["passed" if found["passed"] else "FAILED", *words]), flush=True)
-        result["device"] = next((each["device"] for each in found["results"] if "device" in each), result["device"])
-        path = args.out / f"gpu_check{f'-{args.call}' if args.call else ''}.json"
-        path.write_text(json.dumps(result) + "\n")
+        found = _played(name, args, ends - time.monotonic())
+        words = [f"{key} {found[key]}" for key in ("skipped", "cut", "failures") if key in found]
+        word = "passed" if found["passed"] else "not run" if "skipped" in found else "FAILED"
+        print("; ".join([word, *words]), flush=True)
+        result[name] = {
+            "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **{key: about[key] for key in ("date", "environment")},
+            "device": next((each["device"] for each in found["results"] if "device" in each), args.device),
+            "command": f"python -m benchmarks.gpu_check {f'--call {args.call}' if args.call else f'--parts {name}'}",
+            **found,
+        }
+        scratch = path.with_name(f"{path.name}.new")
+        scratch.write_text(json.dumps(merged([*before, result])) + "\n")
+        scratch.replace(path)
     for mark in marks(result):
-        print("{word:<13} {mark}: {measured} ({bound})".format_map(mark.cells()))
-    failed = [part for part in names if not result[part]["passed"]]
-    print(json.dumps({**head("gpu_check"), "failed": failed, "marks": [mark.cells() for mark in marks(result)]}))
-    return int(bool(failed))
+        print("{word:<14} {mark}: {measured} ({bound})".format_map(mark.cells()))
+    missed = [part for part in names if not result[part]["passed"]]
+    print(json.dumps({**head("gpu_check"), "not_passed": missed, "marks": [mark.cells() for mark in marks(result)]}))
+    return int(bool(missed))
 
 
 def _played(name: str, args: argparse.Namespace, left: float) -> Found:
     """What a part's programs found within the time that is left."""
-    (seconds, commands), found = PARTS[name], Found(passed=True, results=[])
+    (seconds, commands), found = PARTS[name], Found(passed=False, results=[])
     if left < _LEAST_SHARE * seconds:
         return found | {"skipped": f"{left:.0f} s were left, it takes some {seconds}"}
     if name == "growth-real" and args.real is None:
@@ -258,7 +342,7 @@ def _played(name: str, args: argparse.Namespace, left: float) -> Found:
     ends = time.monotonic() + min(left, _MOST_SHARE * seconds + 30)
     device = "cpu" if name == "kernels" else args.device
 
-    def play(number: int) -> dict[str, str]:
+    def play(number: int) -> tuple[str, str] | None:
         words = commands[number].split()
         words = [{"REAL": args.real, "traces": str(args.out / "traces")}.get(word, word) for word in words]
         if words[0] != "pytest":
@@ -267,20 +351,22 @@ def _played(name: str, args: argparse.Namespace, left: float) -> Found:
                 words = ["tiny" if after == "--shape" else word for after, word in zip(before, words, strict=False)]
                 words += SMALL.get(words[0].removeprefix("benchmarks."), "").split()
             words += ["--device", device, "--out", f"{scratch}/{number}.json"]
-        return _run(words, Path(scratch) / f"{number}.log", device, ends)
+        ended = _run(words, Path(scratch) / f"{number}.log", device, ends)
+        return ended and (ended[0], f"{commands[number]}: {ended[1]}")
 
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         with ThreadPoolExecutor(len(commands) if name in AT_ONCE else 1) as lanes:
-            for number, failure in enumerate(lanes.map(play, range(len(commands)))):
-                if failure:
-                    found |= {"passed": False, **failure}
+            for number, ended in enumerate(lanes.map(play, range(len(commands)))):
+                if ended is not None:
+                    found.setdefault(ended[0], []).append(ended[1])
                     shutil.copy(Path(scratch) / f"{number}.log", args.out / f"{name}-{number}.log")
+        found["passed"] = not {"cut", "failures"} & found.keys()
         found["results"] = [json.loads(path.read_text()) for path in sorted(Path(scratch).glob("*.json"))]
     return found
 
 
-def _run(words: Sequence[str], log: Path, device: str, ends: float) -> dict[str, str]:
-    """A program to its end, or until its time is over; what is said of one that ended otherwise than it should.
+def _run(words: Sequence[str], log: Path, device: str, ends: float) -> tuple[str, str] | None:
+    """A program to its end, or until its time is over; of one that ended otherwise than it should how, and why.
 
     It leads a group: what it starts ends with it, and a fault on the device too.
     """
@@ -295,11 +381,13 @@ def _run(words: Sequence[str], log: Path, device: str, ends: float) -> dict[str,
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return {"cut": f"{' '.join(words)}: its time was over; what it had found stands"}
-    if process.returncode == 0:
-        return {}
-    text = log.read_text(errors="replace").strip()[-_KEPT_CHARACTERS:]
-    return {"failure": f"{' '.join(words)}: status {process.returncode}: {text}"}
+        return "cut", "its time was over; what it had found stands"
+    text = log.read_text(errors="replace").strip()
+    if process.returncode:
+        return "failures", f"status {process.returncode}\n{text[-_KEPT_CHARACTERS:]}"
+    if words[0] == "pytest" and not re.search(r"\b\d+ passed\b", text):
+        return "failures", "no test passed, all were skipped"
+    return None
 
 
 if __name__ == "__main__":

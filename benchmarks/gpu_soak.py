@@ -1,10 +1,10 @@
-"""Thousands of requests of many kinds on one engine, every seventh cancelled; then engines opened and closed.
+"""Thousands of requests of many kinds on one engine, some cancelled midway; then engines opened and closed.
 
 ``python -m benchmarks.gpu_soak [MODEL] [--requests N] [--reopened N] [--out FILE]``
 
-What a request is answered must always be the same. Memory must not grow from the first quarter on, when all has been at
-work once, and what an engine took must be given back when it is closed. The last line of stdout is one JSON object;
-status 1 where any of this is not so.
+What a request is answered must be what the same is answered without speculation. Of every seventh each step cancels one
+in five. Memory must not grow from the first quarter on, when all has been at work once, and what an engine took must be
+given back when it is closed. The last line of stdout is one JSON object; status 1 where any of this is not so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.exactness import differs
 from benchmarks.run import Option, Run
-from benchmarks.ways import open_engine, requests_of
+from benchmarks.ways import ask, open_engine, requests_of
 from benchmarks.workloads import snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
@@ -30,12 +30,19 @@ from ssd.text.codec import TextCodec
 
 _SLOTS: Final = 16
 _CANCELLED: Final = 7
+_CANCELS: Final = 0.2
 _MOST_GROWTH: Final = 1.01
 _MOST_LEFT: Final = {"allocated": 4 << 20, "in_use": 64 << 20}
 """Bytes on the device after the last engine was closed, beyond what was there after the first: of tensors, and of all
 that is in use there, as recorded graphs are no tensors."""
 
-OPTIONS = {"requests": 2000, "reopened": Option(default=4, help="times that the engine is opened and closed again")}
+# Of those that are opened again, what the last one leaves behind is compared with what the first one does.
+_REOPENED: Final = Option(default=4, least=2, help="times that the engine is opened and closed again")
+OPTIONS = {"requests": 2000, "reopened": _REOPENED}
+
+Questions = Sequence[tuple[list[int], SamplingParams]]
+Answers = dict[int, set[tuple[int, ...]]]
+"""All that was said to a question, by its place."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.args.dtype = "float32"
     codec, model = run.load()
     draft, config = DraftConfig(num_speculative_tokens=16), EngineConfig(max_num_seqs=_SLOTS)
+    questions, answers = _questions(codec), Answers()
     found: dict[str, Any] = {}
     after = []
     for number in range(run.args.reopened + 1):
@@ -53,26 +61,30 @@ def main(argv: Sequence[str] | None = None) -> int:
                 model, "ssd", slots=_SLOTS, length=512, draft=draft, config=config, codec=codec, caches=caches
             )
             if number == 0:
-                found = soak(engine, caches, _questions(codec), run.args.requests)
+                answers, found = soak(engine, caches, questions, run.args.requests)
             else:
                 list(engine.generate([[5, 6, 7] * 10] * _SLOTS, SamplingParams(max_tokens=8, temperature=0.0)))
             del engine
         gc.collect()  # a target and its recorded steps refer to each other
+        if number == 0:
+            plain = open_engine(model, "none", slots=_SLOTS, length=512, codec=codec)
+            found["changed"] = num_changed(plain, questions, answers)
+            del plain
+            gc.collect()
         after.append(device_memory(model.device))
     left = {name: after[-1][name] - after[1][name] for name in _MOST_LEFT}
-    run.say(f"{found['answers']} answers, {found['changed']} changed, {found['unfinished']} unfinished, memory over "
+    run.say(f"{found['answers']} answers, {found['distinct']} of them distinct, {found['changed']} of these changed; "
+            f"{found['cancelled']} cancelled, {found['failed']} failed, {found['unfinished']} unfinished, memory over "
             f"that of the first quarter {found['growth']}, left behind {left}")  # fmt: skip
-    is_wrong = found["changed"] or found["unfinished"] or found["growth"] > _MOST_GROWTH
+    is_wrong = found["changed"] or found["failed"] or found["unfinished"] or found["growth"] > _MOST_GROWTH
     is_wrong = is_wrong or any(left[name] > most for name, most in _MOST_LEFT.items())
     return run.end(**found, left=left, reopened=after, is_wrong=bool(is_wrong))
 
 
-def soak(
-    engine: Engine, caches: CacheSet, questions: Sequence[tuple[list[int], SamplingParams]], number: int
-) -> dict[str, Any]:
+def soak(engine: Engine, caches: CacheSet, questions: Questions, number: int) -> tuple[Answers, dict[str, Any]]:
     """``number`` requests drawn from the questions, twice as many waiting as there are slots."""
     chance = random.Random(0)
-    answers: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    answers: Answers = defaultdict(set)
     asked: dict[str, int] = {}
     said: dict[str, list[int]] = defaultdict(list)
     held, reasons, num_asked = [device_memory(engine.target.device)], Counter[FinishReason](), 0
@@ -88,27 +100,36 @@ def soak(
             if output.finish_reason is not None:
                 reasons[output.finish_reason] += 1
                 index, tokens = asked.pop(name), tuple(said.pop(name))
-                if output.finish_reason is not FinishReason.CANCELLED:
+                if output.finish_reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
                     answers[index].add(tokens)
-            elif int(name) % _CANCELLED == 0 and chance.random() < 0.2:
+            elif int(name) % _CANCELLED == 0 and chance.random() < _CANCELS:
                 engine.cancel(name)
         caches.maintain()
         if 4 * reasons.total() >= number * len(held):
             held.append(device_memory(engine.target.device))
-    violations, changed = engine.check(), reasons[FinishReason.ERROR]
-    for index, different in answers.items():  # now that every slot is free
-        right, *others = sorted(different)
-        changed += sum(differs(engine.target, *questions[index], other, right) for other in others)
-    return {
-        "answers": number - reasons[FinishReason.CANCELLED],
-        "changed": changed,
-        "unfinished": len(violations),
+    return answers, {
+        "answers": number - reasons[FinishReason.CANCELLED] - reasons[FinishReason.ERROR],
+        "distinct": sum(map(len, answers.values())),
+        "cancelled": reasons[FinishReason.CANCELLED],
+        "failed": reasons[FinishReason.ERROR],
+        "unfinished": len(engine.check()),
         "memory": held,
         "growth": round(held[-1]["allocated"] / held[1]["allocated"], 4) if held[1]["allocated"] else 1.0,
     }
 
 
-def _questions(codec: TextCodec) -> list[tuple[list[int], SamplingParams]]:
+def num_changed(plain: Engine, questions: Questions, answers: Answers) -> int:
+    """How many of the distinct answers are not what ``plain``, without speculation, says."""
+    asked = [questions[index] for index in answers]
+    said = ask(plain, requests_of([prompt for prompt, _ in asked], [params for _, params in asked]))
+    return sum(
+        differs(plain.target, *questions[index], answer, want)
+        for index, want in zip(answers, said, strict=True)
+        for answer in answers[index]
+    )
+
+
+def _questions(codec: TextCodec) -> Questions:
     """Prompts with sampling whose answer is always the same: greedy or with a seed."""
     kinds: tuple[dict[str, Any], ...] = (
         {"temperature": 0.0},

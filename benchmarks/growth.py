@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None and found:
         plot(found, len(args.sampling), args.out.with_suffix(".png"))
     differs = again["mismatches"] or any(row["mismatches"] for row in run.rows)
-    is_wrong = bool(differs) and model.dtype == torch.float32
-    return run.end(repeated_requests=again, is_wrong=is_wrong)
+    is_wrong = bool(differs) and (again["is_exact"] or model.dtype == torch.float32)
+    return run.end(repeated_requests=again, is_exact=again["is_exact"], is_wrong=is_wrong)
 
 
 def repeat(
@@ -122,6 +122,7 @@ def repeat(
         "tokens_per_step_second": round(num_tokens / steps_second, 2),
         "speedup_second": round(median(over_off), 2),
         "mismatches": comparison.num_mismatches,
+        "is_exact": comparison.is_exact,
     }
 
 

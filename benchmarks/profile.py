@@ -27,6 +27,8 @@ _GROUPS: Final = (
 )
 _WAITS: Final = re.compile(r"Synchronize|^cudaMemcpy$|cudaStreamWait|cudaMemcpyAsync")
 _NAMED: Final = 12
+_ANNOTATED: Final = (STEP, *PARTS, DRAFTING)
+"""Names of ours, which the profiler says of a device too: from the first kernel launched under one to the last."""
 
 
 def profiled(step: Callable[[], object], number: int, device: torch.device, trace: Path | None) -> dict[str, Any]:
@@ -41,19 +43,23 @@ def profiled(step: Callable[[], object], number: int, device: torch.device, trac
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
-    found = summary(profiler.key_averages(), number)
+    events = [each for each in profiler.events() or () if each.device_type != DeviceType.CPU]
+    busy = [(each.time_range.start, each.time_range.end) for each in events if each.name not in _ANNOTATED]
+    found = summary(profiler.key_averages(), busy, number)
     if device.type == "cuda" and "device_busy_ms" not in found:
         found["unseen"] = "the profiler was told of no kernel: what follows is the host's alone"
     return found
 
 
-def summary(averages: Iterable[Any], number: int) -> dict[str, Any]:
+def summary(averages: Iterable[Any], busy: Iterable[tuple[float, float]], number: int) -> dict[str, Any]:
     """Milliseconds a step: the device's work by groups, the host's parts, its operators and its waits.
 
-    averages : what the profiler says of each name over ``number`` steps. Without a device the groups are of operators,
-    and what is left of a step is Python and compiled loops that are no operators.
+    averages : what the profiler says of each name over ``number`` steps. busy : when each of the device's kernels began
+    and ended, microseconds. A kernel that is launched while the one before it ends waits in its own time, so that those
+    of groups may be more together than the device was busy. Without a device the groups are of operators, and what is
+    left of a step is Python and compiled loops that are no operators.
     """
-    annotated: dict[str, float] = dict.fromkeys((STEP, *PARTS, DRAFTING), 0.0)
+    annotated: dict[str, float] = dict.fromkeys(_ANNOTATED, 0.0)
     operators: dict[str, float] = {}
     kernels: dict[str, float] = {}
     num_kernels = 0
@@ -74,8 +80,9 @@ def summary(averages: Iterable[Any], number: int) -> dict[str, Any]:
     found: dict[str, Any] = {"steps": number, "step_ms": per_step(whole)}
     found["phases_ms"] = {part: per_step(us) for part, us in annotated.items()}
     if kernels:
-        found["device_busy_ms"] = per_step(sum(kernels.values()))  # one stream, so no two at once
-        found["waits_for_host_ms"] = per_step(max(0.0, whole - sum(kernels.values())))
+        covered = _covered(busy)
+        found["device_busy_ms"] = per_step(covered)
+        found["waits_for_host_ms"] = per_step(max(0.0, whole - covered))
         found["kernels"] = round(num_kernels / number, 1)
         found["host_waits_ms"] = per_step(sum(us for name, us in operators.items() if _WAITS.search(name)))
     else:
@@ -87,6 +94,15 @@ def summary(averages: Iterable[Any], number: int) -> dict[str, Any]:
         groups[next((group for group, pattern in _GROUPS if pattern.search(name)), "others")] += us
     found["groups_ms"] = {name: per_step(us) for name, us in _longest(groups)}
     return {**found, "longest_ms": {name[:100]: per_step(us) for name, us in _longest(times)[:_NAMED]}}
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """What they cover together, each moment once."""
+    covered, until = 0.0, float("-inf")
+    for began, ended in sorted(intervals):
+        covered += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return covered
 
 
 def _longest(times: dict[str, float]) -> list[tuple[str, float]]:

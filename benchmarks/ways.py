@@ -111,10 +111,13 @@ class Comparison:
 
     num_tokens: int = 0
     num_mismatches: int = 0
+    is_exact: bool = False
+    """Whether passes promise the same bits: then, as in float32, a mismatch is a fault and no rounding."""
 
     def add(self, off: Engine, request: Request, got: Sequence[int], want: Sequence[int]) -> None:
         """One output and what ``off`` said."""
         self.num_tokens += len(got)
+        self.is_exact = off.target.exactness.holds
         self.num_mismatches += differs(off.target, request.prompt_token_ids, request.sampling, got, want)
 
 

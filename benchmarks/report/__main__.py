@@ -50,7 +50,7 @@ SECTIONS: Final = {
 
 _REPLAYS: Final[Mapping[tuple[str, str], tuple[Callable[..., str], str]]] = {
     ("README.md", "gains"): (replay.gains_section, "growth coupled overhead vllm replay-curve replay-others "
-        "replay-others-tree gpu_check"),
+        "replay-others-tree"),
     ("docs/benchmarks.md", "replay"): (replay.curve_section, "replay-curve replay-tree"),
     ("docs/benchmarks.md", "others"): (replay.others_section, "replay-others replay-others-tree"),
 }  # fmt: skip
@@ -84,11 +84,12 @@ def pages() -> dict[str, str]:
         for marker, (program, names) in sections.items():
             if given := list(_results(names)):
                 found[page, marker] = section(import_module(_module(program)), given)
+    gpu_check = import_module("benchmarks.gpu_check")
+    checked = gpu_check.read_results(RESULTS)
     for place, (write, names) in _REPLAYS.items():
         if len(results := list(_results(names))) == len(names.split()):
-            found[place] = write(*results)
-    gpu_check = import_module("benchmarks.gpu_check")
-    if checked := gpu_check.read_results(RESULTS):
+            found[place] = write(*results, *([checked] if write is replay.gains_section else []))
+    if checked:
         found["docs/gpu.md", "gpu"] = gpu_check.section(checked)
     texts = {page: (ROOT / page).read_text() for page, _ in found}
     for (page, marker), text in found.items():

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.gpu_check import device_of, rows_of
+from benchmarks.gpu_check import device_of, is_whole, rows_of
 from benchmarks.replay.job import ARCTIC_DEFAULT, DEFAULT, OURS, PRICED_BY
 from benchmarks.run import Columns, table
 
@@ -134,25 +134,30 @@ def gains_section(
 ) -> str:  # fmt: skip
     """A line a question, above 1 is good for us: all batches that were measured, those that lose among them.
 
-    ``chains``, ``trees`` : replays beside all drafters. ``gpu`` : of `benchmarks.gpu_check`.
+    ``chains``, ``trees`` : replays beside all drafters. ``gpu`` : of `benchmarks.gpu_check`, whose cut parts are
+    left out.
     """
     off, again, rows = "speculation off", growth["repeated_requests"], list[dict[str, Any]]()
 
     def add(what: str, against: str, *over: float) -> None:
         rows.append({"what": what, "against": against, "ratio": " / ".join(f"{ratio:.2f}x" for ratio in over)})
 
-    (asked,), (cost,) = gpu["repeats"]["results"], rows_of(gpu, "exact-cost", "exact")
+    shown = [part for part in ("repeats", "overhead-large", "exact-cost") if is_whole(gpu, part)]
 
     def shape(part: str) -> str:
         return f"{device_of(gpu, part)}, 8B shape"
 
-    add(f"{shape('repeats')}: the same greedy requests again", off, asked["repeated_requests"]["speedup_second"])
-    for row in rows_of(gpu, "overhead-large", "overhead"):
-        if row["batch"] == 1:
-            what = "nothing to gain" if row["traffic"] == "cold" else "drafts that lie"
-            add(f"{shape('overhead-large')}: {what}, batch 1, temperature 1", off, row["over_off"][0])
-    kind = "decoding 8 rows"
-    add(f"{shape('exact-cost')}: equal to the bit, {kind}", "`--exact off`", cost["rates"][kind][0])
+    for asked in gpu["repeats"]["results"] if "repeats" in shown else ():
+        some = asked["repeated_requests"]
+        what = f"{shape('repeats')}: the same {some['requests']} greedy requests again"
+        add(what, off, some["speedup_second"])
+    for traffic, about in _NO_GAIN.items() if "overhead-large" in shown else ():
+        some = [row for row in rows_of(gpu, "overhead-large", "overhead") if row["traffic"] == traffic]
+        what = f"{shape('overhead-large')}: {about}, temperature 1, batch {' / '.join(str(r['batch']) for r in some)}"
+        add(what, off, *(row["over_off"][0] for row in some))
+    for cost in rows_of(gpu, "exact-cost", "exact") if "exact-cost" in shown else ():
+        kind = "decoding 8 rows"
+        add(f"{shape('exact-cost')}: equal to the bit, {kind}", "`--exact off`", cost["rates"][kind][0])
     for run in sorted(growth["rows"], key=lambda run: bool(run["sampling"] == "greedy")):  # as most people ask, first
         what = f"{_STREAMS[run['stream']]}, {run['sampling']}: the last fifth of {growth['parameters']['requests']}"
         add(f"{what} / the same with nothing known", off, run["speedup_last"], run["speedup_last_anew"])
@@ -176,9 +181,10 @@ def gains_section(
         ratio = best_speed_up(result["rows"], OURS) / best_speed_up(result["rows"], drafter)
         what = f"their first {result['parameters']['max_output_tokens']:,} output tokens"
         add(what, f"{against} at the best setting tried", ratio)
-    environment, when = growth["environment"], _origins((growth, coupled, overhead, vllm, curve, chains, trees, gpu))
+    environment = growth["environment"]
+    when = _origins((growth, coupled, overhead, vllm, curve, chains, trees, *(gpu[part] for part in shown)))
     note = (
-        f"8B shape: random weights, bfloat16, {gpu['date']}, `python -m benchmarks.gpu_check --call "
+        "8B shape: random weights that name each next token clearly, bfloat16, `python -m benchmarks.gpu_check --call "
         f"1`. The rest: bundled model, float32, {environment['cpu']}, {environment['cores']} cores. Ratios of rates, "
         "so above 1 is good for us. The traces are other models' outputs, replayed. Commits (+: with changes that were "
         f"not committed): {when}."
