@@ -69,11 +69,6 @@ class History:
         with self._lock:
             self.promised.update(numbers)
 
-    def lose_all(self) -> None:
-        """The store was thrown away, after its life ended: nothing is promised any more."""
-        with self._lock:
-            self.promised.clear()
-
     def end_life(self, *, in_order: bool) -> None:
         """The server ended: in order, so all it acknowledged must be there from now on, or it was killed."""
         with self._lock:
@@ -92,6 +87,13 @@ class History:
             twice=tuple(sorted(number for (_, number), count in counts.items() if count > 1)),
             elsewhere=tuple(sorted(number for namespace, number in counts if self.sent.get(number) != namespace)),
         )
+
+    def settle(self, found: Iterable[tuple[str, int]]) -> Verdict:
+        """The check before a closed store is damaged or thrown away: nothing is promised any more."""
+        verdict = self.check(found)
+        with self._lock:
+            self.promised.clear()
+        return verdict
 
 
 def family(size: int) -> list[History]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from benchmarks.faults.proxy import FaultProxy
-from benchmarks.history import History, family, note, notes_on_disk
+from benchmarks.history import History, Verdict, family, note, notes_on_disk
 from benchmarks.load import SERVER_OPTIONS, Load
 from benchmarks.processes import Redis, Server, headers_of
 from server.admission.registry import NamespaceNames
@@ -81,15 +81,16 @@ class Member:
         self.history.end_life(in_order=False)
 
     def close(self, *, kill_after_s: float | None = None) -> None:
-        """SIGTERM, and a kill if it takes longer than that."""
+        """SIGTERM, and a kill if it takes longer than that; where none was asked for, not to close is to die."""
         is_closed = self.server.terminate(kill_after_s=kill_after_s)
+        self.server.num_deaths += not is_closed and kill_after_s is None
         self.history.end_life(in_order=is_closed)
 
     def begin_anew(self) -> None:
-        """kill -9, and back with nothing."""
+        """kill -9, and back with nothing; what was promised must be settled."""
         with self.outage():
             self.kill()
-            self.history.lose_all()
+            assert not self.history.promised
             empty(self.directory)
             self.server.start()
 
@@ -110,6 +111,8 @@ class Fleet:
         self.members: list[Member] = []
         self.has_small_disks = True
         """Each a file system of its own; not where nothing may be mounted."""
+        self.verdicts: list[tuple[str, Verdict]] = []
+        """Of directories that were settled, by name, until a round takes them."""
         self._codec = codec
         self._stack = ExitStack()
         self.keys = keys = KEYS if size > 1 else (None,)
@@ -201,20 +204,23 @@ class Fleet:
             member.server.start()
 
     def promise(self, member: Member) -> None:
-        """What is on its disk now must be there at the end."""
+        """What is on its disk now must be there when it is settled."""
         member.history.promise(number for _, number in self.notes_on_disk(member))
 
-    def check(self) -> tuple[Counter[str], int, list[str]]:
-        """Close all in order and read their directories: notes that are wrong, how many were promised, what is said."""
-        counts, num_promised, reasons = Counter[str](), 0, list[str]()
-        for number, member in enumerate(self.members):
-            member.close()
-            verdict = member.history.check(self.notes_on_disk(member))
-            num_promised += verdict.num_promised
-            for name, notes in (("lost", verdict.lost), ("twice", verdict.twice), ("elsewhere", verdict.elsewhere)):
-                counts[name] += len(notes)
-                reasons += [f"server {number}: {name}: notes {notes[:10]}"] if notes else []
-        return counts, num_promised, reasons
+    def settle(self, member: Member) -> None:
+        """Before what no note outlives: close it, verify what was promised, and start it with what it had."""
+        with member.outage():
+            self._close(member)
+            member.server.start()
+
+    def close_all(self) -> None:
+        """Close all in order and verify what was promised."""
+        for member in self.members:
+            self._close(member)
+
+    def _close(self, member: Member) -> None:
+        member.close()
+        self.verdicts.append((member.directory.name, member.history.settle(self.notes_on_disk(member))))
 
     def notes_on_disk(self, member: Member) -> list[tuple[str, int]]:
         """(namespace, number) of each note in the directory of a server."""

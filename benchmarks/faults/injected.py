@@ -136,7 +136,9 @@ _HEADER = 256  # bytes of a segment file
 @_fault(SERVER)
 def segment_damaged(fleet: Fleet) -> None:
     """Mapped segments lose their second half, or all but the header is written over; the server begins anew then."""
-    member, deadline = fleet.one(), time.monotonic() + 20
+    member = fleet.one()
+    fleet.settle(member)
+    deadline = time.monotonic() + 20
     while not (segments := list(member.directory.glob("*/*.seg"))) and time.monotonic() < deadline:
         time.sleep(0.1)
     for number, path in enumerate(segments):
@@ -222,6 +224,7 @@ def wrong_answers(fleet: Fleet) -> None:
 def server_anew(fleet: Fleet) -> None:
     """A server comes back with nothing, while what it asks Redis for is late and cut off."""
     member = fleet.one()
+    fleet.settle(member)
     with _weather([member], Weather(jitter_s=0.3)):
         member.begin_anew()
         for _ in range(5):
