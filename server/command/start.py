@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -280,8 +281,8 @@ _CONNECTIONS_S = 3
 """Once all requests have ended or were cut, connections have this long to take what was sent."""
 _ACCEPTED_AT_ONCE = 64
 """Connections that are accepted before others have their turn on the event loop."""
-_CLOSE_S = 1.5
-"""Time for the engine's thread to close the cache."""
+_CLOSE_S = 10.0
+"""Time for the engine's thread to seal what every namespace has not sealed yet."""
 
 _SWITCH_S = 0.0005
 """How long a thread that computes in Python may keep the interpreter from the others. The engine gives it up at every
@@ -373,9 +374,10 @@ def serve(
             "stopped: %d requests in flight ended, %d were cut after %.1f s; what was learned is %s",
             drained.num_ended, drained.num_cut, drained.seconds, "sealed" if stopped else "still being sealed",
         )  # fmt: skip
-    if not stopped:
-        # The thread is inside a long call of a library's; it cannot be interrupted, and nothing waits for it.
-        if not is_loading:
+    if not stopped or any(thread.name == "ssd-compile" for thread in threading.enumerate()):
+        # A thread is inside a long call of a library's; it cannot be interrupted, and nothing waits for it. One that
+        # compiles would find LLVM torn down where the process ends in order, which then ends by a signal.
+        if not stopped and not is_loading:
             log.warning("left before the engine had stopped")
         logging.shutdown()
         os._exit(status)

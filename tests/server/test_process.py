@@ -206,6 +206,20 @@ def test_requests_are_cut_after_the_timeout_or_at_a_second_signal(arguments: tup
         assert "ERROR" not in log.decode() and "Traceback" not in log.decode()
 
 
+@pytest.mark.slow
+def test_a_signal_while_the_kernels_of_drafts_compile_ends_with_status_0(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One time in ten a process that ended in order took LLVM away from the thread that was in it: status -11 or -6."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    with running(*SMALL, stderr=subprocess.PIPE) as (process, port):
+        wait_until(lambda: answers(port, "/health"), START_S)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
+        assert "what was learned is sealed" in stopped_line(log.decode())
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_loading_ends_at_once_with_status_0(number: signal.Signals) -> None:
     with running(*SMALL) as (process, port):
