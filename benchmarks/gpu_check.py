@@ -204,7 +204,7 @@ def section(results: Found) -> str:
     )
 
     def on(part: str) -> str:
-        return f"{device_of(results, part)}, {{date}}, `{{environment[commit]}}`".format_map(results[part])
+        return f"{device_of(results, part)}, `{{environment[commit]}}`".format_map(results[part])
 
     def those(word: str) -> str:
         return ", ".join(part for part in PARTS if word in results.get(part, {})) or "none"

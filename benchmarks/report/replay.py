@@ -106,10 +106,9 @@ def others_section(path: Result, tree: Result) -> str:
         (">us", "{us:.1f}"),
     )
     note = (
-        "Default: as its makers set it, of several the best. Their other settings are the best of many that were tried "
-        "on some of these traces; ours has none but the price. Prompts of other requests are looked up by ours, and "
-        "by others where they do or a setting can; Arctic's shared tree has answers alone. us, median of the middle "
-        "trace: ours in one compiled loop, Python's others by the call. "
+        "Default: as its makers set it, of several the best; other settings are the best of many tried on some of "
+        "these traces. Ours looks up other requests' prompts, SGLang's too in some settings, Arctic's answers. us: "
+        "of the middle trace, ours in a compiled loop, others by the call. "
         f"Ahead of ours: {'; '.join(ahead) or 'none'}. {', '.join(path['parameters']['tokenizers'])}, the first "
         f"{path['parameters']['max_output_tokens']:,} output tokens of each trace."
     )
@@ -123,7 +122,7 @@ def _is_default(drafter: str, setting: str) -> bool:
 
 
 _STREAMS: Final = {"mixed": "requests of which some recur", "no repeats": "requests that never recur"}
-_NO_GAIN: Final = {"cold": "nothing to gain", "adversarial": "other answers to the same prompts are known"}
+_NO_GAIN: Final = {"cold": "nothing to gain", "adversarial": "other answers known"}
 _COUPLED: Final = (4, 0.7)
 """Streams and temperature."""
 
@@ -159,8 +158,8 @@ def gains_section(
         kind = "decoding 8 rows"
         add(f"{shape('exact-cost')}: equal to the bit, {kind}", "`--exact off`", cost["rates"][kind][0])
     for run in sorted(growth["rows"], key=lambda run: bool(run["sampling"] == "greedy")):  # as most people ask, first
-        what = f"{_STREAMS[run['stream']]}, {run['sampling']}: the last fifth of {growth['parameters']['requests']}"
-        add(f"{what} / the same with nothing known", off, run["speedup_last"], run["speedup_last_anew"])
+        what = f"{_STREAMS[run['stream']]}, {run['sampling']}: nothing known / after {growth['parameters']['requests']}"
+        add(what, off, run["speedup_last_anew"], run["speedup_last"])
     for traffic, about in _NO_GAIN.items():
         some = [row for row in overhead["rows"] if row["traffic"] == traffic]
         what = f"{about}, temperature 1, batch {' / '.join(str(row['batch']) for row in some)}"
@@ -169,12 +168,12 @@ def gains_section(
     for row in coupled["rows"]:
         if (row["streams"], row["temperature"]) == _COUPLED and row["workload"] in ("asked again", "near-variants"):
             what = f"`--coupled-sampling {row['streams']}`, temperature {row['temperature']}: {row['workload']}"
-            add(f"{what}, each of the streams known", off, row["coupled"]["over_off"][0])
+            add(f"{what}, all streams known", off, row["coupled"]["over_off"][0])
     inside = [row for row in vllm["rows"] if row["runner"] == "v1" and row["method"] == "ssd"]
     what = f"our drafter inside vLLM, batch {' / '.join(str(row['batch']) for row in inside)}"
     add(what, "vLLM's suffix as vLLM sets it", *(row["against_suffix"][0] for row in inside))
     ours = best_speed_up(curve["rows"], OURS)
-    what = f"{len(_traces(curve))} recorded traces, at the measured cost of a pass, drafting left out"
+    what = f"{len(_traces(curve))} recorded traces, at the measured cost of a pass, drafting's time left out"
     add(what, "plain decoding", ours)
     add("the same", "Arctic Inference at the best setting tried", ours / best_speed_up(curve["rows"], "arctic"))
     for result, drafter, against in ((chains, "llama-cpp", "llama.cpp's"), (trees, "sglang", "SGLang's trie")):
@@ -186,8 +185,8 @@ def gains_section(
     note = (
         "8B shape: random weights that name each next token clearly, bfloat16, `python -m benchmarks.gpu_check --call "
         f"1`. The rest: bundled model, float32, {environment['cpu']}, {environment['cores']} cores. Ratios of rates, "
-        "so above 1 is good for us. The traces are other models' outputs, replayed. Commits (+: with changes that were "
-        f"not committed): {when}."
+        "so above 1 is good for us. The traces are other models' outputs, replayed. "
+        f"Commits: {when}."
     )
     columns = (("what", "{what}"), ("against", "{against}"), (">", "{ratio}"))
     return "\n".join([*table(columns, rows), "", note])

@@ -55,12 +55,11 @@ class Measured:
         return [ours / theirs for ours, theirs in zip(rates, others, strict=True)]
 
     def summary(self, plain: Measured, suffix: Measured | None) -> dict[str, Any]:
-        """Ratios are within windows, medians over them, of the last fifth of the stream too; warm-up is left out.
+        """Ratios are within windows, medians over them; warm-up is left out.
 
         Of few windows they say nothing: there are none.
         """
         ratios = self.over(plain)
-        last = ratios[-max(1, len(ratios) // 5) :]
         is_timed = len(ratios) >= _LEAST_WINDOWS
         names = ("num_row_steps", "num_draft_tokens", "num_accepted_tokens")
         steps, drafted, accepted = (self.last[name] - self.first[name] for name in names)
@@ -72,8 +71,9 @@ class Measured:
             "output_tokens": sum(tokens for tokens, _ in self.windows),
             "tokens_per_s": round(median(tokens / seconds for tokens, seconds in self.windows), 1),
             "against_none": spread(ratios) if is_timed else None,
-            "against_none_last": round(median(last), 3) if is_timed else None,
-            "against_suffix": spread(self.over(suffix)) if is_timed and suffix is not None else None,
+            "against_suffix": spread(self.over(suffix))
+            if is_timed and suffix is not None and suffix is not self
+            else None,
             "drafted": drafted,
             "accepted": accepted,
             "tokens_per_step": round(1 + accepted / steps, 3) if steps else 1.0,
@@ -100,7 +100,6 @@ COLUMNS = (
     (">batch", "{batch}"),
     ("drafter", "{method}"),
     (">tokens/s over none", SPREAD.replace("%s", "against_none")),
-    (">last fifth", "{against_none_last:.2f}"),
     (">over suffix", SPREAD.replace("%s", "against_suffix")),
     (">tokens per step", "{tokens_per_step:.2f}"),
     (">propose, us p50", "{propose_us_p50:.0f}"),
