@@ -38,7 +38,7 @@ CHOICES: Final = (
     Choice(
         {"IndexConfig.capacity_tokens": 1 << 22},
         "text kept",
-        "memory, 8 to 9 bytes a token: a draft takes up to twice as long among 16M tokens as among 1M (`benchmarks.index`)",
+        "memory, 8 to 9 bytes a token: a draft takes up to twice as long among 16M as among 1M (`benchmarks.index`)",
     ),
     Choice(
         {"IndexConfig.seal_tokens": 4096},
