@@ -183,13 +183,13 @@ real-model: $(REAL_MODEL)/.checked
 bench-real: $(READY) real-model
 	$(BIN)/python -m benchmarks.exact $(REAL_MODEL) --prompts 4 --max-tokens 32 --rounds 7 \
 		--out benchmarks/results/exact-gemma.json
-	$(BIN)/python -m benchmarks.contenders --model $(REAL_MODEL) --requests 12 --out benchmarks/results/sources-gemma.json
+	$(BIN)/python -m benchmarks.contenders --model $(REAL_MODEL) --requests 8 --out benchmarks/results/sources-gemma.json
 	$(BIN)/python -m benchmarks.coupled --model $(REAL_MODEL) --requests 4 --max-tokens 32 \
 		--group 2 --out benchmarks/results/coupled-gemma.json
 	$(BIN)/python -m benchmarks.evaluate $(REAL_MODEL) --requests 8 --max-tokens 32 --prompt-tokens 128 --rounds 1 \
 		--workloads mixed often --out benchmarks/results/evaluate-gemma.json
 	$(BIN)/python -m benchmarks.growth --model $(REAL_MODEL) --streams new $(if $(SSD_TRACES),sql agent_tools) \
-		--requests 16 --window 4 --repeated 8 --out benchmarks/results/growth-gemma.json
+		--requests 40 --window 4 --repeated 8 --out benchmarks/results/growth-gemma.json
 	$(BIN)/python -m benchmarks.decode --model $(REAL_MODEL) --batch 1 4 --rounds 16 --baseline-rounds 3 \
 		--out benchmarks/results/decode-gemma.json
 	$(BIN)/python -m benchmarks.contenders --question overhead --model $(REAL_MODEL) --batch 1 4 --rounds 12 \
