@@ -86,7 +86,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Reproduces the README's figures: about an hour on two cores, 2 GB of disk for the largest index. The replay needs
+# Reproduces the README's figures: some 80 minutes on two cores, 2 GB of disk for the largest index. The replay needs
 # recorded traces and tokenizers; other people's drafters are asked where `make bench-peers` installed them.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.growth --out benchmarks/results/growth.json
@@ -179,7 +179,7 @@ real-model: $(REAL_MODEL)/.checked
 	@echo "real-model: $(REAL_MODEL) is ready: --model real; ssd-cache evaluate LOG --measure $(REAL_MODEL)"
 	$(if $(LOGS),$(REAL)/bin/python -m cache_builder evaluate $(LOGS) --measure $(REAL_MODEL) > real-model.txt)
 
-# The figures of docs/ that were measured on it: 55 minutes on two idle cores.
+# The figures of docs/ that were measured on it: more than an hour on two idle cores.
 bench-real: $(READY) real-model
 	$(BIN)/python -m benchmarks.exact $(REAL_MODEL) --prompts 4 --max-tokens 32 --rounds 7 \
 		--out benchmarks/results/exact-gemma.json

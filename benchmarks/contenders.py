@@ -205,8 +205,8 @@ def _rounds(
             for name, engine in engines.items():
                 if name != OFF:
                     engine.caches = stack.enter_context(CacheSet(CacheConfig(), fingerprint=codec.fingerprint))
+            before = number * number_of_requests
             for first in range(0, number_of_requests, batch):
-                before = number * number_of_requests
                 asked = range(before + first, before + min(first + batch, number_of_requests))
                 requests = requests_of([prompts[one % len(prompts)] for one in asked], list(map(params, asked)))
                 if traffic == "adversarial":

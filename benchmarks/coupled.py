@@ -59,7 +59,10 @@ NOTE = (
     "before. Medians over groups of requests (least ... most), prompts included. Seeds: the same requests, each with a "
     "seed of its own. All outputs are those of speculation off."
 )
-RUN = " ({parameters[requests]} prompts of {parameters[prompt_tokens]} tokens, {parameters[group]} a group)"
+RUN = (
+    " ({parameters[streams]} streams, {parameters[requests]} prompts of {parameters[prompt_tokens]} tokens, "
+    "{parameters[group]} a group)"
+)
 
 
 def is_shown(row: Mapping[str, Any]) -> bool:

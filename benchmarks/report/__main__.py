@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import gpu_check
 from benchmarks.report import replay
 from benchmarks.report.code import api_section, constants_section, flags_section
 from benchmarks.run import cells_of, git, table
@@ -50,9 +51,10 @@ SECTIONS: Final = {
 
 _REPLAYS: Final[Mapping[tuple[str, str], tuple[Callable[..., str], str]]] = {
     ("README.md", "gains"): (replay.gains_section, "growth coupled overhead vllm replay-curve replay-others "
-        "replay-others-tree"),
+        "replay-others-tree gpu_check"),
     ("docs/benchmarks.md", "replay"): (replay.curve_section, "replay-curve replay-tree"),
     ("docs/benchmarks.md", "others"): (replay.others_section, "replay-others replay-others-tree"),
+    ("docs/gpu.md", "gpu"): (gpu_check.section, "gpu_check"),
 }  # fmt: skip
 """What is put together of many rows; all results must be there."""
 
@@ -84,13 +86,9 @@ def pages() -> dict[str, str]:
         for marker, (program, names) in sections.items():
             if given := list(_results(names)):
                 found[page, marker] = section(import_module(_module(program)), given)
-    gpu_check = import_module("benchmarks.gpu_check")
-    checked = gpu_check.read_results(RESULTS)
     for place, (write, names) in _REPLAYS.items():
         if len(results := list(_results(names))) == len(names.split()):
-            found[place] = write(*results, *([checked] if write is replay.gains_section else []))
-    if checked:
-        found["docs/gpu.md", "gpu"] = gpu_check.section(checked)
+            found[place] = write(*results)
     texts = {page: (ROOT / page).read_text() for page, _ in found}
     for (page, marker), text in found.items():
         texts[page] = spliced(texts[page], marker, text)
@@ -106,7 +104,8 @@ def _results(names: str) -> Iterator[dict[str, Any]]:
     for name in names.split():
         path = RESULTS / f"{name}.json"
         if path.exists():
-            result = json.loads(path.read_text())
+            # A GPU's parts may lie in several files.
+            result = gpu_check.read_results(RESULTS) if name == "gpu_check" else json.loads(path.read_text())
             if why := " and ".join(word for word in ("is_cut", "is_wrong") if result.get(word)):
                 raise SystemExit(f"{name} {why}: no figure comes of that; run it again, or bring back what was before")
             yield result

@@ -210,7 +210,7 @@ def test_requests_are_cut_after_the_timeout_or_at_a_second_signal(arguments: tup
 def test_a_signal_while_the_kernels_of_drafts_compile_ends_with_status_0(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One time in ten a process that ended in order took LLVM away from the thread that was in it: status -11 or -6."""
+    """Two of 27 processes that ended in order took LLVM away from the thread that was in it: status -11 or -6."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     with running(*SMALL, stderr=subprocess.PIPE) as (process, port):
         wait_until(lambda: answers(port, "/health"), START_S)
