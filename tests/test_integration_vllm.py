@@ -159,6 +159,34 @@ def test_every_request_is_learned_once_however_rows_move(data: st.DataObject, _s
     proposer.close()
 
 
+def test_no_more_is_drafted_than_the_scheduler_says(proposer: SuffixProposer) -> None:
+    repeats = [7, 8, 9] * 40
+    batch = VllmBatch()
+    batch.add("a", Scripted(repeats[:30], repeats[30:], 80))
+    lengths = []
+    for most in (8, 2, 0, 0, 8):
+        proposer.on_step(batch.runner, SimpleNamespace(finished_req_ids=set(), num_spec_tokens_to_schedule=most))
+        (draft,) = proposer.propose(batch.sample(), batch.num_tokens_no_spec, batch.token_ids_cpu)
+        batch.drafts["a"] = draft
+        lengths.append(len(draft))
+    assert lengths == [8, 2, 0, 0, 8], "and what was said meanwhile is known"
+    assert proposer.stats().num_failures == 0
+
+
+def test_a_prompt_that_is_no_text_is_not_learned(proposer: SuffixProposer) -> None:
+    learned = learned_by(proposer)
+    batch = VllmBatch()
+    batch.add("text", scripted(3))
+    batch.add("embedded", scripted(4))
+    batch.req_prompt_embeds = {1: object()}
+    for _ in range(4):
+        batch.step(proposer)
+    text = tuple(batch.requests["text"].text)
+    proposer.on_step(batch.runner, finishing(["text", "embedded"]))
+    assert learned == [text]
+    assert proposer.stats().num_failures == 0
+
+
 def test_a_batch_that_is_not_the_runners_is_drafted_nothing_for(proposer: SuffixProposer) -> None:
     batch, other = VllmBatch(), VllmBatch()
     batch.add("a", scripted(31))
@@ -288,6 +316,18 @@ def test_engines_of_a_data_parallel_group_have_directories_of_their_own(tmp_path
         proposers.append(SuffixProposer(config))
     with pytest.raises(CacheLocked):
         SuffixProposer(config)
+    for proposer in proposers:
+        proposer.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+
+
+def test_so_have_engines_that_vllm_makes_independent(tmp_path: Path) -> None:
+    """Of a dense model: size and rank are those of one engine alone, and what is left is the index."""
+    proposers = []
+    for index in range(2):
+        config = vllm_config(cache_dir=str(tmp_path))
+        config.parallel_config.data_parallel_index, config.parallel_config.elastic_ep_max_dp_size = index, 2
+        proposers.append(SuffixProposer(config))
     for proposer in proposers:
         proposer.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"]

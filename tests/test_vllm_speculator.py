@@ -33,12 +33,13 @@ WIDTH, LENGTH, REQUESTS = 4, 96, 6
 CPU = torch.device("cpu")
 
 
-def made(lag: int = 0, **ssd_settings: Any) -> tuple[HandMadeRunner, Speculator]:
+def made(lag: int = 0, adaptive: bool = False, **ssd_settings: Any) -> tuple[HandMadeRunner, Speculator]:
     """A runner and its speculator."""
     runner = HandMadeRunner(max_num_reqs=REQUESTS, max_model_len=LENGTH, width=WIDTH, lag=lag)
     config = vllm_config(
-        limit=WIDTH, max_num_reqs=REQUESTS, max_model_len=LENGTH, rebuild_interval_s=3600, **ssd_settings
-    )
+        limit=WIDTH, max_num_reqs=REQUESTS, max_model_len=LENGTH, adaptive=adaptive, rebuild_interval_s=3600,
+        **ssd_settings,
+    )  # fmt: skip
     runner.speculator = Speculator(config, CPU, runner.states, lambda: LateEvent(runner))
     return runner, runner.speculator
 
@@ -66,7 +67,7 @@ def client_text(request: Scripted) -> tuple[int, ...]:
 @given(st.integers(0, 2**32), st.integers(0, 3), st.data())
 def test_drafts_and_chances_are_those_of_the_twin(seed: int, lag: int, data: st.DataObject) -> None:
     random = np.random.default_rng(seed)
-    runner, fast = made(lag)
+    runner, fast = made(lag, adaptive=True)
     core = fast._core
     assert core is not None
     slow = SlowSpeculator(
@@ -100,18 +101,19 @@ def test_drafts_and_chances_are_those_of_the_twin(seed: int, lag: int, data: st.
             continue
         waiting = {name for name in names if random.random() < 0.2}
         before = {name: len(runner.requests[name].said) for name in names}
-        got = runner.step(names, waiting)
+        width = int(random.choice([0, 2, WIDTH, WIDTH, WIDTH]))
+        got = runner.step(names, waiting, width)
         said = [Said(stays[name], runner.requests[name].said[before[name] :]) for name in names]
         texts = {stays[name]: runner.requests[name].text for name in names}
         # What ended and had not arrived is learned within the step, before it drafts: look again.
         snapshot = core.cache.snapshot()
-        want = slow.step(said, [bool(new) for _, new in said], texts, snapshot)
+        want = slow.step(said, [bool(new) for _, new in said], texts, snapshot, width)
         chances = fast.draft_token_confidence_probs[: len(names)]
         for row, (draft, estimates) in enumerate(want):
             last = int(runner.last_sampled[runner.requests[names[row]].slot, 0])
-            assert got[row].tolist() == draft + [last] * (WIDTH - len(draft))
-            padded = np.array(estimates + [0.0] * (WIDTH - len(draft)))
-            np.testing.assert_allclose(chances[row].numpy(), padded, rtol=1e-6)
+            assert got[row].tolist() == draft + [last] * (width - len(draft)) + [-1] * (WIDTH - width)
+            padded = np.array(estimates + [0.0] * (width - len(draft)))
+            np.testing.assert_allclose(chances[row, :width].numpy(), padded, rtol=1e-6)
     fast.close()
     assert fast.stats().num_failures == 0
 
@@ -240,11 +242,22 @@ def test_failures_cost_drafts_and_are_counted(monkeypatch: pytest.MonkeyPatch) -
 def test_what_vllm_warms_up_with_is_nobodys() -> None:
     runner, speculator = made()
     learned = learned_by(speculator)
-    names = ["_warmup_0_", "_v2_mixed_warmup_1_"]
+    names = ["_warmup_0_", "_v2_mixed_warmup_1_", "_sparse_mla_v2_warmup_0_"]
     runner.begin({name: scripted(number) for number, name in enumerate(names)})
     for _ in range(3):
         runner.step(names)
     runner.end(names)
+    speculator.close()
+    assert learned == [] and speculator.stats().num_failures == 0
+
+
+def test_a_prompt_that_is_no_text_is_not_learned() -> None:
+    runner, speculator = made()
+    learned = learned_by(speculator)
+    runner.begin({"a": scripted(1)}, prompt_embeds=torch.zeros(20, 8))
+    for _ in range(3):
+        runner.step(["a"])
+    runner.end(["a"])
     speculator.close()
     assert learned == [] and speculator.stats().num_failures == 0
 

@@ -24,11 +24,14 @@ MAX_MODEL_LEN = 256
 VOCAB_SIZE = 4096
 
 
-def vllm_config(*, limit: int = 8, max_num_reqs: int = 8, max_model_len: int = MAX_MODEL_LEN, **settings: Any) -> Any:
+def vllm_config(
+    *, limit: int = 8, max_num_reqs: int = 8, max_model_len: int = MAX_MODEL_LEN, adaptive: bool = False,
+    **settings: Any,
+) -> Any:  # fmt: skip
     """What of vLLM's configuration ours read. ``limit`` : tokens of a draft. ``settings`` : ours."""
     return SimpleNamespace(
         speculative_config=SimpleNamespace(
-            method=METHOD, model=MODEL, num_speculative_tokens=limit, enable_adaptive_verification=False
+            method=METHOD, model=MODEL, num_speculative_tokens=limit, enable_adaptive_verification=adaptive
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_reqs),
         model_config=SimpleNamespace(
@@ -105,6 +108,7 @@ class VllmBatch:
         self.num_tokens_no_spec = np.zeros(max_num_reqs, np.int32)
         self.num_prompt_tokens = np.zeros(max_num_reqs, np.int32)
         self.req_ids: list[str] = []
+        self.req_prompt_embeds: dict[int, object] = {}
         self.requests: dict[str, Scripted] = {}
         self.drafts: dict[str, list[int]] = {}
         self.runner = Runner(self)
@@ -210,7 +214,7 @@ class HandMadeRunner:
         self.requests: dict[str, Scripted] = {}
         self.speculator: Any = None
 
-    def begin(self, requests: dict[str, Scripted], *, stop: Sequence[str] = ()) -> None:
+    def begin(self, requests: dict[str, Scripted], *, stop: Sequence[str] = (), prompt_embeds: Any = None) -> None:
         """Requests begin, or come back with what they said."""
         new = []
         for name, request in requests.items():
@@ -220,7 +224,7 @@ class HandMadeRunner:
             self.states.total_len.gpu[request.slot] = request.prefill
             params = SimpleNamespace(stop=list(stop), min_tokens=0, skip_special_tokens=True)
             new.append(SimpleNamespace(req_id=name, prompt_len=len(request.prompt), prefill_token_ids=request.text,
-                                       sampling_params=params))  # fmt: skip
+                                       sampling_params=params, prompt_embeds=prompt_embeds))  # fmt: skip
         self.speculator.on_add(SimpleNamespace(scheduled_new_reqs=new, finished_req_ids=set()))
 
     def end(self, names: Iterable[str]) -> list[Scripted]:
@@ -238,9 +242,9 @@ class HandMadeRunner:
         self._free.append(request.slot)
         return request
 
-    def step(self, names: Sequence[str], waiting: Collection[str] = ()) -> torch.Tensor:
+    def step(self, names: Sequence[str], waiting: Collection[str] = (), width: int | None = None) -> torch.Tensor:
         """One step of the rows ``names``, then drafts for them, which are returned. Those ``waiting`` go on with their
-        prompts and say nothing."""
+        prompts and say nothing. ``width`` : so many tokens of each draft are looked at, the others made -1."""
         tokens, count = self.states.all_token_ids.gpu, len(names)
         num_sampled = torch.zeros(count, dtype=torch.int32)
         computed, scheduled, prefill = np.zeros((3, count), np.int32)
@@ -275,7 +279,9 @@ class HandMadeRunner:
                 num_reqs=count, req_ids=list(names), idx_mapping=slots, num_scheduled_tokens=scheduled,
                 num_computed_tokens_np=computed, prefill_len_np=prefill,
             ), None, None, None, None, num_sampled, None, self.last_sampled, None, None, None,
-            num_speculative_tokens=self.width,
+            num_speculative_tokens=self.width if width is None else width,
         )  # fmt: skip
+        if width is not None:
+            drafts[:, width:] = -1
         self.drafts[slots] = drafts
         return drafts.clone()

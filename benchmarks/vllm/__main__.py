@@ -78,7 +78,7 @@ class Measured:
             "accepted": accepted,
             "tokens_per_step": round(1 + accepted / steps, 3) if steps else 1.0,
             "drafted_per_step": round(drafted / steps, 3) if steps else 0.0,
-            "propose_us_p50": round(median(propose_us), 1) if propose_us else None,
+            "propose_us_p50": round(median(propose_us), 1) if propose_us and is_timed else None,
             "ties": self.num_ties,
             "mismatches": self.num_mismatches,
             "proposer": self.last.get("proposer") or None,

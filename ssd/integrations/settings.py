@@ -76,8 +76,11 @@ def read_settings(vllm_config: Any) -> IntegrationSettings:
         elif value := os.environ.get(variable):
             values[name] = kind.read(variable, value)
     parallel = getattr(vllm_config, "parallel_config", None)
-    if "cache_dir" in values and getattr(parallel, "data_parallel_size", 1) > 1:  # a directory has one writer
-        values["cache_dir"] /= f"rank-{getattr(parallel, 'data_parallel_rank', 0)}"
+    # A directory has one writer. Engines of a group that share no weights each think that they are alone, of rank 0.
+    index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
+    sizes = [getattr(parallel, name, None) or 1 for name in ("data_parallel_size", "elastic_ep_max_dp_size")]
+    if "cache_dir" in values and max(index + 1, *sizes) > 1:
+        values["cache_dir"] /= f"rank-{index}"
     return IntegrationSettings(**values)
 
 

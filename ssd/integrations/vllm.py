@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ssd.compiled.addresses import address, int32_array, int64_array, kernel
 from ssd.drafting.ask import MAX_DRAFT
 from ssd.drafting.rows import NUM_HEAD, Tokens
 from ssd.integrations import vllm_plugin
@@ -48,10 +49,11 @@ class SuffixProposer(VllmDrafter):
         self._names: list[str] | None = None  # ids of the rows as they are seated
         self._texts: list[Request | None] = []
         self._ended = 0.0  # the last call
-        self._limit: int = min(MAX_DRAFT, vllm_config.speculative_config.num_speculative_tokens)
-        super().__init__(vllm_config, longest=self._limit)
+        self._longest: int = min(MAX_DRAFT, vllm_config.speculative_config.num_speculative_tokens)
+        self._limit = self._longest  # of this step
+        super().__init__(vllm_config, longest=self._longest)
         if self._core is not None:
-            self._words = self._core.drafter.new_words(16)
+            self._make_words(16)
             if not vllm_plugin.watch_v1():
                 self.close()
 
@@ -83,6 +85,7 @@ class SuffixProposer(VllmDrafter):
     def on_step(self, runner: Any, scheduler_output: Any) -> None:
         """vLLM's runner begins a step, and requests have ended. Never raises."""
         try:
+            self._limit = min(self._longest, getattr(scheduler_output, "num_spec_tokens_to_schedule", self._longest))
             if self._runner is None or self._runner() is not runner:
                 self._runner = weakref.ref(runner)
             names, core = list(scheduler_output.finished_req_ids), self._core
@@ -101,6 +104,11 @@ class SuffixProposer(VllmDrafter):
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
+    def _make_words(self, count: int) -> None:
+        assert self._core is not None
+        self._words = self._core.drafter.new_words(count)
+        self._new = np.zeros((count, NUM_HEAD + self._longest + 1), np.int32)
+
     def _draft(
         self, core: Core, batch: Any, sampled: Sequence[Sequence[int]], lengths: npt.NDArray[np.int32]
     ) -> list[list[int]]:
@@ -108,13 +116,14 @@ class SuffixProposer(VllmDrafter):
         count = min(len(sampled), len(batch.req_ids), len(lengths), len(matrix))
         seconds = time.perf_counter() - self._ended
         sizes = np.fromiter(map(len, sampled), np.int64, len(sampled))[:count]
-        totals = lengths[:count].astype(np.int64)
+        lengths = lengths[:count]
         if self._names != batch.req_ids or count != len(self._texts):
-            self._seat(core, batch, totals - sizes)
-        wanted = sizes > 0
-        wanted[self._take(core, matrix, totals, sizes)] = False
+            self._seat(core, batch, lengths - sizes)
         if count > len(self._words):
-            self._words = core.drafter.new_words(2 * count)
+            self._make_words(2 * count)
+        wanted = sizes > 0 if self._limit > 0 else np.zeros(count, bool)
+        if unsound := self._take(core, matrix, lengths, sizes):
+            wanted[unsound] = False
         core.drafter.draft(wanted, core.cache.snapshot(), self._words, self._limit, seconds)
         drafted = self._words[:count, 1].tolist()
         tokens = self._words[:count, NUM_HEAD : NUM_HEAD + max(drafted, default=0)].tolist()
@@ -124,9 +133,10 @@ class SuffixProposer(VllmDrafter):
     def _seat(self, core: Core, batch: Any, known: npt.NDArray[np.int64]) -> None:
         """Tell the drafter which requests the rows are; new ones begin with the tokens that were known before."""
         self._texts, width = [], batch.token_ids_cpu.shape[1]
+        embedded = getattr(batch, "req_prompt_embeds", ())  # rows whose prompt is no text
         for row, (name, length) in enumerate(zip(batch.req_ids, known.tolist(), strict=False)):
             request = core.requests.get(name)
-            if request is None and 0 <= length <= width:
+            if request is None and 0 <= length <= width and row not in embedded:
                 tokens, prompt_length = batch.token_ids_cpu[row, :length], int(batch.num_prompt_tokens[row])
                 request = core.begin(name, tokens, prompt_length)
             self._texts.append(request)
@@ -134,14 +144,12 @@ class SuffixProposer(VllmDrafter):
         self._names = list(batch.req_ids)
 
     def _take(
-        self, core: Core, matrix: Tokens, lengths: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
+        self, core: Core, matrix: Tokens, lengths: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64]
     ) -> list[int]:
         """Take over what the step gave; the rows that hold what cannot be."""
-        count, width = len(sizes), matrix.shape[1]
-        places = (lengths - sizes)[:, None] + np.arange(sizes.max(initial=0))
-        new = matrix[np.arange(count)[:, None], places.clip(0, width - 1)]
-        words = np.concatenate([lengths[:, None], sizes[:, None], new], axis=1, dtype=np.int32)
-        unsound = []
+        assert matrix.dtype == lengths.dtype == np.int32 and matrix.flags.c_contiguous and lengths.flags.c_contiguous
+        unsound, width, words = [], matrix.shape[1], self._new
+        _gather(address(matrix), width, address(lengths), address(sizes), len(sizes), address(words), words.shape[1])
         for row in core.drafter.take(self._texts, words):
             request, length, size = self._texts[row], int(lengths[row]), int(sizes[row])
             if request is not None and size <= length <= width:  # steps went by without a call
@@ -149,6 +157,25 @@ class SuffixProposer(VllmDrafter):
             else:
                 unsound.append(row)
         return unsound
+
+
+@kernel
+def _gather(
+    matrix_at: int, width: int, lengths_at: int, sizes_at: int, num_rows: int, words_at: int, num_words: int
+) -> None:
+    """Of each row its length, how many tokens are new and, where they can be, these, as `RowDrafter.take` reads them.
+
+    ``matrix_at`` : int32[num_rows, width]. ``lengths_at`` : int32, ``sizes_at`` : int64[num_rows]. ``words_at`` :
+    int32[num_rows, num_words], written.
+    """
+    matrix, words = int32_array(matrix_at, num_rows * width), int32_array(words_at, num_rows * num_words)
+    lengths, sizes = int32_array(lengths_at, num_rows), int64_array(sizes_at, num_rows)
+    for row in range(num_rows):
+        length, size, at = lengths[row], sizes[row], row * num_words
+        words[at], words[at + 1] = length, size
+        if 0 <= size <= min(length, num_words - NUM_HEAD) and length <= width:
+            for i in range(size):
+                words[at + NUM_HEAD + i] = matrix[row * width + length - size + i]
 
 
 def _catch_up(request: Request, state: Any) -> None:

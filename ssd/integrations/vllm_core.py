@@ -211,6 +211,8 @@ def before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) -> int:
 
     first = min(rules.min_tokens, len(tokens))
     start = len(codec.decode(tokens[:first], skip_special_tokens=rules.skip_special_tokens))
+    if not stops(len(tokens)):
+        return len(tokens)
     return first + bisect.bisect_left(range(first, len(tokens)), True, key=stops)
 
 

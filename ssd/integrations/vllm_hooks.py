@@ -62,7 +62,7 @@ V2_HOOKS: Final = (
     Hook("vllm.v1.request", "Request", ("request_id", "num_tokens")),
     Hook("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_new_reqs", "finished_req_ids")),
     Hook("vllm.v1.core.sched.output", "NewRequestData", (
-        "req_id", "prompt_len", "prefill_token_ids", "sampling_params",
+        "req_id", "prompt_len", "prefill_token_ids", "sampling_params", "prompt_embeds",
     )),
     Hook("vllm.config.speculative", "SpeculativeConfig", (
         "method", "model", "num_speculative_tokens", "enable_adaptive_verification",

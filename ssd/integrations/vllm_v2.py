@@ -41,10 +41,10 @@ OFF_COURSE: Final = 0.5
 _LOW_PRICE: Final = 0.02
 """Of a drafted token. A device verifies a draft of fixed width, so that a token less saves nothing."""
 
-_WARM_UP: Final = ("_warmup", "_v2_mixed_warmup")
+_WARM_UP: Final = ("_warmup", "_v2_mixed_warmup", "_sparse_mla_v2_warmup")
 """How ids of requests begin by which vLLM itself warms up."""
-_FAR: Final = 1 << 40
-"""More than twice any length."""
+_FAR: Final = 1 << 30
+"""More than twice any length; int32 holds it."""
 
 
 class Event(Protocol):
@@ -108,7 +108,8 @@ class Speculator(VllmDrafter):
         self._drafts = torch.zeros(shape, dtype=torch.int64, device=device)
         self.draft_token_confidence_probs = torch.zeros(shape, dtype=torch.float32, device=device)
         self._longest = min(3 * self._width + 2, MAX_DRAFT)
-        self._offsets = torch.arange(max(self._longest, self._width) + 1, device=device)
+        self._offsets = torch.arange(max(self._longest, self._width) + 1, dtype=torch.int32, device=device)
+        self._last_two = torch.tensor([-2, -1], dtype=torch.int32, device=device)
         self._steps: deque[_Step] = deque()  # not arrived, oldest first
         self._free: list[_Step] = []
         self._arrived: _Step | None = None  # the last that has: the device may still read what it was told
@@ -158,7 +159,8 @@ class Speculator(VllmDrafter):
         """One draft for each row of the batch, int64[rows, K] on the device. Never raises, waits for nothing.
 
         ``num_sampled`` : int32[rows], what this step gave each; 0 while a prompt is computed. ``last_sampled`` :
-        int64[slots, 1]. Of ``input_batch`` what ``vllm_hooks.V2_HOOKS`` names; the rest is not looked at.
+        int64[slots, 1]. ``num_speculative_tokens`` : of each draft so many are looked at; None: all.
+        Of ``input_batch`` what ``vllm_hooks.V2_HOOKS`` names; the rest is not looked at.
         """
         count = input_batch.num_reqs
         drafts = self._drafts[:count]
@@ -166,30 +168,36 @@ class Speculator(VllmDrafter):
             return drafts
         slots = input_batch.idx_mapping[:count]
         filling = last_sampled.view(-1)[slots].unsqueeze(1)
-        chances = self.draft_token_confidence_probs[:count]
         drafts.copy_(filling.expand_as(drafts))
-        chances.zero_()
+        chances = self.draft_token_confidence_probs[:count] if self.enable_adaptive_verification else None
+        if chances is not None:
+            chances.zero_()
         try:
             if self._core is not None:
-                told = self._draft(self._core, input_batch, slots, num_sampled[:count])
-                self._choose(told, slots, filling, drafts, chances)
+                width = self._width if num_speculative_tokens is None else min(num_speculative_tokens, self._width)
+                lengths = self._states.total_len.gpu[slots].unsqueeze(1)
+                told = self._draft(self._core, input_batch, slots, lengths, num_sampled[:count].unsqueeze(1), width)
+                if told is not None:
+                    self._choose(told, slots.unsqueeze(1), lengths, filling, drafts, chances)
         except Exception:
             self._note_failure("drafting")
         if self._num_ranks > 1:
             group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
             group.broadcast(drafts, src=0)
-            if self.enable_adaptive_verification:
+            if chances is not None:
                 group.broadcast(chances, src=0)
         return drafts
 
     def on_add(self, scheduler_output: Any) -> None:
         """Requests begin; one that had been preempted comes back with what it has said so far. Never raises."""
-        core, self._seated = self._core, None
-        if core is None:
+        core = self._core
+        if core is None or not scheduler_output.scheduled_new_reqs:
             return
         try:
+            self._seated = None
             for new in scheduler_output.scheduled_new_reqs:
-                if new.sampling_params is None or new.req_id.startswith(_WARM_UP):  # of pooling, and nobody's
+                # Of pooling, without a text, and nobody's.
+                if new.sampling_params is None or new.prompt_embeds is not None or new.req_id.startswith(_WARM_UP):
                     continue
                 tokens = np.array(new.prefill_token_ids, np.int32)
                 if new.req_id in core.requests:
@@ -231,23 +239,31 @@ class Speculator(VllmDrafter):
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _draft(self, core: Core, batch: Any, slots: Tensor, num_sampled: Tensor) -> Tensor:
-        """Chains for the rows of a batch, on the device: int32[rows, n], see `RowDrafter.draft`."""
+    def _draft(
+        self, core: Core, batch: Any, slots: Tensor, lengths: Tensor, num_sampled: Tensor, width: int
+    ) -> Tensor | None:
+        """Chains for the rows of a batch, on the device: int32[rows, n], see `RowDrafter.draft`. None where no token of
+        them is looked at.
+
+        ``lengths``, ``num_sampled`` : int32[rows, 1]. ``width`` : tokens of a draft.
+        """
         count = len(slots)
         if self._seated != batch.req_ids:
             self._texts, self._seated = [core.requests.get(name) for name in batch.req_ids], None
         step = self._free.pop() if self._free else self._new_step()
         step.texts = self._texts
-        self._pack(step, slots, num_sampled)
+        self._pack(step, slots.unsqueeze(1), lengths, num_sampled)
         self._steps.append(step)
         self._take_over(core)
         self._learn(core)
         if self._seated is None:
             core.drafter.seat(self._texts)
             self._seated = list(batch.req_ids)
+        if width == 0:
+            return None
         # A row whose prompt is not computed to its end has said nothing.
         says = batch.num_computed_tokens_np[:count] + batch.num_scheduled_tokens[:count] >= batch.prefill_len_np[:count]
-        limit = self._longest if self._steps else self._width
+        limit = min(3 * width + 2, self._longest) if self._steps else width
         core.drafter.draft(says, core.cache.snapshot(), step.told_np, limit)
         return step.told[:count].to(self._device, non_blocking=True)
 
@@ -255,12 +271,12 @@ class Speculator(VllmDrafter):
         event = None if self._make_event is None else self._make_event()
         return _Step(self._num_requests, NUM_HEAD + self._width + 1, NUM_HEAD + 2 * self._longest, event)
 
-    def _pack(self, step: _Step, slots: Tensor, num_sampled: Tensor) -> None:
+    def _pack(self, step: _Step, slots: Tensor, lengths: Tensor, num_sampled: Tensor) -> None:
         """Have what this step gives copied to the host."""
-        tokens, lengths = self._states.all_token_ids.gpu, self._states.total_len.gpu[slots]
-        places = (lengths - num_sampled).unsqueeze(1) + self._offsets[: self._width + 1]
-        new = tokens[slots.unsqueeze(1), places.clamp_(0, tokens.shape[1] - 1)]
-        said = torch.cat([lengths.unsqueeze(1), num_sampled.unsqueeze(1), new], 1)
+        tokens = self._states.all_token_ids.gpu
+        places = lengths - num_sampled + self._offsets[: self._width + 1]
+        new = tokens[slots, places.clamp_(0, tokens.shape[1] - 1)]
+        said = torch.cat([lengths, num_sampled, new], 1)
         if self._stream is None:
             step.said[: len(slots)].copy_(said)
         else:
@@ -303,26 +319,31 @@ class Speculator(VllmDrafter):
                 self._seated = None
                 core.end(done)
 
-    def _choose(self, told: Tensor, slots: Tensor, filling: Tensor, drafts: Tensor, chances: Tensor) -> None:
-        """Of every chain what comes after what was said, on the device; see the head of this file."""
+    def _choose(
+        self, told: Tensor, slots: Tensor, lengths: Tensor, filling: Tensor, drafts: Tensor, chances: Tensor | None
+    ) -> None:
+        """Of every chain what comes after what was said, on the device; see the head of this file.
+
+        ``slots``, ``lengths``, ``filling`` : of each row one.
+        """
         longest, width = self._longest, self._width
-        known, size = told[:, :1].long(), told[:, 1:2].long()
-        chain, chance = told[:, NUM_HEAD : NUM_HEAD + longest].long(), told[:, NUM_HEAD + longest :].view(torch.float32)
+        known, size = told[:, :1], told[:, 1:2]
+        chain, chance = told[:, NUM_HEAD : NUM_HEAD + longest], told[:, NUM_HEAD + longest :].view(torch.float32)
         tokens, offsets = self._states.all_token_ids.gpu, self._offsets
-        lengths = self._states.total_len.gpu[slots].long().unsqueeze(1)
-        rows, last, ahead = slots.unsqueeze(1), tokens.shape[1] - 1, lengths - known
-        said = tokens[rows, (known + offsets[:longest]).clamp_(max=last)].long()
+        last, ahead = tokens.shape[1] - 1, lengths - known
+        said = tokens[slots, (known + offsets[:longest]).clamp_(max=last)]
         is_on_course = ((said == chain) | (offsets[:longest] >= ahead)).all(1, keepdim=True) & (ahead <= size)
         # Where it is not: behind the two tokens that were said last, where they stand nearest to where it should be.
         behind = offsets[2 : longest + 1]
-        ends = tokens[rows, (lengths - 2).clamp_(min=0)].long(), tokens[rows, (lengths - 1).clamp_(min=0)].long()
-        stands = (chain[:, :-1] == ends[0]) & (chain[:, 1:] == ends[1]) & (behind <= size)
-        nearness = torch.where(stands, _FAR - 2 * (behind - ahead).abs() - (behind > ahead).long(), 0)
-        best, where = nearness.max(1, keepdim=True)
+        ends = tokens[slots, (lengths + self._last_two).clamp_(min=0)]
+        stands = (chain[:, :-1] == ends[:, :1]) & (chain[:, 1:] == ends[:, 1:]) & (behind <= size)
+        distance = 2 * (behind - ahead).abs_() + (behind > ahead)
+        nearest, where = distance.masked_fill_(~stands, _FAR).min(1, keepdim=True)
         start = torch.where(is_on_course, ahead, where + 2)
         places = start + offsets[:width]
-        is_said = (is_on_course | (best > 0)) & (ahead >= 0) & (places < size)
+        is_said = (is_on_course | (nearest < _FAR)) & (ahead >= 0) & (places < size)
         places = places.clamp_(0, longest - 1)
-        drafts.copy_(torch.where(is_said, chain.gather(1, places), filling))
-        trust = torch.where(is_on_course, 1.0, torch.where(offsets[:width] == 0, OFF_COURSE, 1.0))
-        chances.copy_(torch.where(is_said, chance.gather(1, places) * trust, 0.0))
+        torch.where(is_said, chain.gather(1, places), filling, out=drafts)
+        if chances is not None:
+            trust = torch.where(is_on_course | (offsets[:width] > 0), 1.0, OFF_COURSE)
+            chances.copy_(torch.where(is_said, chance.gather(1, places) * trust, 0.0))

@@ -24,7 +24,6 @@ class SlowSpeculator:
     """Texts as they are known, which is ``lag`` steps late."""
 
     def __init__(self, *, width: int, max_length: int, vocab_size: int, ends: Sequence[int], lag: int) -> None:
-        self.longest = min(3 * width + 2, 128)
         self.rows = SlowRowDrafter(limit=0, max_length=max_length, vocab_size=vocab_size, end_of_text_ids=ends)
         self.width, self.lag = width, lag
         self.known: dict[str, list[int]] = {}
@@ -36,20 +35,20 @@ class SlowSpeculator:
         self.known[name], self.prompts[name] = list(tokens), prompt_length
 
     def step(
-        self, said: list[Said], speaking: Sequence[bool], texts: Mapping[str, list[int]], snapshot: Snapshot
+        self, said: list[Said], speaking: Sequence[bool], texts: Mapping[str, list[int]], snapshot: Snapshot, width: int
     ) -> list[tuple[list[int], list[float]]]:
         """A step's new tokens, then of each of its rows a draft and its chances, where there is something to say.
 
-        ``speaking`` : rows whose prompt is computed. ``texts`` : as the device has them.
+        ``speaking`` : rows whose prompt is computed. ``texts`` : as the device has them. ``width`` : tokens of a draft.
         """
         self.coming.append(said)
         while len(self.coming) > self.lag:
             for name, new in self.coming.popleft():
                 if name in self.known:
                     self.known[name] += new
-        limit = self.longest if self.coming else self.width
+        limit = min(3 * width + 2, 3 * self.width + 2, 128) if self.coming else width
         return [
-            self.choose(name, texts[name], *self.chain(name, limit, snapshot)) if speaks else ([], [])
+            self.choose(width, name, texts[name], *self.chain(name, limit, snapshot)) if speaks and width else ([], [])
             for (name, _), speaks in zip(said, speaking, strict=True)
         ]
 
@@ -67,15 +66,15 @@ class SlowSpeculator:
         return draft.token_ids.tolist(), [] if draft.probabilities is None else draft.probabilities.tolist()
 
     def choose(
-        self, name: str, text: list[int], chain: list[int], chances: list[float]
+        self, width: int, name: str, text: list[int], chain: list[int], chances: list[float]
     ) -> tuple[list[int], list[float]]:
         """The part of the chain that comes after the text."""
         ahead = len(text) - len(self.known[name])
         if chain[:ahead] == text[len(self.known[name]) :]:
-            return chain[ahead : ahead + self.width], chances[ahead : ahead + self.width]
+            return chain[ahead : ahead + width], chances[ahead : ahead + width]
         places = [at for at in range(2, len(chain) + 1) if chain[at - 2 : at] == text[-2:]]
         if not places:
             return [], []
         at = min(places, key=lambda place: (abs(place - ahead), place))
-        found = chances[at : at + self.width]
-        return chain[at : at + self.width], [0.5 * chance for chance in found[:1]] + found[1:]
+        found = chances[at : at + width]
+        return chain[at : at + width], [0.5 * chance for chance in found[:1]] + found[1:]
