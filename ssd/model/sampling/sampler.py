@@ -322,7 +322,7 @@ class PassOutput:
         copied = self.copied
         if self.logits.is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
+            copied.record(torch.cuda.current_stream(self.logits.device))  # the thread's device may be another
         return PassOutput(self.logits[:, :, :0], chosen, self.noise, top, copied)
 
     def wait(self) -> None:
