@@ -75,8 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         codec, model = load(Namespace(**{**vars(args), "dtype": dtype}), speaks=True)
         prompts = [codec.encode_prompt(text)[-160:] for text in snippets(args.seed)[: args.prompts]]
         target = open_target(
-            model, num_slots=max(args.batch), max_length=512, max_draft_tokens=max(args.draft), exact="off"
-        )
+            model, num_slots=max(args.batch), max_length=512, max_draft_tokens=max(args.draft), exact="off",
+            keeps_top=bool(args.drafters),
+        )  # fmt: skip
         settle_threads(target)
         settle_exactness(target, "on")
         this.ran_on(target)

@@ -234,7 +234,7 @@ _GROWTH = "benchmarks.growth --streams mixed --sampling greedy --requests 40 --r
 _OVERHEAD = "benchmarks.contenders --question overhead --rounds 6"
 _EXACT = "benchmarks.exact --rounds 1 --draft 1 8 63 --batch 1 8 32"
 _TESTS = (
-    "triton_attention", "triton_sampling", "triton_layers", "triton_linear", "static_steps",
+    "overlap", "triton_attention", "triton_sampling", "triton_layers", "triton_linear", "static_steps",
     "pass_noise", "taps", "take_weights",
 )  # fmt: skip
 _TEST_FILES = " ".join(f"tests/test_{name}.py" for name in _TESTS)

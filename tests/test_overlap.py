@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,11 +29,15 @@ from tests.test_pass_noise import formula
 from tests.whole_answers import answers_of, finish_all, whole
 
 CODEC = TextCodec.load(str(MODEL_PATH))
+KINDS = ["tiny", "static", *(["device"] if torch.cuda.is_available() else [])]
 
 
 @cache
 def opened(kind: str) -> Any:
-    model = load_model(MODEL_PATH, dtype="float32", device="cpu") if kind == "bundled" else tiny_model()
+    if kind in ("bundled", "device"):
+        model = load_model(MODEL_PATH, dtype="float32", device="cuda" if kind == "device" else "cpu")
+    else:
+        model = tiny_model()
     target: Any = open_target(model, num_slots=3, max_length=128, max_draft_tokens=4, exact="on")
     if kind == "static":
         target.steps = StaticSteps(target, eagerly, tolerance=1e-4, sampler=formula, keeps_top=True)
@@ -58,7 +63,7 @@ def sampled(name: str, max_tokens: int, **more: Any) -> Request:
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(["tiny", "static"]), st.sampled_from([0, 3, 16]), st.integers(0, 2**32 - 1), st.integers(1, 9))
+@given(st.sampled_from(KINDS), st.sampled_from([0, 3, 16]), st.integers(0, 2**32 - 1), st.integers(1, 9))
 def test_a_random_load_gives_the_same(kind: str, quiet: int, seed: int, count: int) -> None:
     random = np.random.default_rng(seed)
     requests = []
@@ -94,10 +99,11 @@ def test_a_random_load_gives_the_same(kind: str, quiet: int, seed: int, count: i
     assert found[0] == found[1]
 
 
-def test_passes_follow_each_other_where_nothing_is_drafted(followed: list[int]) -> None:
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_passes_follow_each_other_where_nothing_is_drafted(followed: list[int], kind: str) -> None:
     said = []
     for runs_beside_host in (False, True):
-        engine = engine_of(drafter="none", runs_beside_host=runs_beside_host)
+        engine = engine_of(kind, drafter="none", runs_beside_host=runs_beside_host)
         asked = [sampled(str(number), 20 + number, temperature=number) for number in range(2)]
         said.append([answer.token_ids for answer in answers_of(engine, asked)])
         assert bool(followed) == runs_beside_host and engine.check() == []
@@ -105,8 +111,9 @@ def test_passes_follow_each_other_where_nothing_is_drafted(followed: list[int]) 
     assert followed[:18] == [2] * 18
 
 
-def test_who_comes_and_who_goes_waits_for_the_passes_under_way(followed: list[int]) -> None:
-    engine = engine_of(drafter="none", runs_beside_host=True)
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_who_comes_and_who_goes_waits_for_the_passes_under_way(followed: list[int], kind: str) -> None:
+    engine = engine_of(kind, drafter="none", runs_beside_host=True)
     engine.submit(sampled("first", 60))
     while len(followed) < 3:
         engine.step()
