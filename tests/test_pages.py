@@ -137,3 +137,17 @@ def test_a_docstring_or_a_comment_makes_no_figure_old(monkeypatch: pytest.Monkey
     monkeypatch.setattr(report, "git", lambda _show, place: texts.get(place.split(":")[0]))
     assert report._code("a", "f.py") == report._code("b", "f.py") != report._code("c", "f.py")
     assert report._code("gone", "f.py") != report._code("c", "f.py")
+
+
+def test_what_a_gpu_alone_runs_makes_no_figure_of_a_cpu_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.report import __main__ as report
+
+    texts = {
+        "a": "if x.is_cuda:\n    wait(1)\nelse:\n    go()",
+        "b": "if x.is_cuda:\n    wait(2)\nelse:\n    go()",
+        "c": "if x.is_cuda:\n    wait(1)\nelse:\n    stay()",
+    }
+    monkeypatch.setattr(report, "git", lambda _show, place: texts[place.split(":")[0]])
+    for has_cuda in (False, True):
+        one, other, third = (report._code(commit, "f.py", has_cuda) for commit in "abc")
+        assert (one == other) != has_cuda and third not in (one, other)

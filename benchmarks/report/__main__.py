@@ -4,7 +4,8 @@ Reads the results in ``benchmarks/results`` and rewrites what stands between the
 ``<!-- growth:end -->`` (and so on): a row of a result in the columns that its program declares, and the program's note.
 No figure in these tables is typed by hand, but for the runs that chose constants (``benchmarks/report/choices.py``).
 Figures under which code, not only what it says of itself, has changed since their commit are named; with ``--strict``
-nothing is written while there is one, and the status is 1.
+nothing is written while there is one, and the status is 1. What CUDA devices alone run is not under a figure that a
+build of torch for CPUs gave.
 """
 
 from __future__ import annotations
@@ -169,13 +170,18 @@ def _why_old(result: Result) -> str:
     names = git("diff", "--name-only", "--no-renames", commit, "--", *under)
     if names is None:
         return "this checkout does not know it, so it cannot be told what has changed since"
-    changed = (name for name in names.splitlines() if _code(commit, name) != _code(None, name))
+    has_cuda = not str(result["environment"].get("versions", {}).get("torch")).endswith("+cpu")
+    names_left = (name for name in names.splitlines() if has_cuda or not Path(name).name.startswith("triton_"))
+    changed = (name for name in names_left if _code(commit, name, has_cuda) != _code(None, name, has_cuda))
     few = list(islice(changed, 4))
     return f"changed since: {', '.join(few[:3])}{', ...' * (len(few) > 3)}" if few else ""
 
 
-def _code(commit: str | None, name: str) -> str:
-    """What a Python file does in a commit, or as it lies here, whatever it says beside that; of another its text."""
+def _code(commit: str | None, name: str, has_cuda: bool = True) -> str:
+    """What a Python file does in a commit, or as it lies here, whatever it says beside that; of another its text.
+
+    Without ``has_cuda`` whatever it does ``if tensor.is_cuda:``, too.
+    """
     path = ROOT / name
     text = git("show", f"{commit}:{name}") if commit else path.read_text() if path.is_file() else None
     if text is None or not name.endswith(".py"):
@@ -185,6 +191,8 @@ def _code(commit: str | None, name: str) -> str:
         for part, value in ast.iter_fields(node):
             if isinstance(value, list):
                 setattr(node, part, [each for each in value if not _is_docstring(each)])
+        if not has_cuda and isinstance(node, ast.If) and getattr(node.test, "attr", "") == "is_cuda":
+            node.body = []
     return ast.dump(tree)
 
 
