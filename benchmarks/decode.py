@@ -141,6 +141,7 @@ OPTIONS: dict[str, Any] = {
     "no_baselines": Option(default=False, help="leave model.generate out"),
 }
 COLUMNS = (
+    ("model", "{model}"),
     (">batch", "{batch}"),
     (">positions a row", "{T}"),
     (">step ms", "{step_ms_p50:.2f}"),
@@ -149,7 +150,7 @@ COLUMNS = (
     (">tokens/s", "{tokens_per_s:,.0f}"),
 )
 EACH = (
-    "Without drafts, a whole request beside `model.generate` by turns, prompt included: "
+    "{model}, without drafts, a whole request beside `model.generate` by turns, prompt included: "
     "{baselines[eager][engine_over_it]:.2f}x eager, {baselines[prompt lookup][engine_over_it]:.2f}x prompt lookup, "
     "{baselines[static cache][engine_over_it]:.2f}x static cache."
 )
