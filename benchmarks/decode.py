@@ -150,7 +150,7 @@ COLUMNS = (
     (">tokens/s", "{tokens_per_s:,.0f}"),
 )
 EACH = (
-    "{model}, without drafts, a whole request beside `model.generate` by turns, prompt included: "
+    "{model}, whole requests without drafts over `model.generate`, by turns: "
     "{baselines[eager][engine_over_it]:.2f}x eager, {baselines[prompt lookup][engine_over_it]:.2f}x prompt lookup, "
     "{baselines[static cache][engine_over_it]:.2f}x static cache."
 )

@@ -128,13 +128,13 @@ _COUPLED: Final = (4, 0.7)
 
 
 def gains_section(
-    growth: Result, coupled: Result, overhead: Result, vllm: Result, curve: Result, chains: Result, trees: Result,
-    gpu: Result,
+    growth: Result, pretrained: Result, coupled: Result, overhead: Result, vllm: Result, curve: Result, chains: Result,
+    trees: Result, gpu: Result,
 ) -> str:  # fmt: skip
     """A line a question, above 1 is good for us: all batches that were measured, those that lose among them.
 
-    ``chains``, ``trees`` : replays beside all drafters. ``gpu`` : of `benchmarks.gpu_check`, whose cut parts are
-    left out.
+    ``pretrained`` : growth of another model than the bundled one. ``chains``, ``trees`` : replays beside all drafters.
+    ``gpu`` : of `benchmarks.gpu_check`, whose cut parts are left out.
     """
     off, again, rows = "speculation off", growth["repeated_requests"], list[dict[str, Any]]()
 
@@ -157,9 +157,10 @@ def gains_section(
     for cost in rows_of(gpu, "exact-cost", "exact") if "exact-cost" in shown else ():
         kind = "decoding 8 rows"
         add(f"{shape('exact-cost')}: equal to the bit, {kind}", "`--exact off`", cost["rates"][kind][0])
-    for run in sorted(growth["rows"], key=lambda run: bool(run["sampling"] == "greedy")):  # as most people ask, first
-        what = f"{_STREAMS[run['stream']]}, {run['sampling']}: nothing known / after {growth['parameters']['requests']}"
-        add(what, off, run["speedup_last_anew"], run["speedup_last"])
+    for grown, model in ((growth, ""), (pretrained, f"{pretrained['model']}: ")):
+        for run in sorted(grown["rows"], key=lambda run: bool(run["sampling"] == "greedy")):  # as most ask, first
+            what = f"{model}{_STREAMS[run['stream']]}, {run['sampling']}: nothing known / after "
+            add(f"{what}{grown['parameters']['requests']}", off, run["speedup_last_anew"], run["speedup_last"])
     for traffic, about in _NO_GAIN.items():
         some = [row for row in overhead["rows"] if row["traffic"] == traffic]
         what = f"{about}, temperature 1, batch {' / '.join(str(row['batch']) for row in some)}"
@@ -181,11 +182,11 @@ def gains_section(
         what = f"their first {result['parameters']['max_output_tokens']:,} output tokens"
         add(what, f"{against} at the best setting tried", ratio)
     environment = growth["environment"]
-    when = _origins((growth, coupled, overhead, vllm, curve, chains, trees, *(gpu[part] for part in shown)))
+    when = _origins((growth, pretrained, coupled, overhead, vllm, curve, chains, trees, *(gpu[part] for part in shown)))
     note = (
         "8B shape: random weights that name each next token clearly, bfloat16, `python -m benchmarks.gpu_check --call "
-        f"1`. The rest: bundled model, float32, {environment['cpu']}, {environment['cores']} cores. Ratios of rates, "
-        "so above 1 is good for us. The traces are other models' outputs, replayed. "
+        f"1`. The rest: bundled model unless named, float32, {environment['cpu']}, {environment['cores']} cores; "
+        "ratios of rates, above 1 is good for us. The traces are other models' outputs, replayed. "
         f"Commits: {when}."
     )
     columns = (("what", "{what}"), ("against", "{against}"), (">", "{ratio}"))
