@@ -171,8 +171,7 @@ def _why_old(result: Result) -> str:
     if names is None:
         return "this checkout does not know it, so it cannot be told what has changed since"
     has_cuda = not str(result["environment"].get("versions", {}).get("torch")).endswith("+cpu")
-    names_left = (name for name in names.splitlines() if has_cuda or not Path(name).name.startswith("triton_"))
-    changed = (name for name in names_left if _code(commit, name, has_cuda) != _code(None, name, has_cuda))
+    changed = (name for name in names.splitlines() if _code(commit, name, has_cuda) != _code(None, name, has_cuda))
     few = list(islice(changed, 4))
     return f"changed since: {', '.join(few[:3])}{', ...' * (len(few) > 3)}" if few else ""
 
@@ -180,9 +179,11 @@ def _why_old(result: Result) -> str:
 def _code(commit: str | None, name: str, has_cuda: bool = True) -> str:
     """What a Python file does in a commit, or as it lies here, whatever it says beside that; of another its text.
 
-    Without ``has_cuda`` whatever it does ``if tensor.is_cuda:``, too.
+    Without ``has_cuda`` whatever it does ``if tensor.is_cuda:``, too, and nothing of kernels in Triton.
     """
     path = ROOT / name
+    if not has_cuda and path.name.startswith("triton_"):
+        return ""
     text = git("show", f"{commit}:{name}") if commit else path.read_text() if path.is_file() else None
     if text is None or not name.endswith(".py"):
         return text or ""
