@@ -112,7 +112,10 @@ def test_one_prompt_that_is_too_long_ends_the_call_and_nothing_else(llm: LLM) ->
 
 OTHER = """
 import sys
+import pytest
 from ssd import LLM, SamplingParams
+from tests.fixed_times import fix_times
+fix_times(pytest.MonkeyPatch())
 with LLM(cache_dir=sys.argv[1]) as llm:
     (found,) = llm.generate(sys.argv[2], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
     print(found.stats.num_verify_steps)

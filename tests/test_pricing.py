@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ssd.compiled.addresses import kernel
 from ssd.drafting.protocol import Draft
+from ssd.engine.proposals import uninterrupted
 from ssd.pricing.calibration import FRUITLESS_AFTER, KeptShares, PlattScaling, Throttle
 from ssd.pricing.pass_costs import add_observation, cut_rows, fit_nonnegative
 from ssd.pricing.price_list import PriceList
@@ -169,6 +170,29 @@ def test_features_that_cannot_be_told_apart_count_as_the_first() -> None:
     assert fitted(features, features @ (0.01, 0.002, 0.0), 1.0) == pytest.approx((0.01, 0.002, 0.0))
     assert fitted(np.ones((4, 3)), np.full(4, 0.5), 1.0) == pytest.approx((0.5, 0.0, 0.0))
     assert fitted(np.zeros((4, 3)), np.full(4, 0.5), 1.0) == (0.0, 0.0, 0.0)
+
+
+@given(st.lists(st.tuples(sizes, st.floats(1e-3, 1.0)), min_size=1, max_size=12))
+def test_no_pass_takes_twice_what_the_least_relative_error_says(passes: list[tuple[tuple[int, int], float]]) -> None:
+    features, seconds = features_of([size for size, _ in passes]), np.array([took for _, took in passes])
+    line = slow.fit_nonnegative(features, seconds, seconds**-2.0)
+    assert uninterrupted(features, seconds) == pytest.approx(np.minimum(seconds, 2.0 * features @ line), rel=1e-5)
+
+
+@given(st.floats(1e-3, 0.1), st.floats(0.0, 0.05), st.floats(0.0, 0.5), st.integers(0, 7), st.floats(1.0, 1e4))
+def test_no_interruption_makes_passes_with_drafts_seem_not_to_pay(
+    fixed: float, per_position: float, wide: float, interrupted: int, times: float
+) -> None:
+    timed = list(itertools.product((1, 8), (1, 2, 5, 65)))
+    features = features_of(timed)
+    seconds = features @ (fixed, per_position * fixed, wide * fixed)
+    seconds[interrupted] *= times
+    prices = PriceList()
+    for (rows, width), one in zip(timed, uninterrupted(features, seconds).tolist(), strict=True):
+        prices.calibrate(rows * width, one, is_wide=width > 1)
+    prices.begin()
+    assert paying(prices, [0.95] * 8) > 0
+    assert uninterrupted(np.ones((3, 3)), np.zeros(3)).tolist() == [0.0] * 3
 
 
 # -- what a token is worth --

@@ -35,7 +35,8 @@ from ssd.engine.verify import Pass
 from ssd.model.kv.tree import is_tree, leading_chain
 from ssd.model.target import Target
 from ssd.pricing.calibration import KeptShares, Throttle
-from ssd.pricing.price_list import PriceList
+from ssd.pricing.pass_costs import fit_nonnegative
+from ssd.pricing.price_list import Floats, PriceList
 from ssd.retrieval.cache_state import LearnedState
 
 log = logging.getLogger(__name__)
@@ -44,13 +45,15 @@ _WIDTHS = (1, 2, 5)
 _TIMES = 4
 _MOST_S = 2.0
 """After which no size is timed again: what long passes take shows in one."""
+_INTERRUPTED = 2.0
+_SHORTEST_S = 1e-9
 
 
 def timed_passes(target: Target, max_width: int) -> Iterator[tuple[int, int, float]]:
     """Rows, positions of each row and seconds of passes of several widths at two batch sizes, each at least once.
 
-    All of a size take what the fastest took: other work on a machine only makes them slower, and where passes with
-    drafts seem too slow none are made that would say otherwise.
+    All of a size take what the fastest took, and no more than `uninterrupted` leaves: other work on a machine only
+    makes them slower, and where passes with drafts seem too slow none are made that would say otherwise.
     """
     sizes = list(product({1, min(_ROWS, target.num_slots)}, {*(w for w in _WIDTHS if w < max_width), max_width}))
     taken: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
@@ -67,9 +70,25 @@ def timed_passes(target: Target, max_width: int) -> Iterator[tuple[int, int, flo
                 taken[num_rows, width].append(seconds)
         if attempt and time.perf_counter() - began > _MOST_S:
             break
-    for (num_rows, width), times in taken.items():
+    positions = np.array([rows * width for rows, width in taken], np.float64)
+    are_wide = np.array([width > 1 for _, width in taken], np.float64)
+    fastest = np.array([min(times) for times in taken.values()])
+    believed = uninterrupted(np.column_stack((np.ones(len(taken)), positions, are_wide)), fastest).tolist()
+    for ((num_rows, width), times), seconds in zip(taken.items(), believed, strict=True):
         for _ in times:
-            yield num_rows, width, min(times)
+            yield num_rows, width, seconds
+
+
+def uninterrupted(features: Floats, seconds: Floats) -> Floats:
+    """Seconds of passes, none more than twice what all let expect of it: that one was interrupted.
+
+    Least squares of absolute errors would bow to it, and say that a pass costs nothing and each position a pass. Of the
+    relative errors none counts for more than 1, however long it took. ``features`` : float64[n, 3], see `PassCosts`.
+    """
+    relative = features / np.maximum(seconds, _SHORTEST_S)[:, None]
+    moments = relative.T @ np.column_stack((relative, np.ones(len(seconds))))
+    believed: Floats = np.minimum(seconds, _INTERRUPTED * features @ np.array(fit_nonnegative(moments)))
+    return believed
 
 
 def possible_shape(shape: DraftShape, target: Target) -> DraftShape:
