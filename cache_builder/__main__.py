@@ -36,7 +36,6 @@ COMMANDS = {
     "build": "make a cache directory from files",
     "evaluate": "what a cache would gain on your own logs",
     "inspect": "what a cache directory holds, and whether it is intact",
-    "check": "is now: inspect --deep",
     "merge": "make one cache of several",
     "explain": "what would be drafted after a text, and why",
     "push": "write a cache directory into the log that servers share",
@@ -65,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ssd-cache: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except _Terminated:
-        print("ssd-cache: terminated, nothing was changed", file=sys.stderr)
+        print("ssd-cache: terminated", file=sys.stderr)
         return 128 + signal.SIGTERM
     except KeyboardInterrupt:
-        print("ssd-cache: interrupted, nothing was changed", file=sys.stderr)
+        print("ssd-cache: interrupted", file=sys.stderr)
         return 130
 
 

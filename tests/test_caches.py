@@ -25,7 +25,7 @@ from cache_builder.commands.inspect import inspect, is_sorted
 from cache_builder.commands.merge import merge
 from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
-from ssd.errors import CacheLocked, SSDError, StoreUnavailable
+from ssd.errors import CacheLocked, ConfigError, SSDError, StoreUnavailable
 from ssd.retrieval import directory, static
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
@@ -128,6 +128,42 @@ def test_a_cache_is_there_wherever_the_replacing_of_it_ends(
         merge([path, path], path, force=True)
     assert read_cache(path) == (TEXTS if renames == 1 else TEXTS + TEXTS)
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("again", ["merge", "new"])
+def test_what_was_taken_away_when_a_command_was_killed_is_there_for_the_next(tmp_path: Path, again: str) -> None:
+    path, working = write_cache(tmp_path / "a", TEXTS), unfinished_directory(tmp_path / "a")
+    write_cache(working / "new", TEXTS + TEXTS)
+    path.rename(working / "old")
+    if again == "merge":
+        merge([path, path], path, force=True)
+        assert read_cache(path) == TEXTS + TEXTS
+        return
+    write_cache(path, TEXTS[:1])  # a server was started meanwhile
+    with pytest.raises(ConfigError, match="held before a command"):
+        merge([path], path, force=True)
+    assert read_cache(path) == TEXTS[:1] and read_cache(working / "old") == TEXTS
+
+
+def test_force_removes_nothing_but_a_cache(tmp_path: Path) -> None:
+    path = write_cache(tmp_path / "a", TEXTS)
+    write_cache(path / "default", TEXTS[:1])  # of a server with this --cache-dir
+    with pytest.raises(ConfigError, match="holds default beside a cache"):
+        merge([path], path, force=True)
+    assert read_cache(path / "default") == TEXTS[:1]
+
+
+def test_a_cache_is_replaced_where_a_link_leads_and_in_the_directory_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, link = write_cache(tmp_path / "big" / "a", TEXTS), tmp_path / "link"
+    link.symlink_to(path)
+    merge([link, link], link, force=True)
+    assert link.is_symlink() and read_cache(path) == TEXTS + TEXTS
+    monkeypatch.chdir(path)
+    merge([path], Path(), force=True)
+    assert read_cache(path) == TEXTS + TEXTS
+    assert [each.name for each in path.parent.iterdir()] == ["a"]
 
 
 def test_a_cache_that_cannot_be_put_back_is_kept_until_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from cache_builder.inputs import lines, streams
 from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, Format, InputError, Record
-from cache_builder.inputs.records import examples_of, read_part, read_sources
+from cache_builder.inputs.records import examples_of, read_part, read_sources, usable_in
 from cache_builder.inputs.sources import Source, find_sources, parts_of
 from cache_builder.inputs.streams import file_system
 from ssd.text.codec import TextCodec
@@ -122,6 +122,32 @@ def test_a_batchs_two_files_are_joined(tmp_path: Path, codec: TextCodec) -> None
         chat("other", "of b"),
         codec.encode_text_example("of nobody"),
     ]
+
+
+def test_batches_that_number_alike_are_joined_in_pairs_or_not_at_all(tmp_path: Path, codec: TextCodec) -> None:
+    for name in "ab":
+        body = {"messages": [{"role": "user", "content": f"of {name}"}]}
+        line = {"custom_id": "request-1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        (tmp_path / f"{name}_in.jsonl").write_bytes(jsonl(line))
+        (tmp_path / f"{name}_out.jsonl").write_bytes(jsonl(batch_line("request-1", f"said {name}")))
+    read = [examples_of(each, codec) for each in read_sources(find_sources([str(tmp_path)]), lambda num_bytes: None)]
+    assert [codec.decode(each.examples[0].token_ids).count(f"of {name}") for each, name in zip(read, "ab", strict=True)]
+    (tmp_path / "a_out_errors.jsonl").write_bytes(jsonl(batch_line("request-9", "of nobody")))
+    with pytest.raises(InputError, match="begin with the same custom_id"):
+        find_sources([str(tmp_path)])
+
+
+def test_a_line_that_is_no_text_is_left_out_where_that_is_asked_for(tmp_path: Path, codec: TextCodec) -> None:
+    good = b'{"prompt": "a", "completion": "b"}'
+    bad = b'{"text": "caf\xe9"}'
+    for number, content in enumerate((good + b"\n" + bad + b"\n" + good, b"[" + bad + b", " + good + b"]")):
+        path = tmp_path / f"{number}.json"
+        path.write_bytes(content)
+        records = list(read_sources(find_sources([str(path)]), lambda num_bytes: None))
+        used = [usable_in(each, codec, AS_WE_CALL_THEM, skip_invalid=True) for each in records]
+        assert sum(each is not None for each in used) == len(used) - 1
+        with pytest.raises(InputError, match="not UTF-8 text"):
+            [usable_in(each, codec, AS_WE_CALL_THEM, skip_invalid=False) for each in records]
 
 
 # -- places -----------------------------------------------------------------------------------------------------------

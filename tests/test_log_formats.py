@@ -128,6 +128,7 @@ UNANSWERED: dict[str, dict[str, Any]] = {
     "claude's batch, failed": {"custom_id": "1", "result": {"type": "errored", "error": {"type": "invalid_request"}}},
     "a request": {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [ASK]}},
     "a question": {"messages": [ASK]},
+    "a chat that was never used": {"chat_messages": []},
     "an empty answer": {"request": {"messages": [ASK]}, "response": {"choices": []}},
 }  # fmt: skip
 
@@ -178,6 +179,7 @@ def test_json_that_a_model_wrote_stays_its_text(codec: TextCodec) -> None:
 
 def test_calls_are_written_as_the_template_writes_them(tmp_path: Path) -> None:
     template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}CALL "
         "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -199,6 +201,43 @@ def test_calls_are_written_as_the_template_writes_them(tmp_path: Path) -> None:
     assert [*one, *two] == openai
 
 
+def test_what_a_model_thought_is_written_as_the_template_writes_it(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+        "{% endif %}{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    codec = TextCodec.load(str(write_model_directory(tmp_path)), chat_template=template)
+    said = {"index": 0, "message": {**SAY, "reasoning_content": "Mats hide keys."}}
+    thought = {"type": "thinking", "thinking": "Mats hide keys.", "signature": ""}
+    blocks = [thought, {"type": "text", "text": "Under the mat."}]
+    for line in (
+        {"messages": [ASK], "response": {**CHOICES, "choices": [said]}},
+        {"messages": [ASK, {**SAY, "reasoning": "Mats hide keys."}]},
+        {"request": {**CLAUDE, "system": None}, "response": {**CLAUDE_SAYS, "content": blocks}},
+    ):
+        (example,) = found_in(line, codec).examples
+        prompt, answer = example.token_ids[: example.prompt_length], example.token_ids[example.prompt_length :]
+        assert codec.decode(prompt).endswith("<|assistant|>")
+        assert codec.decode(answer) == "<think>Mats hide keys.</think>Under the mat.<|end|>"
+
+
+def test_tools_are_told_and_called_in_words_where_the_template_knows_of_none(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    codec = TextCodec.load(str(write_model_directory(tmp_path)), chat_template=template)
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "a key"}
+    turns = [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, result, SAY]
+    one, two = found_in({"messages": turns, "tools": [tool]}, codec).examples
+    told = codec.encode_chat([ASK], template_kwargs={"tools": [tool]}, tools_in_words=True)
+    assert one.token_ids[: one.prompt_length] == told and "<tools>" in codec.decode(told)
+    called = '<tool_call>\n{"name": "look", "arguments": {"where": "mat"}}\n</tool_call><|end|>'
+    assert codec.decode(one.token_ids[one.prompt_length :]) == called
+    assert "<tool_response>\na key\n</tool_response>" in codec.decode(two.token_ids[: two.prompt_length])
+
+
 def test_claudes_batches_are_joined_and_their_tools_are_known(tmp_path: Path, codec: TextCodec) -> None:
     request = {"custom_id": "a", "params": CLAUDE}
     (tmp_path / "requests.jsonl").write_text(json.dumps(request) + "\n")
@@ -217,6 +256,47 @@ def test_other_names_reach_into_records(codec: TextCodec) -> None:
     line = {"call": {"asked": [ASK], "answers": [{"said": "Under the mat."}]}}
     fields = FieldNames.parse(["messages=call.asked", "completion=call.answers.0.said"])
     assert found_in(line, codec, fields).examples == chat_examples(codec, [ASK, SAY])
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ({"prompt": "the key is", "completion": " under the mat", "params": {"temperature": 0.7}}, []),
+        ({"prompt": "the key is", "completion": " under the mat", "body": "Ticket 4"}, []),
+        ({"prompt": "the key is", "completion": " under the mat", "response": None}, []),
+        ({"q": "the key is", "a": " under the mat", "body": {"prompt": "no"}, "messages": [ASK]}, ["q", "a"]),
+        ({"q": "the key is", "a": " under the mat", "mapping": {}, "response": "no", "text": "no"}, ["q", "a"]),
+    ],
+)
+def test_what_means_something_else_takes_no_prompts_place(line: Any, fields: list[str], codec: TextCodec) -> None:
+    names = FieldNames.parse([f"{ours}={its}" for ours, its in zip(("prompt", "completion"), fields, strict=False)])
+    expected = codec.encode_completion_example("the key is", " under the mat")
+    assert found_in(line, codec, names) == ([expected], True, True)
+
+
+def test_a_text_that_is_named_is_all_that_is_read(codec: TextCodec) -> None:
+    line = {"story": "Once", "messages": [ASK, SAY], "prompt": "a", "completion": "b"}
+    assert found_in(line, codec, FieldNames.parse(["story"])).examples == [codec.encode_text_example("Once")]
+
+
+def test_tools_and_messages_may_be_json_in_strings(codec: TextCodec) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    line = {"messages": json.dumps([ASK, SAY]), "tools": json.dumps([tool])}
+    (exchange,) = exchanges.exchanges_of(line) or []
+    assert (exchange.asked, exchange.tools, exchange.is_conversation) == ([ASK, SAY], [tool], True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt": {"text": "q"}, "completion": "a"},
+        {"messages": {"role": "user"}, "response": "a"},
+        {"prompt": 3, "completion": "a"},
+    ],
+)
+def test_what_is_no_prompt_is_refused(line: Any, codec: TextCodec) -> None:
+    with pytest.raises(InputError, match="log:1: "):
+        found_in(line, codec)
 
 
 def test_a_build_says_what_records_lack_and_a_table_holds_what_lines_hold(

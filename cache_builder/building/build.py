@@ -344,7 +344,7 @@ def build(
     ConfigError, CacheError, OSError; then ``out`` is as it was before, and what was finished is kept beside it for the
     next build.
     """
-    check_new(out, force=options.force)
+    out = check_new(out, force=options.force)
     sources = find_sources(inputs, options.format)
     codec = codec_of(options.tokenizer, options.chat_template)
     with working_directory(out, fresh=False) as working:

@@ -10,7 +10,8 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 from ssd.errors import CacheLocked, ConfigError
-from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, DirectoryLock, make_directory
+from ssd.retrieval.directory import LEARNED_NAME, LEFT_OUT, is_segment_file
+from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, DirectoryLock, is_temporary, make_directory
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS, StaticWriter
 
 _SUFFIX = ".unfinished"
@@ -18,7 +19,8 @@ _OLD = "old"
 
 
 def unfinished_directory(out: Path) -> Path:
-    """Where a build of ``out`` works: beside it."""
+    """Where a build of ``out`` works: beside it, and beside what it links to."""
+    out = out.resolve()
     return out.parent / f".{out.name}{_SUFFIX}"
 
 
@@ -32,13 +34,13 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
     path = unfinished_directory(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     make_directory(path)
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CacheLocked(f"another process builds {out} now: wait for it, or give another --out") from None
+    with _locked(path, out):
         _put_back(out, path)
+        if (path / _OLD).exists() and (path / "new" / MANIFEST_NAME).exists():
+            raise ConfigError(
+                f"{path / _OLD} is what {out} held before a command that was to replace it was killed, and another "
+                "cache was made there since: move one of them away"
+            )
         for child in path.iterdir():
             if fresh or child.name not in ("new", "journal"):
                 shutil.rmtree(child) if child.is_dir() else child.unlink()
@@ -52,6 +54,16 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
                 shutil.rmtree(path, ignore_errors=True)
             raise
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(working: Path, out: Path) -> Iterator[None]:
+    lock = os.open(working, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise CacheLocked(f"another process builds {out} now: wait for it, or give another --out") from None
     finally:
         os.close(lock)
 
@@ -79,7 +91,7 @@ def new_cache(
     ``force`` : a cache that is there already is replaced; it may be read meanwhile, but no server may write it.
     ``segment_tokens`` : size of a segment. Raises ConfigError, CacheError, OSError; then ``out`` is as it was before.
     """
-    check_new(out, force=force)
+    out = check_new(out, force=force)
     with working_directory(out, fresh=True) as working:
         with StaticWriter(
             working / "new", fingerprint=fingerprint, namespace=namespace, segment_tokens=segment_tokens
@@ -88,21 +100,39 @@ def new_cache(
         replace_directory(out, working)
 
 
-def check_new(out: Path, *, force: bool) -> None:
-    """Raises ConfigError, or CacheLocked, where ``out`` is not to be written. ``force`` : a cache there is replaced."""
+def check_new(out: Path, *, force: bool) -> Path:
+    """Where ``out`` is, without links; what a killed command had taken away is back. ``force`` : a cache there is
+    replaced. Raises ConfigError, or CacheLocked, where it is not to be written.
+    """
+    given, out = out, out.resolve()
+    working = unfinished_directory(out)
+    if (working / _OLD).exists():
+        with _locked(working, out):
+            _put_back(out, working)
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file: give a directory with --out")
+        raise ConfigError(f"{given} is a file: give a directory with --out")
     if os.path.ismount(out):
         raise ConfigError(
-            f"{out} is a mount point, which no finished cache can take the place of: give a directory below it with "
-            f"--out, such as {out / 'cache'}"
+            f"{given} is a mount point, which no finished cache can take the place of: give a directory below it with "
+            f"--out, such as {given / 'cache'}"
         )
     if (out / MANIFEST_NAME).exists():
         if not force:
             raise ConfigError(
-                f"{out} holds a cache already: --force replaces it, or give another directory with --out; `ssd-cache "
+                f"{given} holds a cache already: --force replaces it, or give another directory with --out; `ssd-cache "
                 "merge` makes one of two"
+            )
+        if others := sorted(path.name for path in out.iterdir() if not _is_ours(path)):
+            raise ConfigError(
+                f"{given} holds {', '.join(others[:3])} beside a cache, which --force would remove: give another "
+                "directory with --out"
             )
         DirectoryLock(out).close()
     elif out.exists() and any(path.name != LOCK_NAME for path in out.iterdir()):
-        raise ConfigError(f"{out} is not empty and holds no cache: give another directory with --out")
+        raise ConfigError(f"{given} is not empty and holds no cache: give another directory with --out")
+    return out
+
+
+def _is_ours(path: Path) -> bool:
+    is_named = path.name in (MANIFEST_NAME, LEARNED_NAME, LOCK_NAME)
+    return path.is_file() and (is_named or is_segment_file(path.name.removesuffix(LEFT_OUT)) or is_temporary(path))

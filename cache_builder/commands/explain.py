@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from cache_builder.commands.options import CACHE_DIRECTORY, codec_of
+from cache_builder.commands.options import CACHE_DIRECTORY, add_chat_template, codec_of
 from cache_builder.held import Decode, Held, learned_of, open_one, percent, shown
 from cache_builder.inputs.record import InputError
+from cache_builder.inputs.records import chat_encoding
 from cache_builder.inputs.streams import open_raw, readable
 from ssd.bundled import MODEL_PATH
 from ssd.config import MAX_SPECULATIVE_TOKENS, DraftConfig
@@ -52,6 +53,7 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tokenizer", metavar="DIR_OR_MODEL", help="the served model's (default: the bundled model's, none for ids)"
     )
+    add_chat_template(command)
     command.add_argument(
         "--draft-limit", type=int, default=DraftConfig().num_speculative_tokens, metavar="K",
         help=f"most tokens of the draft, 1 to {MAX_SPECULATIVE_TOKENS} (default: %(default)s)",
@@ -206,7 +208,7 @@ def _prompt_of(name: str, codec: TextCodec | None) -> tuple[list[int], TextCodec
         kwargs = body.get("chat_template_kwargs") or {}
         if isinstance(kwargs, dict):
             kwargs = {**kwargs, **{name: body[name] for name in ("tools", "documents") if body.get(name)}}
-            return codec.encode_chat(body["messages"], template_kwargs=kwargs), codec
+            return chat_encoding(codec, kwargs)(body["messages"]), codec
     if isinstance(body, dict) and isinstance(body.get("prompt"), str):
         return codec.encode_prompt(body["prompt"]), codec
     raise InputError(

@@ -42,12 +42,14 @@ def redis_url_of(options: argparse.Namespace) -> str:
 
 
 def codec_of(options: argparse.Namespace) -> TextCodec | None:
-    """The tokenizer that ``--tokenizer`` names, None where it was not given. Raises ModelError."""
-    if options.tokenizer is None:
+    """The tokenizer that ``--tokenizer`` names, with the chat template of ``--chat-template`` where a command has that;
+    None where neither was given. Raises ModelError, InputError."""
+    template = chat_template_of(options)
+    if options.tokenizer is None and template is None:
         return None
     from ssd.text.codec import TextCodec
 
-    return TextCodec.load(options.tokenizer)
+    return TextCodec.load(options.tokenizer or str(MODEL_PATH), chat_template=template)
 
 
 def add_log_of_namespace(command: argparse.ArgumentParser, what: str) -> None:
@@ -119,9 +121,7 @@ def add_log_arguments(command: argparse.ArgumentParser) -> None:
         "--tokenizer", default=str(MODEL_PATH), metavar="DIR_OR_MODEL",
         help="the served model's directory or id, or a tokenizer.json (default: the bundled model's)",
     )  # fmt: skip
-    command.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="the server's --chat-template (default: the model's)"
-    )
+    add_chat_template(command)
     command.add_argument("--format", choices=FORMATS, default="auto", help="of all logs (default: by their names)")
     command.add_argument(
         "--field", action="append", default=[], metavar="OURS=THEIRS",
@@ -131,12 +131,20 @@ def add_log_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--skip-invalid", action="store_true", help="count lines that cannot be used and go on")
 
 
+def add_chat_template(command: argparse.ArgumentParser) -> None:
+    """``--chat-template FILE``, as the servers have it."""
+    command.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="the server's --chat-template (default: the model's)"
+    )
+
+
 def chat_template_of(options: argparse.Namespace) -> str | None:
     """The source of the template that was named. Raises InputError."""
-    if options.chat_template is None:
+    name = getattr(options, "chat_template", None)
+    if name is None:
         return None
-    with readable(str(options.chat_template)):
-        return str(options.chat_template.read_text(encoding="utf-8"))
+    with readable(str(name)):
+        return str(name.read_text(encoding="utf-8"))
 
 
 def read_logs(options: argparse.Namespace, names: list[str], class_by: str | None = None) -> tuple[TextCodec, Log]:

@@ -16,7 +16,7 @@ from cache_builder.commands.options import CACHE_DIRECTORY, add_log_arguments, p
 from cache_builder.evaluation.costs import flat
 from cache_builder.evaluation.decoding import OutputDecoder
 from cache_builder.evaluation.log import Log
-from cache_builder.held import Held, open_held, open_one
+from cache_builder.held import Held, open_held
 from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting.ask import SOURCES
 from ssd.errors import ConfigError
@@ -50,7 +50,6 @@ def run(options: argparse.Namespace) -> int:
     out = options.directory if options.out is None else options.out
     check_new(out, force=options.force)
     codec, log = read_logs(options, options.logs)
-    open_one(options.directory, codec)
     with progress_bar(int(log.output_lengths[log.with_prompt].sum()), " tokens") as bar:
         found = accepted_runs(options.directory, log, codec.fingerprint, bar.update)
     prune(options.directory, out, budget, found, force=options.force)

@@ -40,12 +40,12 @@ def add(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     with redis_client(redis_url_of(options)) as client:
         found = fingerprints_in(client, options)
-        if not found or not entries_after(client, stream_key(found[0], options.namespace), BEGINNING, 1).entries:
-            raise SSDError(f"there is nothing of namespace {options.namespace}: is it the servers' --namespace?")
         if len(found) > 1:
             raise SSDError(
                 f"several tokenizers have a namespace {options.namespace}: give --fingerprint, one of {found}"
             )
+        if not found or not entries_after(client, stream_key(found[0], options.namespace), BEGINNING, 1).entries:
+            raise SSDError(f"there is nothing of namespace {options.namespace}: is it the servers' --namespace?")
         pull(client, found[0], options.namespace, options.out)
     return 0
 

@@ -36,23 +36,25 @@ class Exchange:
 
 def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
     """Those of a record; None where nothing of it is understood. One without an answer has no ``said``."""
-    for key, read in CONVERSATIONS:
-        if isinstance(line.get(key), list | dict):
+    for key, kinds, read in CONVERSATIONS:
+        if isinstance(line.get(key), kinds):
             return [Exchange(read(line), is_conversation=True, **_template(line))]
     if isinstance(observations := line.get("observations"), list):
         found = [exchanges_of(each) for each in observations if isinstance(each, dict)]
         return [exchange for each in found for exchange in each or ()]
-    answer_key = next((key for key in SAID if key in line), None)
-    request_key = next((key for key in ASKED if _is_there(line.get(key))), None)
+    answers = [key for key in SAID if key in line]
+    answer_key = next((key for key in answers if _is_there(line[key])), answers[0] if answers else None)
+    there = [key for key in ASKED if _is_there(line.get(key))]
+    request_key = next((key for key in there if _asks(line, key)), None)
     if answer_key is None:
         if request_key == "messages":
-            return [Exchange(_turns(line["messages"], line), is_conversation=True, **_template(line))]
-        is_call = request_key in ("request", "params", "body", "proxy_server_request") or "input" in line
+            return [Exchange(_turns(_parsed(line["messages"]), line), is_conversation=True, **_template(line))]
+        is_call = any(key in _CALLS for key in there) or "input" in line
         return [Exchange(None)] if is_call else None
     is_other = line.get("type") in _NO_MODEL or line.get("status") == "failure"
     said = () if is_other else tuple(said_in(line if answer_key == "choices" else line[answer_key]))
     if request_key is None:
-        is_half = isinstance(line[answer_key], str) and not any(key in line for key in ("messages", "prompt", "input"))
+        is_half = isinstance(line[answer_key], str) and not there and not any(key in line for key in _PLAIN)
         return None if is_half and answer_key in ("completion", "output") else [Exchange(None, said)]
     asked, options = _asked_in(line, request_key)
     if _is_redacted(asked):
@@ -104,9 +106,10 @@ def _chatgpt(line: Mapping[str, Any]) -> Any:
     return _joined(reversed(branch))
 
 
-CONVERSATIONS: Final[tuple[tuple[str, Callable[[Mapping[str, Any]], Any]], ...]] = (
-    ("mapping", _chatgpt), ("chat_messages", _claude), ("conversations", _sharegpt),
+CONVERSATIONS: Final[tuple[tuple[str, tuple[type, ...], Callable[[Mapping[str, Any]], Any]], ...]] = (
+    ("mapping", (dict,), _chatgpt), ("chat_messages", (list,), _claude), ("conversations", (list, dict), _sharegpt),
 )  # fmt: skip
+"""By what exports call them, of what types, and who reads them."""
 
 
 def _named(role: Any, content: Any) -> Message:
@@ -130,7 +133,16 @@ def _joined(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
 # -- what was asked ---------------------------------------------------------------------------------------------------
 
 ASKED: Final = ("request", "params", "body", "messages", "prompt", "input", "proxy_server_request")
-"""By what records call it; the first that is there."""
+"""By what records call it; the first under which something is asked."""
+_CALLS: Final = ("request", "params", "body", "proxy_server_request")
+_PLAIN: Final = ("messages", "prompt", "input")
+
+
+def _asks(line: Mapping[str, Any], key: str) -> bool:
+    """Whether something is asked there: ``params`` and ``body`` mean other things to other programs."""
+    if key in _PLAIN or (key == "request" and isinstance(line[key], str)):
+        return True
+    return not isinstance(_parsed(line[key]), str) and _asked_in(line, key)[0] is not None
 
 
 def _asked_in(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]]:
@@ -142,7 +154,7 @@ def _asked_in(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]]:
     value = _parsed(line[key])
     if isinstance(value, dict):
         body = _body(value)
-        inner = next((name for name in ("messages", "prompt", "input") if body.get(name)), None)
+        inner = next((name for name in _PLAIN if body.get(name)), None)
         return (None, {}) if inner is None else _asked_in(body, inner)
     if isinstance(value, list) and any(_has(each, "role") or _has(each, "type") for each in value):
         return _turns(value, line), _template(line)
@@ -158,7 +170,7 @@ def _text_or_ids(value: Any) -> Any:
 
 def _template(line: Mapping[str, Any]) -> dict[str, Any]:
     places = (line, *(_mapping(line.get(name)) for name in ("model_parameters", "modelParameters", "optional_params")))
-    tools = next((place["tools"] for place in places if place.get("tools")), None)
+    tools = next((_parsed(place["tools"]) for place in places if place.get("tools")), None)
     if isinstance(tools, list):
         tools = [_tool(tool) for tool in tools]
     return {"tools": tools, "template_kwargs": line.get("chat_template_kwargs") or {}}
@@ -203,9 +215,10 @@ def _turn(message: Message) -> Iterator[Any]:
                 text = _text_of(block.get("content"))
                 yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
         calls = [_call(block, "id", "input") for block in blocks if block.get("type") == "tool_use"]
+        thought = "\n".join(str(block.get("thinking") or "") for block in blocks if block.get("type") == "thinking")
         text = _text_of(blocks)
         if text or calls:
-            yield {"role": message.get("role"), "content": text, **({"tool_calls": calls} if calls else {})}
+            yield _message(str(message.get("role")), text, calls, thought)
 
 
 _BLOCKS: Final = ("tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -220,6 +233,12 @@ def _call(block: Message, id_key: str, arguments_key: str) -> dict[str, Any]:
         "type": "function",
         "function": {"name": block.get("name"), "arguments": arguments},
     }
+
+
+def _message(role: str, text: str, calls: Sequence[Any], thought: str) -> dict[str, Any]:
+    """A message with what it has."""
+    has = {"tool_calls": calls, "reasoning_content": thought}
+    return {"role": role, "content": text, **{name: value for name, value in has.items() if value}}
 
 
 def _text_of(content: Any) -> str:
@@ -272,8 +291,8 @@ def _said_in_object(body: Mapping[str, Any], depth: int) -> list[str | Message]:
 
 
 def _one_answer(turns: Sequence[Any]) -> list[str | Message]:
-    """The assistant's messages and calls as one message."""
-    texts, calls = list[str](), list[Any]()
+    """What the assistant thought, its messages and its calls as one message."""
+    texts, calls, thoughts = list[str](), list[Any](), list[str]()
     for message in _turns([turn for turn in turns if isinstance(turn, dict)], {}):
         if message.get("role") == "assistant":
             text = _text_of(message.get("content"))
@@ -281,11 +300,13 @@ def _one_answer(turns: Sequence[Any]) -> list[str | Message]:
             calls += message["tool_calls"] if isinstance(message.get("tool_calls"), list) else []
             if _has(older := message.get("function_call"), "name"):
                 calls.append({"type": "function", "function": older})
+            thought = message.get("reasoning_content") or message.get("reasoning")
+            thoughts += [thought] if isinstance(thought, str) and thought not in _REDACTED else []
         elif message.get("type") in _TEXTS or isinstance(message.get("text"), str):
             texts.append(str(message.get("text") or ""))
     if not any(texts) and not calls:
         return []
-    return [{"role": "assistant", "content": "\n".join(texts), **({"tool_calls": calls} if calls else {})}]
+    return [_message("assistant", "\n".join(texts), calls, "\n".join(thoughts))]
 
 
 def _is_redacted(asked: Any) -> bool:

@@ -12,7 +12,10 @@ from cache_builder.inputs.record import LONGEST_RECORD, InputError, Record, show
 from cache_builder.inputs.streams import open_stream, readable
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_MARK = b"\xef\xbb\xbf"
+MARK = b"\xef\xbb\xbf"
+"""Of bytes, with which some programs begin UTF-8 text."""
+_KEPT = "surrogateescape"
+"""Bytes that are no text stay what they are until their line is read: others can be used."""
 _DOCUMENT_BYTES = 1 << 22
 _MOST_ARRAY_BYTES = 1 << 30
 
@@ -32,7 +35,7 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
         where = f"{shown}:{number}" if start == 0 else f"{shown}: byte {at}"
         if len(line) > LONGEST_RECORD:
             raise InputError(f"{where}: a line of more than {LONGEST_RECORD >> 20} MiB. Is it another --format?")
-        yield where, line.removeprefix(_MARK) if at == 0 else line
+        yield where, line.removeprefix(MARK) if at == 0 else line
         at += len(line)
 
 
@@ -41,21 +44,21 @@ def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = N
     JSON array. Blank lines are left out. Raises InputError, and what reading raises.
     """
     beginning = file.peek(1) if isinstance(file, io.BufferedReader) and start == 0 and stop is None else b""
-    if beginning.removeprefix(_MARK).lstrip()[:1] == b"[":
+    if beginning.removeprefix(MARK).lstrip()[:1] == b"[":
         data = file.read(_MOST_ARRAY_BYTES + 1)
         if len(data) > _MOST_ARRAY_BYTES:
             raise InputError(
                 f"{shown}: a JSON array of more than {_MOST_ARRAY_BYTES >> 30} GiB: give one object a line"
             )
         try:
-            for number, element in enumerate(_elements(data.decode("utf-8-sig")), start=1):
+            for number, element in enumerate(_elements(data.decode("utf-8-sig", _KEPT)), start=1):
                 yield Record(f"{shown}: element {number}", element, is_json=True)
         except (json.JSONDecodeError, RecursionError) as error:
             raise InputError(f"{shown}: not a JSON array ({error}). Correct it, or give one object a line") from None
         return
     for where, line in _lines(shown, file, start, stop):
         if line.strip():
-            yield Record(where, line.decode(), is_json=True)
+            yield Record(where, line.decode(errors=_KEPT), is_json=True)
 
 
 def _elements(text: str) -> Iterator[str]:
@@ -94,7 +97,7 @@ def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = No
 Side: TypeAlias = Literal["requests", "responses"]
 
 _MOST_BYTES = 1 << 30
-"""Of the requests of one file; OpenAI takes 200 MB."""
+"""Of the requests that are held for one file of responses; OpenAI takes 200 MB in one file."""
 
 
 def side_of(line: Any) -> tuple[Side, str] | None:
@@ -109,25 +112,35 @@ def side_of(line: Any) -> tuple[Side, str] | None:
 
 def with_requests(responses: Iterator[Record], names: Sequence[str]) -> Iterator[Record]:
     """Every response with its request, of the first of the files ``names`` that has its ``custom_id``; one without a
-    request as it came. Raises InputError.
+    request as it came. A file is read once those before it lack an id. Raises InputError.
     """
     by_id: dict[str, str] = {}
-    num_bytes = 0
-    for name in names:
-        with readable(name), open_stream(name) as file:
-            for record in json_lines(shown_name(name), file):
-                num_bytes += len(record.text)
-                if num_bytes > _MOST_BYTES:
-                    raise InputError(f"{name}: more than {_MOST_BYTES >> 30} GiB of requests: split the batch")
-                if (side := side_of(_loaded(record.text))) and side[0] == "requests":
-                    by_id.setdefault(side[1], record.text)
+    unread, num_bytes = list(names), 0
     for record in responses:
         line = _loaded(record.text)
-        if (side := side_of(line)) and (request := by_id.get(side[1])) is not None:
+        side = side_of(line)
+        while side and side[1] not in by_id and unread:
+            for custom_id, request in _requests_in(unread.pop(0)):
+                by_id.setdefault(custom_id, request)
+                num_bytes += len(request)
+                if num_bytes > _MOST_BYTES:
+                    raise InputError(
+                        f"{record.where}: its request is not within {_MOST_BYTES >> 30} GiB of requests: build from "
+                        "fewer batches at once, and merge the caches"
+                    )
+        if side and (request := by_id.get(side[1], "")):
             joined = {"request": _loaded(request), "response": line.get("response", line.get("result"))}
             yield Record(record.where, "", is_json=True, line=joined)
         else:
             yield record
+
+
+def _requests_in(name: str) -> Iterator[tuple[str, str]]:
+    """``custom_id`` and text of the requests of a file."""
+    with readable(name), open_stream(name) as file:
+        for record in json_lines(shown_name(name), file):
+            if (side := side_of(_loaded(record.text))) and side[0] == "requests":
+                yield side[1], record.text
 
 
 def _loaded(text: str) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
+from cache_builder.inputs.exchanges import ASKED, CONVERSATIONS, SAID
 from ssd.errors import ConfigError, SSDError
 
 Format: TypeAlias = Literal["auto", "text", "jsonl", "parquet"]
@@ -54,7 +55,7 @@ _SETS = (
     {"text"}, {"prompt", "completion"}, {"messages"}, {"messages", "completion"}, {"token_ids"},
     {"token_ids", "prompt_length"},
 )  # fmt: skip
-_ANSWERS: Final = ("response", "result", "output")
+_WHOLE: Final = (*(key for key, _, _ in CONVERSATIONS), "observations", "token_ids")
 _MISSING: Final = object()
 
 
@@ -97,12 +98,12 @@ class FieldNames:
         return cls(names)
 
     def of(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A record with our names, its other fields as they are; itself where it lacks one that was named."""
+        """A record with our names, without what else might be taken for the same; itself where it lacks a named one."""
         found = {ours: at_path(line, theirs, _MISSING) for ours, theirs in self.names.items()}
-        if any(value is _MISSING for value in found.values()):
+        if not found or any(value is _MISSING for value in found.values()):
             return line
-        others = {key: value for key, value in line.items() if key not in _ANSWERS} if "completion" in found else line
-        return {**others, **found}
+        taken = ASKED if "completion" not in found and "messages" in found else (*ASKED, *SAID)
+        return {**{key: value for key, value in line.items() if key not in (*_WHOLE, *taken)}, **found}
 
     def columns(self) -> frozenset[str]:
         """Of a table's columns those that may be of use."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from cache_builder.inputs.exchanges import UNDERSTOOD, Exchange, exchanges_of
-from cache_builder.inputs.lines import documents, json_lines, with_requests
+from cache_builder.inputs.lines import MARK, documents, json_lines, with_requests
 from cache_builder.inputs.parquet import parquet_rows
 from cache_builder.inputs.record import (
     AS_WE_CALL_THEM,
@@ -25,7 +26,7 @@ from cache_builder.inputs.sources import Source
 from cache_builder.inputs.streams import open_stream, readable
 from ssd.errors import RequestError, shown
 from ssd.text.codec import Example, TextCodec
-from ssd.text.messages import normalize_messages
+from ssd.text.messages import knows_tools, normalize_messages
 
 _PEEKED = 1 << 16
 
@@ -60,7 +61,7 @@ def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_
 def _begins_json(file: IO[bytes]) -> bool:
     """Of standard input, which has no name that tells."""
     beginning = file.peek(_PEEKED) if isinstance(file, io.BufferedReader) else b""
-    first = beginning.lstrip().partition(b"\n")[0].strip()
+    first = beginning.removeprefix(MARK).lstrip().partition(b"\n")[0].strip()
     return first.startswith((b"{", b"[{")) or first == b"["
 
 
@@ -99,10 +100,12 @@ def line_of(record: Record) -> Mapping[str, Any]:
     if record.line is not None:
         return record.line
     try:
+        record.text.encode()  # where it came from bytes that are no text
         line = json.loads(record.text)
     except (ValueError, RecursionError) as error:
+        what = "not UTF-8 text" if isinstance(error, UnicodeEncodeError) else f"not JSON ({error})"
         raise InputError(
-            f"{record.where}: not JSON ({error}). Correct the line, or leave such lines out with --skip-invalid"
+            f"{record.where}: {what}. Correct the line, or leave such lines out with --skip-invalid"
         ) from None
     if not isinstance(line, dict):
         raise InputError(f"{record.where}: a JSON object was expected, got {type(line).__name__}; {UNDERSTOOD}")
@@ -125,6 +128,8 @@ def _found_in(line: Mapping[str, Any], where: str, codec: TextCodec) -> Found:
 
 def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Example]:
     asked = exchange.asked
+    if not exchange.is_conversation and not isinstance(asked, str | list | tuple | np.ndarray | None):
+        raise InputError(f"{where}: what was asked must be text, messages or token ids, got {type(asked).__name__}")
     if asked is None:
         for answer in exchange.said:
             text = answer if isinstance(answer, str) else answer["content"]
@@ -132,6 +137,8 @@ def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Examp
                 yield codec.encode_text_example(text)
     elif exchange.is_conversation or _is_chat(asked):
         kwargs = _template_kwargs(exchange, where)
+        if exchange.is_conversation and isinstance(asked, list) and not asked:
+            return  # a chat that was never used
         messages = normalize_messages(asked)  # type: ignore[arg-type]  # it names what is wrong
         asked_at = [(messages, answer) for answer in exchange.said]
         if exchange.is_conversation:
@@ -157,19 +164,27 @@ def _is_chat(asked: str | Sequence[Any]) -> bool:
 def _answered(
     messages: list[Any], answer: Mapping[str, Any], kwargs: dict[str, Any], codec: TextCodec
 ) -> Iterator[Example]:
-    """The answer behind its prompt, as the server encodes it. Calls are written as the template writes them; where that
-    does not go on from the prompt, only the text before them is known."""
+    """The answer behind its prompt, as the server encodes it. Calls and what was thought are written as the template
+    writes them; where that does not go on from the prompt, only the text is known."""
     if not answer.get("content") and not answer.get("tool_calls"):
         return
-    prompt = codec.encode_chat(messages, template_kwargs=kwargs)
-    if answer.get("tool_calls"):
-        whole = codec.encode_chat([*messages, answer], add_generation_prompt=False, template_kwargs=kwargs)
+    encode = chat_encoding(codec, kwargs)
+    prompt = encode(messages)
+    if answer.get("tool_calls") or answer.get("reasoning_content"):
+        whole = encode([*messages, answer], add_generation_prompt=False)
         if whole[: len(prompt)] == prompt and len(whole) > len(prompt):
             ends = [at for at in range(len(prompt), len(whole)) if whole[at] in codec.eos_token_ids]
             yield Example(whole[: ends[0] + 1] if ends else whole, len(prompt))
             return
     if answer.get("content"):
         yield codec.encode_answer_example(prompt, str(answer["content"]))
+
+
+def chat_encoding(codec: TextCodec, kwargs: dict[str, Any]) -> Callable[..., list[int]]:
+    """`TextCodec.encode_chat` as the server calls it: tools are in words where the template knows of none."""
+    template = codec.chat_template(with_tools="tools" in kwargs)
+    in_words = template is not None and not knows_tools(template)
+    return partial(codec.encode_chat, template_kwargs=kwargs, tools_in_words=in_words)
 
 
 def _template_kwargs(exchange: Exchange, where: str) -> dict[str, Any]:

@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cache_builder.inputs.lines import side_of
+from cache_builder.inputs.lines import MARK, Side, side_of
 from cache_builder.inputs.parquet import row_group_bytes
 from cache_builder.inputs.record import STANDARD_INPUT, Format, InputError
 from cache_builder.inputs.streams import COMPRESSED, file_system, is_regular, is_url, open_raw, open_stream, readable
-from ssd.errors import first_line
+from ssd.errors import first_line, shown
 
 _FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet",
 }  # fmt: skip
 _TEXTS = (".txt", ".text", ".md", ".rst", ".log")
 _PEEKED = 1 << 16
-_MOST_PEEKED_FILES = 256
+_MOST_PEEKED_FILES = 4096
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "updated")
 _SWELLS = 4
 """What compressed text is taken for, in its own bytes."""
@@ -78,8 +78,7 @@ def _local(name: str, format: Format) -> Iterator[Source]:
 def _of_directory(path: Path, format: Format) -> Iterator[Source]:
     sources: list[Source] = []
     for file in sorted(path.rglob("*")):
-        is_hidden = any(part.startswith((".", "_")) for part in file.relative_to(path).parts)
-        if not is_hidden and file.is_file() and _is_known(file.name):
+        if _is_known(str(file.relative_to(path))) and file.is_file():
             sources.append(_file(file, format))
     if not sources:
         raise InputError(f"{path}: is a directory without files of a known kind. Name its files")
@@ -101,7 +100,8 @@ def _remote(name: str, format: Format) -> Iterator[Source]:
         if not is_web and glob.has_magic(path):
             entries = system.glob(path, detail=True)
         elif not is_web and system.isdir(path):
-            entries = {key: entry for key, entry in system.find(path, detail=True).items() if _is_known(key)}
+            found = system.find(path, detail=True)
+            entries = {key: found[key] for key in found if _is_known(key.removeprefix(path))}
         else:
             entries = {name: system.info(path)}
         for key in sorted(entries):
@@ -131,43 +131,55 @@ def _bare(name: str) -> str:
     return name
 
 
-def _is_known(name: str) -> bool:
-    return Path(_bare(name)).suffix in {*_FORMATS, *_TEXTS}
+def _is_known(inside: str) -> bool:
+    """Of a file in a directory: neither it nor a directory in between is hidden, or another program's own."""
+    is_hidden = any(part.startswith((".", "_")) for part in Path(inside).parts)
+    return not is_hidden and Path(_bare(inside)).suffix.lower() in {*_FORMATS, *_TEXTS}
 
 
 def _format_of(name: str, format: Format) -> Format:
-    return _FORMATS.get(Path(_bare(name)).suffix, "text") if format == "auto" else format
+    return _FORMATS.get(Path(_bare(name)).suffix.lower(), "text") if format == "auto" else format
 
 
 def _with_requests(sources: list[Source]) -> list[Source]:
-    """Batches joined: each file of responses with all files of requests, the i-th with the i-th above all."""
+    """Batches joined: each file of responses with all files of requests, the i-th with the i-th above all.
+
+    With that one alone where files of requests begin with the same ``custom_id``: others number theirs alike. Raises
+    InputError where it is not clear which that is.
+    """
     lines = [source for source in sources if source.format == "jsonl" and is_regular(source.name)]
     if not 2 <= len(lines) <= _MOST_PEEKED_FILES:
         return sources
     sides = {source.name: _side(source.name) for source in lines}
-    asked = [name for name, side in sides.items() if side == "requests"]
-    said = [name for name, side in sides.items() if side == "responses"]
+    asked = {name: side[1] for name, side in sides.items() if side and side[0] == "requests"}
+    said = [name for name, side in sides.items() if side and side[0] == "responses"]
     if not asked or len(asked) == len(lines):
         return sources
+    names, are_alike = list(asked), len(set(asked.values())) < len(asked)
+    if are_alike and said and len(said) != len(asked):
+        raise InputError(
+            f"{len(asked)} files of requests begin with the same custom_id, {shown(next(iter(asked.values())))}, and "
+            f"{len(said)} are of responses: build from the two files of one batch at a time, and merge the caches"
+        )
     stamp = " ".join(f"{source.size} {source.stamp}" for source in lines if source.name in asked)
     joined = []
     for source in sources:
         if source.name in said:
-            at = said.index(source.name) % len(asked)
-            joined.append(replace(source, stamp=f"{source.stamp} {stamp}", requests=(*asked[at:], *asked[:at])))
+            at = said.index(source.name) % len(names)
+            requests = (names[at],) if are_alike else (*names[at:], *names[:at])
+            joined.append(replace(source, stamp=f"{source.stamp} {stamp}", requests=requests))
         elif source.name not in asked:
             joined.append(source)
     return joined
 
 
-def _side(name: str) -> str | None:
+def _side(name: str) -> tuple[Side, str] | None:
     with readable(name), open_stream(name) as file:
         line = file.readline(_PEEKED << 4)
     try:
-        side = side_of(json.loads(line))
+        return side_of(json.loads(line))
     except (ValueError, RecursionError):
         return None
-    return None if side is None else side[0]
 
 
 def weight_of(source: Source) -> int:
@@ -201,7 +213,7 @@ def _is_plain(source: Source) -> bool:
     with readable(source.name), open_raw(source.name) as raw, open_stream(source.name) as file:
         first = file.read(_PEEKED)
         is_as_it_is = raw.read(_PEEKED) == first
-    mark = first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    mark = first.removeprefix(MARK).lstrip()[:1]
     return is_as_it_is and bool(mark) and (source.format == "text" or mark != b"[")
 
 
