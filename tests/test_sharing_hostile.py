@@ -20,6 +20,7 @@ from redis.exceptions import InvalidResponse
 from benchmarks.faults.injected import OVERSIZED_ANSWERS, WRONG_ANSWERS
 from benchmarks.faults.proxy import CLEAR, FaultProxy, Weather
 from ssd.sharing import clients as bounded_parser
+from ssd.sharing.background import Backoff
 from ssd.sharing.redis_log import RedisCounters
 from ssd.sharing.stream import BEGINNING, FIELD
 from tests.redis_server import RedisServer, client, redis_server, started
@@ -226,6 +227,26 @@ def test_a_slow_namespace_holds_up_no_other(
             client.xadd(OTHER_KEY, foreign(number, OTHER_KEY))
         eventually(lambda: len(stored(one, "other")) == 300)
         assert 0 < len(stored(one)) < 90
+
+
+def test_a_machine_that_is_slow_reads_on(
+    redis_server: RedisServer, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would rest ever longer, up to three seconds after each page."""
+    for number in range(640):
+        client.xadd(KEY, foreign(number))
+    with replica(redis_server.url) as (one, log):
+        cache, rested = one.get(), list[object]()
+        monkeypatch.setattr(Backoff, "rest", rested.append)
+        append = cache.append_all_shared
+
+        def starved(*arguments: Any, **settings: Any) -> None:
+            time.sleep(0.3)
+            append(*arguments, **settings)
+
+        monkeypatch.setattr(cache, "append_all_shared", starved)
+        eventually(lambda: len(stored(one)) == 640)
+        assert log.stats().is_connected and not rested
 
 
 # By a proxy that is late, broken, garbled or slow: nothing stays wrong

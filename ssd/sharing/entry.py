@@ -98,6 +98,14 @@ def num_tokens_of(data: bytes) -> int:
     return min(max(1, num_tokens), MAX_ENTRY_TOKENS)
 
 
+def announced_id(data: bytes) -> bytes | None:
+    """The sequence id that an entry announces, of which nothing is checked; None for what cannot be an entry."""
+    if not _PAYLOAD < len(data) <= MAX_ENTRY_BYTES or data[0] != FORMAT_VERSION:
+        return None
+    sequence_id: bytes = _HEADER.unpack_from(data)[2]
+    return sequence_id
+
+
 def _checksum(header: bytes, key: str, tokens: npt.NDArray[np.uint32]) -> int:
     return xxhash.xxh3_64_intdigest(b"".join((header, key.encode(), tokens.data)))
 

@@ -148,6 +148,8 @@ class SharedRoot:
             found = self._get()
         if not isinstance(found, bytes) or len(found) != ROOT_BYTES:
             raise StoreUnavailable(f"{KEY} holds no root of noise, each server uses its own: delete that key")
+        if found != self._root() and self._get() != found:
+            raise StoreUnavailable(f"{KEY} was said to hold two roots of noise: an answer was damaged")
         return found
 
     def _get(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -15,7 +16,7 @@ from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.sharing.background import BackgroundLoop, Backoff
 from ssd.sharing.connection import BLOCK_MS, connect
 from ssd.sharing.cursor import Cursor
-from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
+from ssd.sharing.entry import Entry, InvalidEntryError, announced_id, num_tokens_of, unpack_entry
 from ssd.sharing.stream import (
     BEGINNING,
     OversizedReplyError,
@@ -34,10 +35,12 @@ PAGE = 64
 _COMPARE_S = 2.0
 _COMPARE_EACH_S = 0.01  # many streams are compared less often: a reply of one entry for each
 _SLOW_S = 0.25
+_SLOW_REST_S = 0.1
 GATHER_S = 0.05
 """What comes within so long after entries is taken in one reply: many small ones are what a fleet costs its server."""
 _TOGETHER_TOKENS = 4096  # stored at once: most of what storing costs is once a call, and a cache is held up by it
 _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
+_LEAST_BATCH = 8  # of each of very many: few have so much more, and a reply for each entry is what costs
 _CLUSTER_WAIT_S = 0.1
 _LEAST_SEEN = 1 << 16
 
@@ -65,7 +68,9 @@ class Stream:
         self.is_cut = False
         """Whether it did not answer, while others may: a node of a cluster."""
         self.backoff = Backoff()
-        """Rests after a refusal, and while the cache takes its time, so that the others are served."""
+        """Rests after a refusal."""
+        self.slow_until = 0.0
+        """Rests while the cache takes its time, so that the others are served; no longer on a machine that is busy."""
         self.compare_at = 0.0
         self.caught_up_at = time.monotonic()
         """When nothing was left to read last."""
@@ -107,6 +112,11 @@ class Stream:
         if len(self._seen) > self._max_seen:
             self._seen.popitem(last=False)
         return is_seen
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing is to be read of it now."""
+        return self.backoff.is_resting or time.monotonic() < self.slow_until
 
     @property
     def lag_s(self) -> float:
@@ -192,7 +202,7 @@ class LogReader:
             self._wait(BLOCK_MS / 1000)
             self._client.ping()
             return
-        awake = [stream for stream in streams if not stream.backoff.is_resting]
+        awake = [stream for stream in streams if not stream.is_resting]
         for stream in awake:
             self._attempt(stream, self._compare)
         for stream in awake:
@@ -200,14 +210,16 @@ class LogReader:
                 self._attempt(stream, self._begin)
             elif stream.page < PAGE or self._is_cluster:
                 self._attempt(stream, self._read_alone)
-        awake = [stream for stream in awake if not stream.backoff.is_resting]
+        awake = [stream for stream in awake if not stream.is_resting]
         followed = [stream for stream in awake if stream.last_id is not None and stream.page == PAGE]
         if self.loop.is_stopping:
             return
+        slow_s = [stream.slow_until - time.monotonic() for stream in streams if stream not in awake]
+        wait_s = min([BLOCK_MS / 1000, *(each for each in slow_s if each > 0)])  # those that are refused wait longer
         if not awake:
-            self._wait(BLOCK_MS / 1000)  # new streams are heard of, those that rest wait a little longer
+            self._wait(wait_s)  # or until new streams are heard of
         elif followed and not self._is_cluster:
-            self._read_together(followed, block=BLOCK_MS if len(followed) == len(awake) else None)
+            self._read_together(followed, block=math.ceil(1000 * wait_s) if len(followed) == len(awake) else None)
         elif not any(stream.has_more for stream in awake) and len(followed) == len(awake):
             self._wait(_CLUSTER_WAIT_S)  # streams of several slots cannot be waited for at once
 
@@ -219,7 +231,7 @@ class LogReader:
         """One step for one stream; only what ends the connection ends more than that."""
         from redis.exceptions import ConnectionError, TimeoutError
 
-        if self.loop.is_stopping or stream.backoff.is_resting:
+        if self.loop.is_stopping or stream.is_resting:
             return
         try:
             step(stream)
@@ -272,7 +284,7 @@ class LogReader:
 
         by_key = {stream.key: stream for stream in streams}
         places: Any = {stream.key: stream.last_id or BEGINNING for stream in streams}
-        count = max(1, min(PAGE, _MAX_BATCH // len(places)))
+        count = max(_LEAST_BATCH, min(PAGE, _MAX_BATCH // len(places)))
         try:
             answer: Any = self._client.xread(places, count=count, block=block)
         except (ResponseError, OversizedReplyError):
@@ -283,7 +295,7 @@ class LogReader:
         for key, entries in answer or ():
             stream = by_key[key.decode()]
             self._attempt(stream, partial(self._receive_all, entries=entries))
-            if len(entries) >= count or stream.backoff.is_resting:
+            if len(entries) >= count or stream.is_resting:
                 is_read.discard(stream.key)
         for key in is_read:
             by_key[key].caught_up_at = time.monotonic()
@@ -298,7 +310,7 @@ class LogReader:
         stream.page = 1 if page.was_cut else min(2 * stream.page, PAGE)
         stream.has_more = not page.is_last
         self._receive_all(stream, page.entries)
-        if page.is_last and not stream.backoff.is_resting:
+        if page.is_last and not stream.is_resting:
             stream.caught_up_at = time.monotonic()
 
     def _receive_all(self, stream: Stream, entries: Sequence[RawEntry]) -> None:
@@ -315,7 +327,7 @@ class LogReader:
             began = time.monotonic()
             self._store(stream, arrived)
             if time.monotonic() - began > _SLOW_S:
-                stream.backoff.rest()
+                stream.slow_until = time.monotonic() + _SLOW_REST_S
                 return
             arrived, num_tokens = [], 0
         stream.wake()
@@ -325,6 +337,10 @@ class LogReader:
         """The next entry of the log: what is new of it is added to ``arrived``. Returns how many tokens that are."""
         data = value_of(raw)
         stream.saw(raw[0], num_tokens_of(data), was_fetched=raw[1] is not None)
+        if stream.is_known(raw[0]) and (sequence_id := announced_id(data)) is not None:  # it was checked when it came
+            stream.has_seen(sequence_id)
+            self.num_known += 1
+            return 0
         try:
             entry = self._unpack(stream, raw)
         except InvalidEntryError:
@@ -333,9 +349,6 @@ class LogReader:
         if stream.cache() is None:
             return 0
         has_seen = stream.has_seen(entry.sequence_id)
-        if stream.is_known(raw[0]):
-            self.num_known += 1
-            return 0
         stream.cursor.passed(raw[0], entry.sequence_id)
         if has_seen or stream.cursor.is_ours(entry):
             self.num_known += 1

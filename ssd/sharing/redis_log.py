@@ -150,7 +150,7 @@ class LogWriter:
     def close(self, timeout_s: float) -> None:
         """Wait for the end and give the connection back; what could not be written counts as dropped."""
         self.loop.join(timeout_s)
-        if self.num_queued and self.loop.is_connected:  # stopped before it saw the last of them
+        if self.num_queued:  # stopped before it saw the last of them, or while it waited for Redis
             with contextlib.suppress(Exception):
                 self._exchange()
         with self._lock:
@@ -332,7 +332,7 @@ class RedisLog:
         """The counters as they are now."""
         writer, reader = self._writer, self.reader
         return SharingStats(
-            is_connected=reader.is_connected and not writer.is_refused,
+            is_connected=reader.is_connected and writer.loop.is_connected and not writer.is_refused,
             num_published=writer.num_published,
             num_published_tokens=writer.num_published_tokens,
             num_queued=writer.num_queued,
