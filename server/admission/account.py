@@ -211,8 +211,6 @@ class Account:
                 self._require_tokens(num_prompt_tokens)
                 self._tokens.take(num_prompt_tokens, self._clock())
                 self.use.num_in_flight += num_choices
-                self.use.num_requests += 1
-                self.use.num_prompt_tokens += num_prompt_tokens
         except BaseException:
             if share is not None:
                 share.give_back()
@@ -225,15 +223,17 @@ class Account:
             now = self._clock()
             return self._requests.headers("requests", now) | self._tokens.headers("tokens", now)
 
-    def end(self, num_choices: int, num_output_tokens: int, taken_back: int | None) -> None:
+    def begin(self, num_prompt_tokens: int) -> None:
+        with self._lock:
+            self.use.num_requests += 1
+            self.use.num_prompt_tokens += num_prompt_tokens
+
+    def end(self, num_choices: int, num_output_tokens: int, taken_back: int) -> None:
         with self._lock:
             self.use.num_in_flight -= num_choices
             assert self.use.num_in_flight >= 0
             self.use.num_output_tokens += num_output_tokens
-            if taken_back is not None:
-                self.use.num_requests -= 1
-                self.use.num_prompt_tokens -= taken_back
-            self._tokens.take(num_output_tokens - (taken_back or 0), self._clock())
+            self._tokens.take(num_output_tokens - taken_back, self._clock())
 
     def _require_tokens(self, num_tokens: int) -> None:
         if (wait_s := self._tokens.wait_s(max(1, num_tokens), self._clock())) > 0:
@@ -252,11 +252,19 @@ class Ticket:
     def __init__(self, account: Account, num_choices: int, num_prompt_tokens: int, share: Share | None) -> None:
         self._account: Account | None = account
         self._num_choices, self._num_prompt_tokens, self._share = num_choices, num_prompt_tokens, share
+        self._was_begun = False
 
-    def end(self, num_output_tokens: int, *, was_begun: bool = True) -> None:
-        """Its choices have ended, with so many tokens in all; what the server refused, not begun, counts for nobody."""
+    def begin(self) -> None:
+        """The engine took it: it counts. What was refused before that counts for nobody."""
+        self._was_begun = True
+        if self._account is not None:
+            self._account.begin(self._num_prompt_tokens)
+
+    def end(self, num_output_tokens: int) -> None:
+        """Its choices have ended, with so many tokens in all."""
         if self._share is not None:
             self._share.give_back()
         account, self._account = self._account, None
         if account is not None:
-            account.end(self._num_choices, num_output_tokens, None if was_begun else self._num_prompt_tokens)
+            taken_back = 0 if self._was_begun else self._num_prompt_tokens
+            account.end(self._num_choices, num_output_tokens if self._was_begun else 0, taken_back)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pydantic_core
 from starlette.requests import ClientDisconnect, Request
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.admission.account import Budget, Share
 from server.admission.lanes import Lanes
@@ -39,6 +39,10 @@ _MOST_LOOK_S = 5.0
 """A connection is looked at this often, or more where the limits are shorter. Looking takes about a microsecond."""
 _HEAD_BYTES = 64 << 10
 """Longest head of a request; httptools has no limit."""
+_MOST_AHEAD = 8
+"""Requests that a client may send before it has the answer of the one before them; uvicorn has no limit."""
+_UNSENT_BYTES = 64 << 10
+"""Of an answer that waits to be sent; asyncio holds eight times as much where connections are encrypted."""
 
 
 def num_beyond(limits: Limits) -> int:
@@ -54,10 +58,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come; beyond the limit it is answered 503 by whoever reads ``TOO_MANY``."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(_UNSENT_BYTES)
         self._came = self.loop.time()
         self._head_since: float | None = None
         self._head_bytes = 0  # that came since the last of anything else: of a head, or behind the chunks of a body
-        self._is_body = False
+        self._is_head = False
+        self._unanswered: list[RequestResponseCycle] = []
         self._sending: Patience | None = None
         self._unsent = 0
         self._looking: asyncio.TimerHandle | None = None
@@ -76,6 +82,10 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._looking is not None:
             self._looking.cancel()
         super().connection_lost(exc)
+        for cycle in self._unanswered:  # uvicorn tells the last one alone
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Bytes that do not belong to a request under way begin a head, or are the rest of a body nobody wants."""
@@ -88,17 +98,23 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._head_bytes > _HEAD_BYTES and not self.transport.is_closing():
             self._give_up("a head that is too long", b"431 Request Header Fields Too Large")
 
+    def on_message_begin(self) -> None:
+        self._is_head = True
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
-        self._head_bytes, self._is_body = 0, True
+        """A request is under way; raises ValueError, at which uvicorn gives the connection up, for one too many."""
+        self._head_bytes, self._is_head = 0, False
+        self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
+        if len(self._unanswered) > _MOST_AHEAD:
+            self.transport.abort()
+            raise ValueError("too many requests before an answer")
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
         super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self._is_body = False
-        super().on_message_complete()
 
     def _is_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -139,7 +155,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _give_up(self, reason: str, status: bytes | None) -> None:
         log.debug("gave up a connection: %s", reason)
-        if status is not None and not self._is_busy() and not self._is_body:
+        if status is not None and not self._is_busy() and self._is_head:
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         self.transport.close()
 

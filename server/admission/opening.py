@@ -121,7 +121,7 @@ INTERVAL_S: Final = 1.0
 
 
 class Watch:
-    """Reloads tenants when a file has changed, where it can be used, and sweeps up after deletions, on a thread."""
+    """Reloads tenants when a file has changed, where it can be used, and sweeps up after deletions, on two threads."""
 
     def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:
         self._tenants = tenants
@@ -129,16 +129,20 @@ class Watch:
         self._interval_s = interval_s
         self._seen = self._look()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ssd-tenants", daemon=True)
+        self._threads = [  # a deletion may wait for Redis, a key that was taken back may not
+            threading.Thread(target=work, name=name, daemon=True)
+            for work, name in ((self._reload, "ssd-tenants"), (self._sweep, "ssd-sweep"))
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Stop it, at the latest after what it is at."""
         self._stopping.set()
 
-    def _run(self) -> None:
+    def _reload(self) -> None:
         while not self._stopping.wait(self._interval_s):
             try:
                 if (now := self._look()) != self._seen:
@@ -148,6 +152,9 @@ class Watch:
                 log.error("keys and quotas stay as they were: %s", error)
             except Exception:  # the thread must outlive it
                 log.exception("keys and quotas stay as they were")
+
+    def _sweep(self) -> None:
+        while not self._stopping.wait(self._interval_s):
             try:
                 self._tenants.sweep()
             except Exception:

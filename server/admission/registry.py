@@ -201,6 +201,7 @@ class Tenants:
         self._accounts: dict[str, Account] = {}
         self._by_key: dict[bytes, Account] = {}
         self._retired: list[tuple[float, str]] = []
+        self._left_in_redis: set[str] = set()
         self.everybody = Account(EVERYBODY)
         """Who pays where no key is needed."""
         self.caches: Callable[[], CacheSet | None] = lambda: None
@@ -244,7 +245,9 @@ class Tenants:
     def labels(self) -> Mapping[str, str]:
         """What metrics call namespaces that are tenants' own: the names of those. O(tenants)."""
         return {
-            self._namespace(account.tenant, base): name if base == self._bases[0] else f"{name}/{base}"
+            self._namespace(account.tenant, base): (
+                name if base == self._bases[0] and name not in self._bases else f"{name}/{base}"
+            )
             for name, account in self._accounts.items()
             for base in self._bases
             if not account.tenant.is_operator
@@ -340,7 +343,8 @@ class Tenants:
             now = time.monotonic()
             if self.caches() is None:  # they are still being opened: what is theirs is swept later
                 self._retired = [(now + _RETIRED_S, name) for _, name in self._retired]
-            self._retired = [(until, name) for until, name in self._retired if until > now]
+            self._left_in_redis &= {name for _, name in self._retired}
+            self._retired = [each for each in self._retired if each[0] > now or each[1] in self._left_in_redis]
             due = [name for _, name in self._retired]
         for name in due:
             self._remove(name)
@@ -363,7 +367,9 @@ class Tenants:
         try:
             if sharing is not None:
                 sharing.forget(namespace)
-        except Exception as error:  # Redis is away: the next sweep tries again
+            self._left_in_redis.discard(namespace)
+        except Exception as error:  # Redis is away: sweeps try until it is not
+            self._left_in_redis.add(namespace)
             log.debug("namespace %s is still in Redis: %s", namespace, type(error).__name__)
         return failure
 

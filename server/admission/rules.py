@@ -36,7 +36,7 @@ class Quotas(BaseModel):
     """HTTP requests for text; unused ones are kept for a minute."""
     tokens_per_minute: _Count = None
     """Prompt and output tokens; unused ones are kept for a minute."""
-    cache_tokens: Annotated[int | None, Field(ge=4096, le=_MOST)] = None
+    cache_tokens: Annotated[int | None, Field(ge=8192, le=_MOST)] = None
     """Capacity of its cache."""
 
 

@@ -92,20 +92,29 @@ class LogprobsWriter:
         self._texts = texts
         self._as_token_ids = as_token_ids
 
-    def completion(self, entries: Sequence[TokenLogprobs | None], first: int | None, offset: int) -> dict[str, Any]:
-        """``logprobs`` of /v1/completions. Of a prompt's token ``first``, which nothing predicts, the entry is None."""
+    def completion(
+        self, entries: Sequence[TokenLogprobs | None], first: int | None, text: str, offset: int = 0
+    ) -> tuple[dict[str, Any], int]:
+        """``logprobs`` of /v1/completions, and the offset behind them.
+
+        Of a prompt's token ``first``, which nothing predicts, the entry is None. ``text`` : theirs, from ``offset`` on:
+        special tokens are in it where a prompt spells them or they are not skipped.
+        """
         token_ids = [first if entry is None else entry.token_id for entry in entries]
         tokens = [self._text(token_id) if token_id is not None else "" for token_id in token_ids]
-        offsets = []
+        offsets, begin = [], offset
         for token_id in token_ids:
             offsets.append(offset)
-            offset += self._texts.shown_length(token_id) if token_id is not None else 0
+            if token_id is not None:
+                piece = self._texts.text_of(token_id)
+                is_spelled = text.startswith(piece, offset - begin)
+                offset += len(piece) if is_spelled else self._texts.shown_length(token_id)
         return {
             "tokens": tokens,
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
             "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
             "text_offset": offsets,
-        }
+        }, offset
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """``logprobs`` of a chat completion's choice."""
@@ -138,9 +147,6 @@ class LogprobsWriter:
 
     def _text(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_token_ids else self._texts.text_of(token_id)
-
-    def length_of(self, token_ids: Sequence[int]) -> int:
-        return sum(map(self._texts.shown_length, token_ids))
 
 
 class Answer(ABC):
@@ -352,7 +358,7 @@ class CompletionAnswer(Answer):
         if self.logprobs is not None:
             before = choice.prompt_logprobs if self._echo is not None else ()
             entries = [*before, *choice.logprobs]
-            body["logprobs"] = self.logprobs.completion(entries, self.prompt_of(index)[0], 0)
+            body["logprobs"], _ = self.logprobs.completion(entries, self.prompt_of(index)[0], text)
         if self.prompt_logprobs is not None:
             body["prompt_logprobs"] = self.prompt_logprobs.prompt(choice.prompt_logprobs)
         return body
@@ -367,8 +373,7 @@ class CompletionAnswer(Answer):
             body["prompt_token_ids"] = prompt
         if self.logprobs is not None and self._echo is not None:
             entries = self.generation.choices[index].prompt_logprobs
-            body["logprobs"] = self.logprobs.completion(entries, prompt[0], 0)
-            self._offsets[index] = self.logprobs.length_of(prompt)
+            body["logprobs"], self._offsets[index] = self.logprobs.completion(entries, prompt[0], body["text"])
         return [body]
 
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -376,8 +381,8 @@ class CompletionAnswer(Answer):
         body: dict[str, Any] = {"text": output.text, "logprobs": None}
         if self.logprobs is not None:
             offset = self._offsets.get(index, 0)
-            body["logprobs"] = self.logprobs.completion(output.logprobs or (), None, offset)
-            self._offsets[index] = offset + self.logprobs.length_of(output.token_ids)
+            found = self.logprobs.completion(output.logprobs or (), None, output.text, offset)
+            body["logprobs"], self._offsets[index] = found
         return [body]
 
     def _echoed(self, index: int) -> str:

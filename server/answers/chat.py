@@ -55,15 +55,20 @@ class ChatAnswer(Answer):
         return {"message": message, "logprobs": None if self.logprobs is None else self.logprobs.chat(choice.logprobs)}
 
     def whole_extras(self) -> dict[str, Any]:
-        if self.prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": self.prompt_logprobs.prompt(self.generation.choices[0].prompt_logprobs)}
+        extras: dict[str, Any] = {"prompt_token_ids": self.prompt_of(0)} if self.return_token_ids else {}
+        if self.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = self.prompt_logprobs.prompt(self.generation.choices[0].prompt_logprobs)
+        return extras
 
     def ending(self, index: int, choice: Choice) -> dict[str, Any]:
         written = super().ending(index, choice)
         if self._messages is not None and choice.finish_reason is not None:
             written["finish_reason"] = self._messages.of(index).finish_reason(choice.finish_reason)
         return written
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        prompt = choices[0].get("prompt_token_ids") if choices else None  # where vLLM's clients look for it
+        return super()._chunk(choices) | ({} if prompt is None else {"prompt_token_ids": prompt})
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
         first: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}

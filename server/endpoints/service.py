@@ -225,8 +225,9 @@ class Service:
             else:
                 await self.lanes.answers.run(submit)
         except BaseException:
-            generation.close(was_begun=False)
+            generation.close()
             raise
+        ticket.begin()
         return generation
 
     def _require_draft_details(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,9 +12,10 @@ from server.base.limits import Limits
 from server.base.settings import ServerSettings
 from server.running.texts import Texts, codec_of
 from server.schema.chat import ChatBody, ChatTemplateFields, TokenizeChatBody, ToolUse
-from server.tools.formats import AUTO, JSON, OFF, detect, make_parser, special_tokens
+from server.tools.formats import AUTO, JSON, OFF, REASONING_FORMATS, detect, make_parser, special_tokens
 from server.tools.grammars import call_grammar, count_reasoning_tokens, reasoning_rule
 from server.tools.messages import Messages, call_id, short_call_id, with_short_call_ids
+from server.tools.reasoning import goes_on_thinking
 from server.tools.values import Functions
 from ssd.config import StructuredOutput
 from ssd.errors import RequestError
@@ -88,6 +89,12 @@ def plan_answer(
     if mode == "none" and form.reasoning is None:
         return AnswerPlan(None, asked)
     tail = codec.decode(prompt[-_TAIL_TOKENS:]) if form.reasoning is not None else ""
+    if form.reasoning is not None and body.continue_final_message:
+        thoughts = REASONING_FORMATS[form.reasoning]
+        if goes_on_thinking(thoughts, str(body.messages[-1].get("content"))):
+            tail = thoughts.begin[0]
+        elif thoughts.inside:  # it has thought already, or did not
+            form = replace(form, reasoning=None)
     functions: Functions = {}
     reader, calls = form.tool_call if mode != "none" else None, None
     if use is not None and mode != "none":
@@ -174,7 +181,7 @@ class Chats:
         body, form = self._told(engine, body)
         prompt = await self._texts.messages(engine, body, tools_in_words=form.in_words)
         codec, limits, use = codec_of(engine), self._settings.limits, body.tool_use()
-        if use is not None and (use.mode == "required" or body.response_format is not None):  # a grammar of all tools
+        if use is not None and (use.mode == "required" or body.structured_output() is not None):  # a grammar of all
             return prompt, await self._lanes.answers.run(plan_answer, body, form, codec, prompt, limits)
         return prompt, plan_answer(body, form, codec, prompt, limits)
 

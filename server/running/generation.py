@@ -145,14 +145,14 @@ class Generation:
             self._running.add(request.request_id)
             self.choices.append(Choice())
 
-    def close(self, *, was_begun: bool = True) -> None:
-        """Cancel what still runs, so that its slot is free at the next step; what was not begun counts for nobody."""
+    def close(self) -> None:
+        """Cancel what still runs, so that its slot is free at the next step."""
         self._note_counts()
         for request_id in self._running:
             self._worker.cancel(request_id)
         self._running.clear()
         not_taken = sum(len(each.token_ids) for each in self._inbox.take_all() if not isinstance(each, Exception))
-        self._ticket.end(self._num_completion_tokens + not_taken if was_begun else 0, was_begun=was_begun)
+        self._ticket.end(self._num_completion_tokens + not_taken)
 
     def _note_counts(self) -> None:
         """What it came to so far, added up over its choices. O(choices)."""

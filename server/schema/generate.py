@@ -48,7 +48,7 @@ class SamplingFields(CommonFields):
     logit_bias: dict[str, float] = Field(default_factory=dict)
     stop: str | Annotated[list[str], Field(max_length=128, fail_fast=True)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field(default_factory=list, max_length=128)
-    min_tokens: int = 0
+    min_tokens: int = Field(default=0, description="before `stop_token_ids` and ends of text, not before `stop`")
     bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] = Field(default_factory=list)
     allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
 

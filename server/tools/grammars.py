@@ -154,7 +154,8 @@ def count_reasoning_tokens(
     beginning, inside = decode(token_ids[:_BEGINNING]).lstrip(), begins_inside(form, prompt)
     if not inside and (inside is None or not beginning.startswith(tuple(begin.lstrip() for begin in form.begin))):
         return 0
+    ends = re.compile("|".join(map(re.escape, (*form.end, *form.also_ends))))
     ends_within = bisect_left(
-        range(len(token_ids)), True, key=lambda last: form.end[0] in decode(token_ids[: last + 1])
+        range(len(token_ids)), True, key=lambda last: ends.search(decode(token_ids[: last + 1])) is not None
     )
     return min(ends_within + 1, len(token_ids))

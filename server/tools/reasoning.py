@@ -49,6 +49,11 @@ def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
     return form.inside or written.endswith(form.begin)
 
 
+def goes_on_thinking(form: ReasoningFormat, message: str) -> bool:
+    """Whether a message that the model is to go on with is within its reasoning."""
+    return max(map(message.rfind, form.begin)) > max(map(message.rfind, form.end))
+
+
 def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -> Reader:
     """Reads it where there is any, up to its end or to what begins one of ``calls``; ``prompt`` may have opened it."""
     inside = begins_inside(form, prompt)

@@ -19,6 +19,8 @@ _OUTSIDE_STRING = re.compile(r"[\s,:\w.+-]+")
 _INSIDE_STRING = re.compile(r'[^"\\]+')
 _SCALAR = re.compile(r'[^\s,:"{}\[\]]+')
 _CLOSES = {"{": "}", "[": "]"}
+_ESCAPED = '"\\/bfnrtu'
+"""What a backslash goes before in JSON."""
 _ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
 
 
@@ -190,8 +192,8 @@ class Scanner:
             if kept or sink is None:
                 self.keep(text)
             if sink is not None:
-                is_escape = len(text) == 2 and text[0] == "\\" and text[1] < " "  # of nothing: a backslash is meant
-                sink("\\" * is_escape + text.translate(_ESCAPES))
+                is_literal = len(text) == 2 and text[0] == "\\" and text[1] not in _ESCAPED  # a backslash is meant
+                sink("\\" * is_literal + text.translate(_ESCAPES))
 
         first = yield from self.peek()
         if first == '"':

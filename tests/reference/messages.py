@@ -164,11 +164,12 @@ class Hermes:
 
 
 def _as_json(written: str) -> str:
-    """The value with the control characters of its strings escaped, and a backslash before one of these as well."""
+    """The value with the control characters of its strings escaped, and each backslash that escapes nothing."""
     found, in_string, escaped = "", False, False
     for place, mark in enumerate(written):
         is_control = in_string and mark < " "
-        if in_string and mark == "\\" and not escaped and "\0" <= written[place + 1 : place + 2] < " ":
+        after = written[place + 1 : place + 2]
+        if in_string and mark == "\\" and not escaped and after and after not in '"\\/bfnrtu':
             found += "\\"
         found += json.dumps(mark)[1:-1] if is_control else mark
         if in_string:

@@ -147,6 +147,36 @@ def test_the_rest_of_a_body_that_was_answered_already_is_not_waited_for(server: 
     assert said.startswith(b"HTTP/1.1 404 ")
 
 
+def test_a_connection_that_idles_after_a_late_body_is_told_nothing(server: RunningServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+        connection.sendall(b"12345")
+        assert until_closed(connection) == b""
+
+
+def test_requests_are_answered_in_order_and_no_more_than_some_may_wait(server: RunningServer) -> None:
+    ask = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(5 * ask)
+        found = b""
+        while found.count(b"HTTP/1.1 200 ") < 5:
+            found += connection.recv(1 << 16)
+    with connect(server) as connection:
+        connection.sendall(1000 * ask)
+        assert until_closed(connection).count(b"HTTP/1.1 200 ") < 20
+
+
+def test_the_work_of_a_client_that_asked_ahead_ends_when_it_leaves() -> None:
+    engine = FailingEngine(step_s=0.05)
+    body = json.dumps({"prompt": "a", "max_tokens": 400, "stream": True}).encode()
+    with serving(lambda _: engine, limits=LIMITS) as server:
+        with connect(server) as connection:
+            connection.sendall(request(body) + b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            wait_until(lambda: engine.metrics.num_running == 1)
+        wait_until(lambda: engine.num_cancelled == 1)
+
+
 def test_a_client_that_does_not_read_its_stream_is_given_up_and_its_work_ends() -> None:
     engine = FailingEngine(step_s=0.05)
     body = json.dumps({"prompt": "a", "max_tokens": 400, "n": 40, "stream": True}).encode()  # 20 s of work

@@ -171,6 +171,11 @@ def test_token_ids_are_the_same_whole_and_streamed(server: RunningServer) -> Non
     choices = [event["choices"][0] for event in events]
     assert [token for choice in choices for token in choice["token_ids"]] == whole["token_ids"]
     assert choices[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    fields = {"messages": MESSAGES, "max_tokens": 3, "return_token_ids": True}
+    prompt = post(server.port, "/tokenize", {"messages": MESSAGES}).json["tokens"]
+    assert post(server.port, "/v1/chat/completions", fields).json["prompt_token_ids"] == prompt
+    first = post(server.port, "/v1/chat/completions", {**fields, "stream": True}).events[0]
+    assert first["prompt_token_ids"] == prompt
 
 
 def test_logit_bias_and_sampling_fields_are_honoured(server: RunningServer) -> None:

@@ -56,6 +56,16 @@ def test_completion_logprobs(server: RunningServer, client: openai.OpenAI, model
         assert max(top.values()) == pytest.approx(float(expected[i].max()), abs=1e-4)
         shown = [token for token in logprobs.tokens[:i] if not re.fullmatch(r"<\|\w+\|>", token)]
         assert "".join(shown) == found.text[: logprobs.text_offset[i]]
+    marked = {**arguments, "prompt": f"<|endoftext|>{PROMPT}", "echo": True}
+    for stream in (False, True):
+        answer = complete(server, **marked, stream=stream)
+        choices = [event["choices"][0] for event in answer.events] if stream else answer.json["choices"]
+        text = "".join(choice["text"] for choice in choices)
+        written = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        tokens = [token for each in written for token in each["tokens"]]
+        offsets = [offset for each in written for offset in each["text_offset"]]
+        assert tokens[0] == "<|endoftext|>" and offsets[1] == len(tokens[0])
+        assert all(text.startswith(token, at) for token, at in zip(tokens[:-1], offsets, strict=False))
     alone = complete(server, **{**arguments, "logprobs": 0}).json["choices"][0]["logprobs"]
     assert [list(top) for top in alone["top_logprobs"]] == [[token] for token in logprobs.tokens]
 

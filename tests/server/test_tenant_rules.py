@@ -87,7 +87,7 @@ def test_a_file_says_who_there_is_and_what_each_may(rules: Path) -> None:
         ("[tenants.a]\nkeys = ['k']\nmax_running = true", "max_running: .* valid integer"),
         ("[tenants.a]\nkeys = ['k']\nmax_runing = 1", "tenants.a.max_runing: "),
         ("[tenants.a]\nkeys = ['k']\noperator = 1", "tenants.a.operator: .* valid boolean"),
-        ("[tenants.a]\nkeys = ['k']\ncache_tokens = 5", "cache_tokens: .* greater than or equal to 4096"),
+        ("[tenants.a]\nkeys = ['k']\ncache_tokens = 5", "cache_tokens: .* greater than or equal to 8192"),
         ("[tenants.a]\nkeys = ['sha256:12']", "keys: entry 1 must be sha256: and 64"),
         ('[tenants.a]\nkeys = ["good", "secr\\u00e9t"]', "entry 2 must be printable"),
         ("[tenants.a]\nkeys = ['secret']\n[tenants.b]\nkeys = ['secret']", "tenants.b: keys: one of them is a key of"),
@@ -138,6 +138,8 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
     watch = Watch(tenants, [rules], interval_s=0.02)
     alice = account_of(tenants, "alices-key")
     ticket = alice.admit(num_choices=1, num_prompt_tokens=3, num_slots=4)
+    assert alice.use.num_prompt_tokens == 0  # counters never go down: what is refused is not counted at all
+    ticket.begin()
     watch.start()
     try:
         rules.write_text(RULES.replace("alices-key", "alices-new-key").replace("requests_per_minute = 60", ""))
@@ -203,9 +205,15 @@ def test_what_is_refused_says_when_it_will_not_be() -> None:
     now = 0.0
     quotas = Quotas(requests_per_minute=2, tokens_per_minute=60)
     tenant = Account(Tenant(name="a", seed="a", digests=frozenset(), quotas=quotas), lambda: now)
+
+    def spend(num_prompt_tokens: int, num_output_tokens: int) -> None:
+        ticket = tenant.admit(num_choices=1, num_prompt_tokens=num_prompt_tokens, num_slots=2)
+        ticket.begin()
+        ticket.end(num_output_tokens)
+
     for _ in range(2):
         tenant.enter()
-        tenant.admit(num_choices=1, num_prompt_tokens=5, num_slots=2).end(10)
+        spend(5, 10)
     with pytest.raises(ApiError) as limit:
         tenant.enter()
     assert limit.value.headers == {
@@ -215,7 +223,7 @@ def test_what_is_refused_says_when_it_will_not_be() -> None:
     }  # fmt: skip
     now = 30.0
     tenant.enter()
-    tenant.admit(num_choices=1, num_prompt_tokens=60, num_slots=2).end(60)  # a debt of a minute
+    spend(60, 60)  # a debt of a minute
     now = 60.0
     with pytest.raises(ApiError) as limit:
         tenant.admit(num_choices=1, num_prompt_tokens=1, num_slots=2)

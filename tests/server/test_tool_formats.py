@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.tools.formats import detect, make_parser, special_tokens
+from server.tools.formats import REASONING_FORMATS, detect, make_parser, special_tokens
+from server.tools.grammars import count_reasoning_tokens
 from server.tools.messages import ToolCallDelta
+from server.tools.reasoning import goes_on_thinking
 from tests.reference.messages import Hermes
 
 Message = tuple[str, str, list[tuple[str, str]]]
@@ -190,8 +192,8 @@ def test_a_message_is_what_its_twin_reads(text: str, places: list[float]) -> Non
 
 @pytest.mark.parametrize("form", ["hermes", "mistral", "llama3_json", "openai", "held"])
 def test_line_ends_within_strings_are_passed_on_as_json_has_them(form: str) -> None:
-    """A backslash at the end of a line, too."""
-    value = '{"city": "a\n\tb \\\nc\\n", "days":\n1}'
+    """A backslash at the end of a line, and of a regular expression or a path, too."""
+    value = '{"city": "a\n\tb \\\nc\\n C:\\dir \\d+ \\u00e9", "days":\n1}'
     text = {
         "hermes": f'<tool_call>{{"name": "get_weather", "arguments": {value}}}</tool_call>',
         "held": f'<tool_call>{{"arguments": {value}, "name": "get_weather"}}</tool_call>',
@@ -200,7 +202,7 @@ def test_line_ends_within_strings_are_passed_on_as_json_has_them(form: str) -> N
         "openai": f"<|channel|>commentary to=functions.get_weather<|message|>{value}<|call|>",
     }[form]
     ((_, arguments),) = message("hermes" if form == "held" else form, None, list(text))[2]
-    assert json.loads(arguments) == {"city": "a\n\tb \\\nc\n", "days": 1}
+    assert json.loads(arguments) == {"city": "a\n\tb \\\nc\n C:\\dir \\d+ é", "days": 1}
 
 
 @pytest.mark.parametrize("begun", ["<|start|>", "<|channel|>", "<tool_call>get_weather", "<function=get_weather"])
@@ -249,6 +251,28 @@ def test_the_prompt_says_where_reasoning_begins(prompt: str, inside: bool) -> No
     content, thought, _ = message(None, "qwen3", ["So be it."], prompt=f"<|im_start|>assistant\n{prompt}")
     assert (thought if inside else content) == "So be it."
     assert message(None, "deepseek_r1", ["So be it."], prompt=prompt)[0] == ("So be it." if "</" in prompt else "")
+
+
+@pytest.mark.parametrize(
+    ("said", "goes_on"),
+    [("{", False), ("<think>So", True), ("<think>So</think>\n{", False), ("</think>a <think>b", True), ("", False)],
+)
+def test_a_message_that_is_to_be_gone_on_with_says_whether_it_thinks(said: str, goes_on: bool) -> None:
+    assert goes_on_thinking(REASONING_FORMATS["deepseek_r1"], said) is goes_on
+
+
+@pytest.mark.parametrize(
+    ("name", "thought"),
+    [
+        ("granite", ["Here is my thought process:", "\nHm.\n", "Here is my ", "response:"]),
+        ("kimi_k2", ["Hm.", "<|tool_calls_section_begin|>"]),
+        ("mistral", ["[THINK]", "Hm.", "</think>"]),
+    ],
+)
+def test_what_was_thought_is_counted_up_to_any_end(name: str, thought: list[str]) -> None:
+    pieces = [*thought, "\nYes", "."]
+    found = count_reasoning_tokens(name, "", range(len(pieces)), lambda ids: "".join(pieces[each] for each in ids))
+    assert found == len(thought)
 
 
 def test_markers_that_are_special_tokens_are_named() -> None:
