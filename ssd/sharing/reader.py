@@ -214,8 +214,9 @@ class LogReader:
         followed = [stream for stream in awake if stream.last_id is not None and stream.page == PAGE]
         if self.loop.is_stopping:
             return
-        slow_s = [stream.slow_until - time.monotonic() for stream in streams if stream not in awake]
-        wait_s = min([BLOCK_MS / 1000, *(each for each in slow_s if each > 0)])  # those that are refused wait longer
+        now = time.monotonic()
+        slow_s = [stream.slow_until - now for stream in streams if stream.slow_until > now]
+        wait_s = min([BLOCK_MS / 1000, *slow_s])  # those that are refused wait longer
         if not awake:
             self._wait(wait_s)  # or until new streams are heard of
         elif followed and not self._is_cluster:
