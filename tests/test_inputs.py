@@ -131,7 +131,8 @@ def test_batches_that_number_alike_are_joined_in_pairs_or_not_at_all(tmp_path: P
         (tmp_path / f"{name}_in.jsonl").write_bytes(jsonl(line))
         (tmp_path / f"{name}_out.jsonl").write_bytes(jsonl(batch_line("request-1", f"said {name}")))
     read = [examples_of(each, codec) for each in read_sources(find_sources([str(tmp_path)]), lambda num_bytes: None)]
-    assert [codec.decode(each.examples[0].token_ids).count(f"of {name}") for each, name in zip(read, "ab", strict=True)]
+    texts = [codec.decode(each.examples[0].token_ids) for each in read]
+    assert all(f"of {name}" in text and f"said {name}" in text for name, text in zip("ab", texts, strict=True))
     (tmp_path / "a_out_errors.jsonl").write_bytes(jsonl(batch_line("request-9", "of nobody")))
     with pytest.raises(InputError, match="begin with the same custom_id"):
         find_sources([str(tmp_path)])
@@ -148,6 +149,14 @@ def test_a_line_that_is_no_text_is_left_out_where_that_is_asked_for(tmp_path: Pa
         assert sum(each is not None for each in used) == len(used) - 1
         with pytest.raises(InputError, match="not UTF-8 text"):
             [usable_in(each, codec, AS_WE_CALL_THEM, skip_invalid=False) for each in records]
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    asked = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "in.jsonl").write_bytes(jsonl(asked))
+    (tmp_path / "out.jsonl").write_bytes(jsonl(batch_line("1", "cafX")).replace(b"X", b"\xe9"))
+    sources = find_sources([str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")])
+    (record,) = read_sources(sources, lambda num_bytes: None)
+    with pytest.raises(InputError, match="not UTF-8 text"):
+        examples_of(record, codec)
 
 
 # -- places -----------------------------------------------------------------------------------------------------------

@@ -275,6 +275,8 @@ def test_what_means_something_else_takes_no_prompts_place(line: Any, fields: lis
 
 
 def test_a_text_that_is_named_is_all_that_is_read(codec: TextCodec) -> None:
+    for more in ({"params": {"seed": 4}}, {"body": "Ticket 4"}):
+        assert found_in({"text": "Once", **more}, codec).examples == [codec.encode_text_example("Once")]
     line = {"story": "Once", "messages": [ASK, SAY], "prompt": "a", "completion": "b"}
     assert found_in(line, codec, FieldNames.parse(["story"])).examples == [codec.encode_text_example("Once")]
 

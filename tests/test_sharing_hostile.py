@@ -237,7 +237,7 @@ def test_a_machine_that_is_slow_reads_on(
         client.xadd(KEY, foreign(number))
     with replica(redis_server.url) as (one, log):
         cache, rested = one.get(), list[object]()
-        monkeypatch.setattr(Backoff, "rest", rested.append)
+        monkeypatch.setattr(Backoff, "rest", lambda self: rested.append(self))
         append = cache.append_all_shared
 
         def starved(*arguments: Any, **settings: Any) -> None:

@@ -60,12 +60,26 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
 def _locked(working: Path, out: Path) -> Iterator[None]:
     lock = os.open(working, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CacheLocked(f"another process builds {out} now: wait for it, or give another --out") from None
         yield
-    except BlockingIOError:
-        raise CacheLocked(f"another process builds {out} now: wait for it, or give another --out") from None
     finally:
         os.close(lock)
+
+
+def left_for_later(out: Path) -> Path | None:
+    """Where a build of ``out`` that ended has left what the same command goes on with; None where there is nothing, or
+    another process is at work."""
+    working = unfinished_directory(out)
+    if not working.exists() or (working / _OLD).exists():
+        return None
+    try:
+        with _locked(working, out):
+            return working
+    except CacheLocked:
+        return None
 
 
 def _put_back(out: Path, working: Path) -> None:

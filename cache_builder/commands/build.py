@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from cache_builder.building.build import BuildOptions, build
-from cache_builder.building.unfinished import unfinished_directory
+from cache_builder.building.unfinished import left_for_later
 from cache_builder.commands.options import add_log_arguments, chat_template_of, progress_bar
 from cache_builder.inputs.record import STANDARD_INPUT, FieldNames
-from ssd.errors import CacheLocked, ConfigError
+from ssd.errors import ConfigError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
 from ssd.retrieval.files import check_namespace
 
@@ -83,11 +83,8 @@ def run(options: argparse.Namespace) -> int:
                 options.inputs, options.out, build_options, begin=lambda num_bytes: bar.reset(num_bytes or None),
                 progress=lambda num_bytes, _: bar.update(num_bytes), executor=executor,
             )  # fmt: skip
-    except CacheLocked:  # what is there is another build's
-        raise
     except BaseException:
-        kept = unfinished_directory(options.out)
-        if kept.exists() and STANDARD_INPUT not in options.inputs:
+        if (kept := left_for_later(options.out)) is not None and STANDARD_INPUT not in options.inputs:
             print(f"ssd-cache: what is finished is kept in {kept}: the same command goes on", file=sys.stderr)
         raise
     print(

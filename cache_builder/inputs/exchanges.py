@@ -49,7 +49,7 @@ def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
     if answer_key is None:
         if request_key == "messages":
             return [Exchange(_turns(_parsed(line["messages"]), line), is_conversation=True, **_template(line))]
-        is_call = any(key in _CALLS for key in there) or "input" in line
+        is_call = "text" not in line and (any(key in _CALLS for key in there) or "input" in line)
         return [Exchange(None)] if is_call else None
     is_other = line.get("type") in _NO_MODEL or line.get("status") == "failure"
     said = () if is_other else tuple(said_in(line if answer_key == "choices" else line[answer_key]))

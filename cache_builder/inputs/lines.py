@@ -118,7 +118,7 @@ def with_requests(responses: Iterator[Record], names: Sequence[str]) -> Iterator
     unread, num_bytes = list(names), 0
     for record in responses:
         line = _loaded(record.text)
-        side = side_of(line)
+        side = side_of(line) if _is_text(record.text) else None  # else whoever reads it as it came says so
         while side and side[1] not in by_id and unread:
             for custom_id, request in _requests_in(unread.pop(0)):
                 by_id.setdefault(custom_id, request)
@@ -139,8 +139,18 @@ def _requests_in(name: str) -> Iterator[tuple[str, str]]:
     """``custom_id`` and text of the requests of a file."""
     with readable(name), open_stream(name) as file:
         for record in json_lines(shown_name(name), file):
-            if (side := side_of(_loaded(record.text))) and side[0] == "requests":
+            side = side_of(_loaded(record.text))
+            if side and side[0] == "requests" and _is_text(record.text):
                 yield side[1], record.text
+
+
+def _is_text(text: str) -> bool:
+    """Whether it came from bytes that are."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _loaded(text: str) -> Any:

@@ -21,7 +21,7 @@ _FORMATS: dict[str, Format] = {
 }  # fmt: skip
 _TEXTS = (".txt", ".text", ".md", ".rst", ".log")
 _PEEKED = 1 << 16
-_MOST_PEEKED_FILES = 4096
+_MOST_PEEKED_FILES = 1024
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "updated")
 _SWELLS = 4
 """What compressed text is taken for, in its own bytes."""
@@ -155,18 +155,20 @@ def _with_requests(sources: list[Source]) -> list[Source]:
     said = [name for name, side in sides.items() if side and side[0] == "responses"]
     if not asked or len(asked) == len(lines):
         return sources
-    names, are_alike = list(asked), len(set(asked.values())) < len(asked)
-    if are_alike and said and len(said) != len(asked):
+    names, ids = list(asked), list(asked.values())
+    alike = next((custom_id for custom_id in ids if ids.count(custom_id) > 1), None)
+    if alike is not None and said and len(said) != len(asked):
         raise InputError(
-            f"{len(asked)} files of requests begin with the same custom_id, {shown(next(iter(asked.values())))}, and "
-            f"{len(said)} are of responses: build from the two files of one batch at a time, and merge the caches"
+            f"{names[ids.index(alike)]} and others of {len(asked)} files of requests begin with the same custom_id, "
+            f"{shown(alike)}, and {len(said)} files are of responses: build from the two files of one batch at a time, "
+            "and merge the caches"
         )
     stamp = " ".join(f"{source.size} {source.stamp}" for source in lines if source.name in asked)
     joined = []
     for source in sources:
         if source.name in said:
             at = said.index(source.name) % len(names)
-            requests = (names[at],) if are_alike else (*names[at:], *names[:at])
+            requests = (names[at],) if alike is not None else (*names[at:], *names[:at])
             joined.append(replace(source, stamp=f"{source.stamp} {stamp}", requests=requests))
         elif source.name not in asked:
             joined.append(source)

@@ -111,6 +111,7 @@ class GuardedProtocol(HttpToolsProtocol):
             raise ValueError("too many requests before an answer")
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
+        self.flow.resume_reading()  # uvicorn reads no more then, and would not see the client leave
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0

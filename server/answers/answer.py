@@ -106,15 +106,18 @@ class LogprobsWriter:
         for token_id in token_ids:
             offsets.append(offset)
             if token_id is not None:
-                piece = self._texts.text_of(token_id)
-                is_spelled = text.startswith(piece, offset - begin)
-                offset += len(piece) if is_spelled else self._texts.shown_length(token_id)
+                offset += self._texts.shown_length(token_id) or self._spelled_length(token_id, text, offset - begin)
         return {
             "tokens": tokens,
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
             "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
             "text_offset": offsets,
         }, offset
+
+    def _spelled_length(self, token_id: int, text: str, at: int) -> int:
+        """Of a special token where ``text`` has it; some tokenizers count a space more before a text's first word."""
+        piece = self._texts.text_of(token_id)
+        return len(piece) if text.find(piece, max(0, at - 1), at + 1 + len(piece)) >= 0 else 0
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """``logprobs`` of a chat completion's choice."""

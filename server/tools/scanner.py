@@ -19,8 +19,9 @@ _OUTSIDE_STRING = re.compile(r"[\s,:\w.+-]+")
 _INSIDE_STRING = re.compile(r'[^"\\]+')
 _SCALAR = re.compile(r'[^\s,:"{}\[\]]+')
 _CLOSES = {"{": "}", "[": "]"}
-_ESCAPED = '"\\/bfnrtu'
-"""What a backslash goes before in JSON."""
+_ESCAPED = '"\\/bfnrt'
+"""What a backslash goes before in JSON, beside ``_UNICODE``."""
+_UNICODE = re.compile(r"\\u[0-9a-fA-F]{4}")
 _ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
 
 
@@ -171,9 +172,10 @@ class Scanner:
             mark = yield from self.peek()
             if mark != "\\":
                 return bool((yield from self.literal('"', sink=sink)))
-            while self._at + 2 > len(self._text) and not self._ended:
-                yield
-            self._take(min(self._at + 2, len(self._text)), sink)
+            written = yield from self.ahead(2)
+            if written == "\\u" and _UNICODE.fullmatch(code := (yield from self.ahead(6))):
+                written = code
+            self._take(self._at + len(written), sink)
 
     def value(self, sink: Sink | None = None, *, kept: bool = False) -> Steps[bool]:
         """A JSON value; whether it is complete, its brackets in pairs and its strings ended.

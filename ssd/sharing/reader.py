@@ -40,7 +40,7 @@ GATHER_S = 0.05
 """What comes within so long after entries is taken in one reply: many small ones are what a fleet costs its server."""
 _TOGETHER_TOKENS = 4096  # stored at once: most of what storing costs is once a call, and a cache is held up by it
 _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
-_LEAST_BATCH = 8  # of each of very many: few have so much more, and a reply for each entry is what costs
+_LEAST_BATCH = 8  # of each of very many: few have so many new ones, and a reply for each entry is what costs
 _CLUSTER_WAIT_S = 0.1
 _LEAST_SEEN = 1 << 16
 
@@ -156,6 +156,7 @@ class LogReader:
         self._is_cluster = is_cluster(self._client)
         self._lock = threading.Lock()
         self._streams: dict[str, Stream] = {}
+        self._least_batch = _LEAST_BATCH
         self._is_changed = threading.Event()
         self.loop = BackgroundLoop("ssd-share-reader", url, self._exchange)
 
@@ -197,7 +198,7 @@ class LogReader:
 
     def _exchange(self) -> None:
         """A page of each stream that has more, or a wait until one has."""
-        streams = self.streams()
+        streams, began = self.streams(), time.monotonic()
         if not streams:
             self._wait(BLOCK_MS / 1000)
             self._client.ping()
@@ -214,9 +215,8 @@ class LogReader:
         followed = [stream for stream in awake if stream.last_id is not None and stream.page == PAGE]
         if self.loop.is_stopping:
             return
-        now = time.monotonic()
-        slow_s = [stream.slow_until - now for stream in streams if stream.slow_until > now]
-        wait_s = min([BLOCK_MS / 1000, *slow_s])  # those that are refused wait longer
+        slow_s = [stream.slow_until - time.monotonic() for stream in streams if stream.slow_until > began]
+        wait_s = max(1e-3, min([BLOCK_MS / 1000, *slow_s]))  # those that are refused wait longer
         if not awake:
             self._wait(wait_s)  # or until new streams are heard of
         elif followed and not self._is_cluster:
@@ -285,10 +285,11 @@ class LogReader:
 
         by_key = {stream.key: stream for stream in streams}
         places: Any = {stream.key: stream.last_id or BEGINNING for stream in streams}
-        count = max(_LEAST_BATCH, min(PAGE, _MAX_BATCH // len(places)))
+        count = max(self._least_batch, min(PAGE, _MAX_BATCH // len(places)))
         try:
             answer: Any = self._client.xread(places, count=count, block=block)
         except (ResponseError, OversizedReplyError):
+            self._least_batch = 1  # until they have been read
             for stream in streams:  # one by one it will show whose it is
                 self._attempt(stream, self._read_alone)
             return
@@ -303,8 +304,10 @@ class LogReader:
         for stream in streams:
             if stream.is_refused and not stream.backoff.is_resting:
                 stream.wake()
-        if answer and all(len(entries) < count for _, entries in answer):  # they have been read up to now
-            self._wait(GATHER_S)
+        if all(len(entries) < count for _, entries in answer or ()):  # they have been read up to now
+            self._least_batch = _LEAST_BATCH
+            if answer:
+                self._wait(GATHER_S)
 
     def _read_alone(self, stream: Stream) -> None:
         page = entries_after(self._client, stream.key, stream.last_id or BEGINNING, stream.page)

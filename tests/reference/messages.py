@@ -169,7 +169,8 @@ def _as_json(written: str) -> str:
     for place, mark in enumerate(written):
         is_control = in_string and mark < " "
         after = written[place + 1 : place + 2]
-        if in_string and mark == "\\" and not escaped and after and after not in '"\\/bfnrtu':
+        is_code = re.fullmatch("u[0-9a-fA-F]{4}", written[place + 1 : place + 6]) is not None
+        if in_string and mark == "\\" and not escaped and after and after not in '"\\/bfnrt' and not is_code:
             found += "\\"
         found += json.dumps(mark)[1:-1] if is_control else mark
         if in_string:

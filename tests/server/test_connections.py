@@ -152,16 +152,18 @@ def test_a_connection_that_idles_after_a_late_body_is_told_nothing(server: Runni
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
         connection.sendall(b"12345")
-        assert until_closed(connection) == b""
+        assert b" 408 " not in until_closed(connection)
 
 
-def test_requests_are_answered_in_order_and_no_more_than_some_may_wait(server: RunningServer) -> None:
+def test_requests_sent_ahead_are_answered_and_no_more_than_some_may_wait(server: RunningServer) -> None:
     ask = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
     with connect(server) as connection:
         connection.sendall(5 * ask)
         found = b""
         while found.count(b"HTTP/1.1 200 ") < 5:
-            found += connection.recv(1 << 16)
+            piece = connection.recv(1 << 16)
+            assert piece, found
+            found += piece
     with connect(server) as connection:
         connection.sendall(1000 * ask)
         assert until_closed(connection).count(b"HTTP/1.1 200 ") < 20
@@ -169,11 +171,13 @@ def test_requests_are_answered_in_order_and_no_more_than_some_may_wait(server: R
 
 def test_the_work_of_a_client_that_asked_ahead_ends_when_it_leaves() -> None:
     engine = FailingEngine(step_s=0.05)
-    body = json.dumps({"prompt": "a", "max_tokens": 400, "stream": True}).encode()
+    body = json.dumps({"prompt": "a", "max_tokens": 2000}).encode()
     with serving(lambda _: engine, limits=LIMITS) as server:
         with connect(server) as connection:
-            connection.sendall(request(body) + b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            connection.sendall(request(body))
             wait_until(lambda: engine.metrics.num_running == 1)
+            connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            time.sleep(0.2)  # it has come
         wait_until(lambda: engine.num_cancelled == 1)
 
 

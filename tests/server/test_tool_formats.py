@@ -193,7 +193,7 @@ def test_a_message_is_what_its_twin_reads(text: str, places: list[float]) -> Non
 @pytest.mark.parametrize("form", ["hermes", "mistral", "llama3_json", "openai", "held"])
 def test_line_ends_within_strings_are_passed_on_as_json_has_them(form: str) -> None:
     """A backslash at the end of a line, and of a regular expression or a path, too."""
-    value = '{"city": "a\n\tb \\\nc\\n C:\\dir \\d+ \\u00e9", "days":\n1}'
+    value = '{"city": "a\n\tb \\\nc\\n C:\\users \\d+ \\u00e9", "days":\n1}'
     text = {
         "hermes": f'<tool_call>{{"name": "get_weather", "arguments": {value}}}</tool_call>',
         "held": f'<tool_call>{{"arguments": {value}, "name": "get_weather"}}</tool_call>',
@@ -202,7 +202,7 @@ def test_line_ends_within_strings_are_passed_on_as_json_has_them(form: str) -> N
         "openai": f"<|channel|>commentary to=functions.get_weather<|message|>{value}<|call|>",
     }[form]
     ((_, arguments),) = message("hermes" if form == "held" else form, None, list(text))[2]
-    assert json.loads(arguments) == {"city": "a\n\tb \\\nc\n C:\\dir \\d+ é", "days": 1}
+    assert json.loads(arguments) == {"city": "a\n\tb \\\nc\n C:\\users \\d+ é", "days": 1}
 
 
 @pytest.mark.parametrize("begun", ["<|start|>", "<|channel|>", "<tool_call>get_weather", "<function=get_weather"])
