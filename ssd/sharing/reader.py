@@ -70,7 +70,8 @@ class Stream:
         self.backoff = Backoff()
         """Rests after a refusal."""
         self.slow_until = 0.0
-        """Rests while the cache takes its time, so that the others are served; no longer on a machine that is busy."""
+        """Until when it rests because its cache took its time: others are served. Always briefly, as busy machines are
+        slow with every page."""
         self.compare_at = 0.0
         self.caught_up_at = time.monotonic()
         """When nothing was left to read last."""
