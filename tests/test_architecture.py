@@ -19,6 +19,7 @@ ROOT = Path(ssd.__file__).parent.parent
 # Lowest first. A package may import from those before it and from itself.
 LAYERS = [
     "ssd.errors",
+    "ssd.numbers",
     "ssd.token_rules",
     "ssd.config",
     "ssd.text",

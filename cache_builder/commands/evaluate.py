@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from cache_builder.commands.options import add_log_arguments, progress_bar, read_logs
+from cache_builder.commands.options import add_log_arguments, progress_bar, read_logs, token_count
 from cache_builder.evaluation.costs import add_cost_arguments, costs_of
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
+from ssd.numbers import spelled
 
 if TYPE_CHECKING:
     from cache_builder.evaluation.log import Log
@@ -39,8 +40,8 @@ def add(command: argparse.ArgumentParser) -> None:
         help="growing: requests are learned as they end; frozen: only --warm is searched (default: %(default)s)",
     )  # fmt: skip
     command.add_argument(
-        "--cache-tokens", type=int, default=index.capacity_tokens, metavar="N",
-        help="the server's --cache-tokens (default: %(default)s)",
+        "--cache-tokens", type=token_count, default=index.capacity_tokens, metavar="N",
+        help=f"the server's --cache-tokens (default: {spelled(index.capacity_tokens)})",
     )  # fmt: skip
     command.add_argument(
         "--draft-limit", type=int, default=draft.num_speculative_tokens, metavar="N",

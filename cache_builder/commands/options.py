@@ -15,6 +15,7 @@ from cache_builder.inputs.record import FORMATS, FieldNames
 from cache_builder.inputs.streams import readable
 from ssd.bundled import MODEL_PATH
 from ssd.errors import SSDError, StoreUnavailable
+from ssd.numbers import number
 from ssd.sharing.connection import URL_VARIABLE
 
 if TYPE_CHECKING:
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 
 CACHE_DIRECTORY = "what `ssd-cache build` made, or CACHE_DIR/NAMESPACE of a server"
 """Help for a directory that a command reads."""
+
+
+def token_count(text: str) -> int:
+    """Type of an option that counts tokens, as the servers' read them: 4M."""
+    try:
+        return number(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_redis_argument(command: argparse.ArgumentParser) -> None:

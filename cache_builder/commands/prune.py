@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_builder.building.unfinished import check_new, new_cache
-from cache_builder.commands.options import CACHE_DIRECTORY, add_log_arguments, progress_bar, read_logs
+from cache_builder.commands.options import CACHE_DIRECTORY, add_log_arguments, progress_bar, read_logs, token_count
 from cache_builder.evaluation.costs import flat
 from cache_builder.evaluation.decoding import OutputDecoder
 from cache_builder.evaluation.log import Log
@@ -36,7 +35,9 @@ Judge the result by logs that were not given here: `ssd-cache evaluate OTHERS --
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
-    command.add_argument("--budget", required=True, metavar="TOKENS", help="how many are kept, as 4000000 or 4M")
+    command.add_argument(
+        "--budget", type=token_count, required=True, metavar="TOKENS", help="how many are kept, 4M for instance"
+    )
     command.add_argument(
         "--logs", nargs="+", required=True, metavar="LOG", help="recorded requests, as the inputs of build"
     )
@@ -46,23 +47,15 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    budget = budget_of(options.budget)
+    if options.budget < 2 * BLOCK_TOKENS:
+        raise ConfigError(f"--budget must be at least {2 * BLOCK_TOKENS} tokens, got {options.budget}")
     out = options.directory if options.out is None else options.out
     check_new(out, force=options.force)
     codec, log = read_logs(options, options.logs)
     with progress_bar(int(log.output_lengths[log.with_prompt].sum()), " tokens") as bar:
         found = accepted_runs(options.directory, log, codec.fingerprint, bar.update)
-    prune(options.directory, out, budget, found, force=options.force)
+    prune(options.directory, out, options.budget, found, force=options.force)
     return 0
-
-
-def budget_of(text: str) -> int:
-    """Tokens of "4M" or "4000000". Raises ConfigError."""
-    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([kMG]?)", text.strip())
-    amount = 0 if found is None else int(float(found[1]) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}[found[2]])
-    if amount < 2 * BLOCK_TOKENS:
-        raise ConfigError(f"--budget {text[:40]}: give tokens, at least {2 * BLOCK_TOKENS}, as 4000000 or 4M")
-    return amount
 
 
 BLOCK_TOKENS: Final = 64

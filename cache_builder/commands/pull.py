@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cache_builder.building.unfinished import new_cache
 from cache_builder.commands.options import (
     add_log_of_namespace,
     fingerprints_in,
@@ -15,7 +16,6 @@ from cache_builder.commands.options import (
 )
 from cache_builder.commands.redis_status import entry_of
 from ssd.errors import SSDError
-from ssd.retrieval.static import StaticWriter
 from ssd.sharing.entry import stream_key
 from ssd.sharing.stream import BEGINNING, all_entries, entries_after
 
@@ -32,9 +32,8 @@ The directory can be given to `ssd-serve --warm` and `ssd-cache merge`, pushed e
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     add_log_of_namespace(command, "whose text")
-    command.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="where to write; added to what is there"
-    )
+    command.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write; created if missing")
+    command.add_argument("--force", action="store_true", help="replace the cache in the --out directory")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,22 +45,22 @@ def run(options: argparse.Namespace) -> int:
             )
         if not found or not entries_after(client, stream_key(found[0], options.namespace), BEGINNING, 1).entries:
             raise SSDError(f"there is nothing of namespace {options.namespace}: is it the servers' --namespace?")
-        pull(client, found[0], options.namespace, options.out)
+        pull(client, found[0], options.namespace, options.out, force=options.force)
     return 0
 
 
-def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path) -> None:
-    """Write the log of a namespace into ``directory``, a cache as ``ssd-cache build`` makes one, each entry once; print
-    what it was.
+def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path, *, force: bool = False) -> None:
+    """Make the log of a namespace a cache as ``ssd-cache build`` makes one, each entry once; print what it was.
 
-    O(n log n), in memory of a segment and the entries' ids. Raises CacheError, OSError, and what redis-py raises.
+    ``force`` : a cache in ``directory`` is replaced. O(n log n), in memory of a segment and the entries' ids. Raises
+    ConfigError, CacheError, OSError, and what redis-py raises; then ``directory`` is as it was before.
     """
     key = stream_key(fingerprint, namespace)
     seen: set[bytes] = set()
     num_tokens = num_invalid = 0
     with (
         progress_bar(0, " tokens") as bar,
-        StaticWriter(directory, fingerprint=fingerprint, namespace=namespace) as writer,
+        new_cache(directory, fingerprint=fingerprint, namespace=namespace, force=force) as writer,
     ):
         for raw in all_entries(client, key):
             entry = entry_of(raw, key)

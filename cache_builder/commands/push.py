@@ -16,9 +16,11 @@ from cache_builder.commands.options import (
     progress_bar,
     redis_client,
     redis_url_of,
+    token_count,
 )
 from cache_builder.held import open_held
 from ssd.errors import ConfigError
+from ssd.numbers import spelled
 from ssd.retrieval.files import check_namespace
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import sequences_of
@@ -41,8 +43,8 @@ def add(command: argparse.ArgumentParser) -> None:
     add_redis_argument(command)
     command.add_argument("--namespace", help="whom it is for (default: whose the directory says it is)")
     command.add_argument(
-        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N",
-        help="the log's bound: the servers' --cache-tokens if that is more than %(default)s, the default",
+        "--max-tokens", type=token_count, default=DEFAULT_MAX_TOKENS, metavar="N",
+        help=f"the log's bound: the servers' --cache-tokens if more than {spelled(DEFAULT_MAX_TOKENS)} (the default)",
     )  # fmt: skip
 
 

@@ -38,10 +38,11 @@ _MOST_BYTES: Final = 4096
 
 
 def given_secret(path: Path | None, text: str | None) -> bytes | None:
-    """The secret of a file, or ``text``, of ``$SSD_SECRET``; None where neither is given. Raises ConfigError."""
+    """The secret of a file, or ``text``, of ``$SSD_SECRET``, without blanks and line ends around it; None where neither
+    is given. Raises ConfigError."""
     if path is not None:
         return _checked(read_private(path, SECRET_OPTION).strip(), f"{SECRET_OPTION} {path}")
-    return _checked(text.encode("utf-8", "surrogateescape"), f"${SECRET_VARIABLE}") if text else None
+    return _checked(text.encode("utf-8", "surrogateescape").strip(), f"${SECRET_VARIABLE}") if text else None
 
 
 def own_secret(cache_directory: Path | None) -> bytes:

@@ -20,10 +20,11 @@ from server.admission.rules import (
     TENANTS_OPTION,
     checked_keys,
 )
-from server.command.flags import number, require_within
+from server.command.flags import require_within
 from server.observe.logs import LogFormat
 from ssd.config import MAX_COUPLED_STREAMS, CacheConfig, DraftConfig, EngineConfig, Exact, IndexConfig, SchedulingPolicy
 from ssd.errors import ConfigError
+from ssd.numbers import number
 from ssd.text.load_tokenizer import HubOptions
 
 BUNDLED_NAME = "ssd-bundled"
@@ -149,7 +150,7 @@ class ServiceOptions:
     model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", consume_multiple=True)] = ()
     """names requests call the model by (default: MODEL)"""
     api_key_file: Annotated[Path | None, Parameter(name=KEY_FILE_OPTION)] = None
-    """API keys, one a line; requests without one get /live, /health, /version, /metrics and /docs alone"""
+    """API keys, one a line; docs/tenants.md says what needs none"""
     api_keys: Annotated[tuple[str, ...], Parameter(name=KEY_OPTION)] = field(default=(), repr=False)
     """one more key; repeatable; it shows in the process list for the first moment (also: $SSD_API_KEY)"""
     tenants_file: Annotated[Path | None, Parameter(name=TENANTS_OPTION)] = None

@@ -26,7 +26,6 @@ from server.admission.rules import KEY_VARIABLE, SECRET_OPTION, SECRET_VARIABLE,
 from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options
 from server.command.checks import check_before_loading
-from server.command.flags import spelled
 from server.command.listen import (
     HttpServer,
     give_up,
@@ -42,6 +41,7 @@ from server.observe.logs import set_up_logging, tell
 from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Worker, WorkerState
 from ssd.errors import ConfigError, SSDError
+from ssd.numbers import spelled
 from ssd.sharing.connection import URL_VARIABLE, address_of
 from ssd.sharing.noise_root import NoiseRoot
 from ssd.text.load_tokenizer import find_generation_config

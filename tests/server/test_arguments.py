@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.command.arguments import Options, build_app, parse_arguments
-from server.command.flags import number, spelled
 from ssd.bundled import MODEL_PATH
+from ssd.numbers import number, spelled
 
 
 def parse(*words: str) -> Options:

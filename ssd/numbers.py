@@ -1,0 +1,35 @@
+"""Whole numbers as people write them: 4M, 32k, 64GiB."""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))? ?([a-zA-Z]*)")
+_LETTERS = "kmgt"
+_UNITS = {"": 1, "B": 1, "kB": 1000}
+for _power, _letter in enumerate(_LETTERS, 1):
+    _UNITS |= {_letter: 1000**_power, f"{_letter.upper()}B": 1000**_power}
+    _UNITS |= {_letter.upper(): 1024**_power, f"{_letter.upper()}iB": 1024**_power}
+
+
+def number(text: str) -> int:
+    """A whole number as ``vllm serve`` reads it: ``k m g t`` are thousands, ``K M G T`` powers of 1,024.
+
+    Raises ValueError, which says what is expected.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    if found is not None and found[3] in _UNITS:
+        whole, fraction, factor = found[1], found[2] or "", _UNITS[found[3]]
+        # In integers: a float would not hold every number of bytes.
+        result, rest = divmod(int(whole + fraction) * factor, int("1" + "0" * len(fraction)))
+        if rest == 0:
+            return result
+    raise ValueError(f"expected a whole number such as 32768, 32k (thousands), 32K or 4GiB, got {text[:80]!r}")
+
+
+def spelled(value: int) -> str:
+    """``value`` as `number` reads it, as short as is exact: 8388608 is ``8M``."""
+    for power, letter in reversed(list(enumerate(_LETTERS, 1))):
+        if value and value % 1024**power == 0:
+            return f"{value // 1024**power}{letter.upper()}"
+    return str(value)
