@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import ssd
@@ -115,7 +117,6 @@ def test_a_template_of_the_callers_and_its_variables(codec: TextCodec) -> None:
         ([{"role": "user", "content": 7}], "content of type int"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] is not a text part.*'image_url'"),
         ([{"role": "user", "content": ["x"]}], r"content\[0\] is not a text part"),
-        ([{"role": "developer", "content": "x"}], "no developers here"),
         ([{"role": "assistant", "content": None, "tool_calls": "x"}], "tool_calls must be a list"),
     ],
 )
@@ -133,6 +134,11 @@ def test_other_reasons_to_refuse_a_conversation(codec: TextCodec, sentencepiece:
         with pytest.raises(RequestError) as caught:
             codec.encode_chat([USER], chat_template=template)
         assert caught.value.param == "chat_template"
+    refusing = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer())
+    refusing.chat_template = "{{ raise_exception('not ' ~ messages[0].content) }}"
+    with pytest.raises(RequestError, match=r"refuses these messages: not a <\|end\|>$") as caught:
+        TextCodec(refusing, ()).encode_chat([{"role": "user", "content": "a <|end|>"}])
+    assert caught.value.param == "messages"
     with pytest.raises(RequestError, match="tokenize") as caught:
         codec.encode_chat([USER], template_kwargs={"tokenize": True})
     assert caught.value.param == "chat_template_kwargs"
@@ -153,6 +159,68 @@ def test_templates_that_want_arguments_as_text_get_them(codec: TextCodec) -> Non
     assert codec.decode(codec.encode_chat(messages, chat_template=template)) == 'f{"x": "é <|end|>"}'
     with pytest.raises(RequestError, match="refuses"):
         codec.encode_chat(messages, chat_template="{{ 1 / 0 }}")
+
+
+_WRONG = "{{ raise_exception('no') }}{% endif %}"
+_COUNTED = "m.role == 'tool' or m.tool_calls or (m.role == 'system' and loop.first)"
+REFUSALS = {
+    "none": "",
+    "nothing, but the first system message alone is written": (  # gpt-oss
+        "{% if m.role in ['system', 'developer'] and not loop.first %}{% continue %}{% endif %}"
+    ),
+    "developers": "{% if m.role == 'developer' %}" + _WRONG,
+    "later system messages": "{% if m.role == 'system' and not loop.first %}" + _WRONG,  # Qwen 3.5
+    "roles that do not alternate, system messages": (  # Gemma 2
+        "{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}" + _WRONG
+    ),
+    "roles that do not alternate, beside calls and results": (  # Mistral 7B v0.3
+        "{% if not (" + _COUNTED + ") %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}" + _WRONG
+        + "{% set ns.n = ns.n + 1 %}{% endif %}"
+    ),
+}  # fmt: skip
+ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "c": "assistant", "t": "tool"}
+
+
+def said(refusal: str, conversation: str) -> str:
+    """What becomes of messages, one a letter, where a template refuses some. ``c`` : an assistant calls a function."""
+    call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+    messages = [
+        {"role": ROLES[letter], "content": f"{letter}{number}", **(call if letter == "c" else {})}
+        for number, letter in enumerate(conversation)
+    ]
+    each = REFUSALS[refusal] + "[{{ m.role[0] }} {{ m.content }}]"
+    template = "{% set ns = namespace(n=0) %}{% for m in messages %}" + each + "{% endfor %}"
+    codec = CODECS["byte level"]
+    return codec.decode(codec.encode_chat(messages, chat_template=template)).replace("\n\n", "+")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "conversation", "expected"),
+    [
+        ("none", "sduuasu", "[s s0][s d1][u u2][u u3][a a4][s s5][u u6]"),
+        ("developers", "duau", "[s d0][u u1][a a2][u u3]"),
+        ("nothing, but the first system message alone is written", "sduasu", "[s s0+d1][u u2][a a3][u s4][u u5]"),
+        ("later system messages", "sduuasu", "[s s0+d1][u u2][u u3][a a4][u s5][u u6]"),
+        ("roles that do not alternate, system messages", "sduuasuaa", "[u s0+d1+u2+u3][a a4][u s5+u6][a a7+a8]"),
+        ("roles that do not alternate, beside calls and results", "sduuctuau",
+         "[s s0+d1][u u2+u3][a c4][t t5+u6][a a7][u u8]"),
+        ("roles that do not alternate, beside calls and results", "suucttau",
+         "[s s0][u u1+u2][a c3][t t4][t t5][a a6][u u7]"),
+    ],
+)  # fmt: skip
+def test_what_a_template_refuses_is_said_in_other_messages(refusal: str, conversation: str, expected: str) -> None:
+    assert said(refusal, conversation) == expected
+
+
+@given(
+    st.sampled_from(sorted(REFUSALS)),
+    st.from_regex(r"(s|sd)?u{1,2}(c(t|tt|tu|ts)|a(u|uu|su)){0,5}", fullmatch=True),
+)
+def test_a_longer_conversation_begins_as_it_did(refusal: str, conversation: str) -> None:
+    assume("alternate, system" not in refusal or "c" not in conversation)  # it has no place for results
+    whole = said(refusal, conversation)
+    for end in [number for number, letter in enumerate(conversation) if letter in "ac"]:
+        assert whole.startswith(said(refusal, conversation[:end]))
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "does <|end|> it"}}]
@@ -304,6 +372,32 @@ def test_an_incomplete_character_waits_for_its_end(codec: TextCodec) -> None:
     assert [stream.push_token(token_id) for token_id in ids] == [""] * (len(ids) - 1) + ["\U0001f680"]
     stream.push(ids[:-1])
     assert stream.finish() == "\ufffd"
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_like_tokenizer])
+@given(st.lists(st.sampled_from(["", "hole", "a", "space", "half"]), max_size=40))
+def test_tokens_without_text_are_not_kept(make: Any, kinds: list[str]) -> None:
+    codec, ids_of = with_hole(make)
+    ids = [token_id for kind in kinds for token_id in ids_of[kind]]
+    text = decoded_text(codec, ids)
+    if "\ufffd" not in text or make is byte_level_tokenizer:
+        assert streamed(codec, ids)[0] == text
+    stream = TextStream(codec)
+    for token_id in ids + ids_of["hole"] * 20 + ids_of[""] * 20:
+        stream.push_token(token_id)
+    assert len(stream._window) < 20
+
+
+@cache
+def with_hole(make: Any) -> tuple[TextCodec, dict[str, list[int]]]:
+    """A tokenizer with ids that have no token and one whose token is empty."""
+    content = json.loads(make().to_str())
+    vocabulary = content["model"]["vocab"]
+    last = max(vocabulary.values())
+    vocabulary[""] = last + 2
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content))), ())
+    space, letter, rocket = (codec.encode_completion(text) for text in (" ", "a", "\U0001f680"))
+    return codec, {"": [last + 2], "hole": [last + 1], "space": space[:1], "a": letter[-1:], "half": rocket[-4:-2]}
 
 
 @pytest.mark.parametrize("path", real_tokenizers(), ids=lambda path: path.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -116,12 +117,17 @@ _Turn = Annotated[_UserTurn | _AssistantTurn | _SystemTurn, Field(discriminator=
 _TURNS: TypeAdapter[list[_Turn]] = TypeAdapter(Annotated[list[_Turn], Field(fail_fast=True)])
 _SYSTEM: TypeAdapter[list[_Text]] = TypeAdapter(_Texts)
 
+_BILLING = re.compile(r"x-anthropic-billing-header:.*\n*")
+"""Claude Code's first system block. It tells a model nothing and is another in each request: with it, nothing behind it
+would ever be found in the prefix cache."""
+
 
 def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[str, Any]]:
     """Messages as /v1/chat/completions takes them, results of tools too; raises RequestError for what cannot be one."""
     conversation = Conversation()
     if system is not None:
-        conversation.add("system", joined(checked(_SYSTEM, system, "system")))
+        said = [block for block in checked(_SYSTEM, system, "system") if not _BILLING.fullmatch(block.text)]
+        conversation.add("system", joined(said))
     for turn in checked(_TURNS, turns, "messages"):
         texts: list[_Text] = []  # that follow each other
         for block in [*turn.content, None]:

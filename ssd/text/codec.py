@@ -14,7 +14,7 @@ import xxhash
 
 from ssd.errors import RequestError, shown
 from ssd.text.load_tokenizer import HubOptions, eos_token_ids_of, load_tokenizer
-from ssd.text.messages import in_words, normalize_messages, with_written_arguments
+from ssd.text.messages import SYSTEM_ROLES, in_words, normalize_messages, ways_to_say, with_one_system
 from ssd.text.special_tokens import Marks, SpecialTokens, whole_characters
 
 _RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -65,6 +65,7 @@ class TextCodec:
         """Ids that stand for structure and not for text; ``TextStream`` leaves them out."""
         self._special_tokens = SpecialTokens(tokenizer, self.special_ids | {*eos_token_ids})
         self._takes_system = lru_cache(maxsize=8)(self._has_system)
+        self._leaves_system_out = lru_cache(maxsize=8)(self._has_one_system)
 
     @classmethod
     def load(
@@ -133,7 +134,8 @@ class TextCodec:
 
         ``messages`` : OpenAI's, with text content. ``template_kwargs`` : further variables for the template, ``tools``
         among them. Special tokens that these spell out are text, see `SpecialTokens`, unless ``allow_special_tokens``.
-        ``tools_in_words`` : the template does not know of tools, see `ssd.text.messages`.
+        ``tools_in_words`` : the template does not know of tools, see `ssd.text.messages`. What a template refuses is
+        said to it in other ways, see `ssd.text.messages.ways_to_say`; so is what it would leave out without a word.
         Raises RequestError: ``param`` is "messages", "chat_template" or "chat_template_kwargs".
         """
         normalized = normalize_messages(messages)
@@ -159,6 +161,9 @@ class TextCodec:
                 if tools_in_words:
                     tools = kwargs.pop("tools", ())
                     normalized = in_words(normalized, tools, has_system=self._takes_system(template))
+                has_others = any(message["role"] in SYSTEM_ROLES for message in normalized[1:])
+                if has_others and self._leaves_system_out(template):
+                    normalized = with_one_system(normalized)
                 if not allow_special_tokens:
                     normalized, kwargs, marks = self._special_tokens.mark(normalized, kwargs, template)
 
@@ -173,13 +178,15 @@ class TextCodec:
                     )
                     return rendered
 
-                try:
-                    text = render(normalized)
-                except Exception:
-                    written = with_written_arguments(normalized)
-                    if written is None:
-                        raise
-                    text = render(written)
+                refusals: list[Exception] = []
+                for conversation in ways_to_say(normalized):
+                    try:
+                        text = render(conversation)
+                        break
+                    except Exception as error:
+                        refusals.append(error)
+                else:
+                    raise refusals[-1]
         except RequestError:
             raise
         except Exception as error:  # whatever a template raises: it is code, and the messages are its input
@@ -190,7 +197,8 @@ class TextCodec:
             ) from error
         if marks is None:
             return self._encode(text, add_special_tokens=False)
-        return self._special_tokens.encode(whole_characters(text), marks)
+        with self._lock:
+            return self._special_tokens.encode(whole_characters(text), marks)
 
     def chat_template(self, given: str | None = None, *, with_tools: bool = False) -> str | None:
         """The source of the template that `encode_chat` uses: the ``given`` one, or the tokenizer's; None without one.
@@ -207,16 +215,26 @@ class TextCodec:
 
     def _has_system(self, template: str) -> bool:
         """Whether a template has a place for a system message."""
-        said = "0f6ac8"
+        return 0 in self._written(template, ["system", "user"])
+
+    def _has_one_system(self, template: str) -> bool:
+        """Whether a template writes some system messages, of several at the beginning and later, and no others."""
+        second = "developer" if "developer" in template else "system"
+        written = self._written(template, ["system", second, "user", "assistant", "system", "user"])
+        return 0 < len(written & {0, 1, 4}) < 3
+
+    def _written(self, template: str, roles: Sequence[str]) -> set[int]:
+        """Which messages of a conversation of these roles a template writes; none where it refuses that."""
+        said = [f"0f6ac8{number}" for number in range(len(roles))]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [{"role": "system", "content": said}, {"role": "user", "content": ""}],
+                [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)],
                 chat_template=template,
                 tokenize=False,
             )
         except Exception:  # it is code, and says so by raising whatever it likes
-            return False
-        return said in text
+            return set()
+        return {number for number, content in enumerate(said) if content in text}
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         text = whole_characters(text)

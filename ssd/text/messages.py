@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ssd.errors import RequestError
@@ -16,6 +16,7 @@ from ssd.errors import RequestError
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SYSTEM_ROLES = ("system", "developer")
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Kinds of content parts, each with the field that holds its text."""
@@ -103,14 +104,58 @@ def _tool_calls(tool_calls: object, where: str) -> list[Any]:
     return normalized
 
 
-def with_written_arguments(messages: Sequence[Message]) -> list[Message] | None:
-    """The conversation with the arguments of tool calls as JSON again, which a few templates add to other text.
+_ALTERNATING = frozenset({("user", "user"), ("assistant", "assistant")})
 
-    None where there are none. ``messages`` : normalized.
+
+def ways_to_say(messages: list[Message]) -> Iterator[list[Message]]:
+    """The conversation as it is, then in ways that a template which refuses it may take, the least changed first.
+
+    Neighbours of one role become one message; or the system's messages at the beginning become one and its later ones
+    the user's; or both; then, too, what the user says after a tool's result is added to it; then the system's is the
+    user's. Each way has the arguments of tool calls as objects first, then as JSON again, which a few templates add to
+    other text.
+
+    A way changes only what has to be refused for it to be taken. So what a longer conversation is said by begins as
+    before, and its prefix is found in the cache. ``messages`` : normalized. O(characters).
     """
-    if not any("tool_calls" in message for message in messages):
-        return None
+    said = [messages]
+    yield messages
+    one_system = with_one_system(messages)
+    both = _merged(one_system, _ALTERNATING)
+    results = _merged(both, {("tool", "user")})
+    no_system = _merged(_as_users(results), _ALTERNATING)
+    for way in (messages, _merged(messages, _ALTERNATING), one_system, both, results, no_system):
+        for form in (way, _with_written_arguments(way)):
+            if form not in said:
+                said.append(form)
+                yield form
 
+
+def with_one_system(messages: Sequence[Message]) -> list[Message]:
+    """The system's messages at the beginning as one, its later ones the user's."""
+    begin = next((at for at, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
+    first = _merged([{**message, "role": "system"} for message in messages[:begin]], {("system", "system")})
+    return first + _as_users(messages[begin:])
+
+
+def _as_users(messages: Sequence[Message]) -> list[Message]:
+    return [{**message, "role": "user"} if message["role"] in SYSTEM_ROLES else message for message in messages]
+
+
+def _merged(messages: Sequence[Message], pairs: Collection[tuple[str, str]]) -> list[Message]:
+    """Neighbours whose roles are one of ``pairs`` as one message of the former's role; none is behind tool calls."""
+    merged: list[Message] = []
+    for message in messages:
+        before = merged[-1] if merged else {}
+        if (before.get("role"), message["role"]) in pairs and "tool_calls" not in before:
+            texts = [text for text in (before["content"], message["content"]) if text]
+            merged[-1] = {**message, **before, "content": "\n\n".join(texts)}
+        else:
+            merged.append(message)
+    return merged
+
+
+def _with_written_arguments(messages: Sequence[Message]) -> list[Message]:
     def written(call: Mapping[str, Any]) -> Mapping[str, Any]:
         function = call.get("function")
         if not isinstance(function, Mapping) or isinstance(function.get("arguments", ""), str):

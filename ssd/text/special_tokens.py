@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ssd.errors import RequestError
@@ -80,9 +81,10 @@ class SpecialTokens:
         spoken, given = self._kept(""), self._kept(template)
         parts = [(message, spoken if message.get("role") == "assistant" else given) for message in messages]
         parts += [({name: value}, given) for name, value in variables.items()]
-        if not any(self._marks_of(text, kept) for part, kept in parts for text in _strings(part)):
+        found = [span for part, kept in parts for text in _strings(part) for span in self._marks_of(text, kept)]
+        if not found:
             return messages, variables, None
-        if self._twin is None:
+        if self._twin is None and any(start < stop for start, stop in found):
             raise _impossible()
         marks = _unused(template, *(text for part, _ in parts for text in _strings(part)))
         marked = [_changed(part, partial(self._marked, kept=kept, marks=marks)) for part, kept in parts]
@@ -91,6 +93,8 @@ class SpecialTokens:
 
     def encode(self, text: str, marks: Marks) -> list[int]:
         """Ids of a rendered text. Raises RequestError where the tokenizer makes control tokens of plain text."""
+        if self._twin is None:
+            return self._encode_unmarked(marks.plain(text), marks)
         parts: list[str] = []
         num_tokens = 0
         begin, end = marks
@@ -113,6 +117,15 @@ class SpecialTokens:
         if len(ids) - len(made) != num_tokens or not self._control_ids.isdisjoint(made):
             raise _impossible()
         return [real.get(id, id) for id in ids]
+
+    def _encode_unmarked(self, text: str, marks: Marks) -> list[int]:
+        """Without a twin: marked are only ends of strings, and none may be within a token."""
+        pieces = re.split(f"[{marks.begin}{marks.end}]", text)
+        whole, ends = "".join(pieces), set(accumulate(map(len, pieces)))
+        if any(not ends.isdisjoint(range(start + 1, stop)) for start, stop in self._spans(whole)):
+            raise _impossible()
+        ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=False, verbose=False)
+        return ids
 
     def _find_kept(self, template: str) -> _Kept:
         written = {token for token in self._ids if token in template and not token.isspace()}

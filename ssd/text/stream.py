@@ -92,6 +92,9 @@ class TextStream:
             return ""
         self._window.append(token_id)
         text = codec.decode(self._window)
+        if text == self._context_text and not codec.decode([token_id] * _MAX_INCOMPLETE_TOKENS):
+            self._window.pop()  # it is no text anywhere, as ids in a hole of the vocabulary are: the window would grow
+            return ""
         if text.endswith(_REPLACEMENT) or len(text) <= len(self._context_text):
             if len(self._window) - self._num_context <= _MAX_INCOMPLETE_TOKENS:
                 return ""

@@ -169,6 +169,10 @@ def test_what_cannot_be_kept_apart_is_refused() -> None:
     slow.chat_template = "{{ messages[0].content }}</s>"
     codec = TextCodec(slow, (1,))
     assert codec.encode_chat([{"role": "user", "content": "abc"}])[-1] == 1
+    ids = codec.encode_chat([{"role": "user", "content": "is x <"}])  # it ends as a token begins, and is none
+    assert ids == slow.encode("is x <</s>", add_special_tokens=False)
+    with pytest.raises(RequestError, match="leave it out"):
+        codec.encode_chat([{"role": "user", "content": "</"}], chat_template="{{ messages[0].content }}s>")
     words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "?": 2}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = codec_with(AddedToken("</s>", special=True), base=words, template="{{ messages[0].content }}</s>")
