@@ -129,6 +129,33 @@ def test_a_full_queue_and_a_stopped_engine_refuse() -> None:
         engine.submit(ask("d", (5,)))
 
 
+def test_more_prompts_than_may_wait_are_answered_and_those_that_are_left_are_cancelled() -> None:
+    engine = make_engine(target=target_of(num_slots=1), max_waiting=1)
+    prompts = [list(prompt_of(seed)) for seed in range(5)]
+    ends = [output.finish_reason for output in engine.generate(prompts) if output.finish_reason is not None]
+    assert len(ends) == 5 and not engine.has_work()
+    next(left := engine.generate(prompts[:2]))
+    left.close()  # type: ignore[attr-defined]
+    with pytest.raises(RequestError):
+        list(engine.generate([prompts[0], []]))
+    assert {reason for (*_, last) in finish_all(engine).values() for reason in [last.finish_reason]} <= {
+        FinishReason.CANCELLED
+    }
+
+
+def test_what_times_passes_may_fail_while_requests_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    expected = plain_decode(tiny_model(), prompt_of(3), ask("a", ()).sampling)
+
+    def failing(*_arguments: object) -> None:
+        raise MemoryError("the widest pass")
+
+    monkeypatch.setattr(proposals, "timed_passes", failing)
+    engine.calibrate()
+    engine.submit(ask("a", prompt_of(3)))
+    assert tokens_of(finish_all(engine)["a"]) == expected
+
+
 def test_warm_up_leaves_no_trace_in_the_counts() -> None:
     engine = make_engine()
     engine.warm_up()
@@ -203,6 +230,8 @@ def test_every_request_ends_once_and_counts_add_up(runs_beside_host: bool, seed:
         assert (drafted, accepted) == (metrics.num_draft_tokens, metrics.num_accepted_tokens)
     assert metrics.num_verify_steps == len(drafts) == sum(stats.num_verify_steps for stats in ended)
     assert metrics.generation_tokens == sum(len(output.token_ids) for output in outputs)
+    begun = {output.request_id for output in outputs if output.token_ids}
+    assert metrics.prompt_tokens == sum(ends[name].stats.num_prompt_tokens for name in begun)  # each once
 
 
 # Whom the engine asks for drafts, and what it makes of them before it verifies them

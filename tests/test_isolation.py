@@ -272,19 +272,24 @@ def test_a_target_that_computes_nothing_any_more_ends_the_engine(
             all_answered(engine, requests_of())
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_what_tells_the_program_to_end_is_not_contained(
-    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+@pytest.mark.parametrize(
+    ("kind", "overlap"), [(KeyboardInterrupt, False), (SystemExit, False), (KeyboardInterrupt, True)]
+)
+@pytest.mark.parametrize("stage", ["prefill", "forward", "choosing", "text"])
+def test_what_tells_the_program_to_end_is_not_contained_and_cancels_what_runs(
+    monkeypatch: pytest.MonkeyPatch, stage: str, kind: type[BaseException], overlap: bool
 ) -> None:
-    for stage in ("forward", "choosing", "text"):
-        with (
-            CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches,
-            monkeypatch.context() as here,
-        ):
-            engine = engine_of(caches, overlap=False, shape="chain")
-            inject(here, engine, stage, kind())
-            with pytest.raises(kind):
-                all_answered(engine, requests_of())
+    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+        engine = engine_of(caches, overlap=overlap, shape="chain")
+        inject(monkeypatch, engine, stage, kind())
+        with pytest.raises(kind):
+            all_answered(engine, requests_of())
+        monkeypatch.undo()
+        ends = {name: found[-1].finish_reason for name, found in finish_all(engine).items()}
+        assert ends[POISON] is FinishReason.CANCELLED
+        assert set(ends.values()) <= {FinishReason.CANCELLED, FinishReason.LENGTH}
+        assert all_answered(engine, requests_of()) == undisturbed()
+        assert engine.metrics.integrity_violations == 0
 
 
 def test_a_failed_copy_of_keys_and_values_is_computed_instead(monkeypatch: pytest.MonkeyPatch) -> None:

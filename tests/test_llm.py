@@ -54,6 +54,14 @@ def test_several_outputs_of_a_prompt_differ_and_come_again_with_the_seed(llm: LL
     assert len(set(texts)) == 3 and texts == [each.text for each in again.outputs] and found.text == texts[0]
 
 
+def test_outputs_of_a_prompt_that_share_noise_have_different_streams() -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=1.0)
+    with LLM(config=EngineConfig(coupled_streams=4)) as opened:
+        for _ in range(3):
+            (found,) = opened.generate(PROMPT, sampling, n=4)
+            assert len({each.text for each in found.outputs}) == 4
+
+
 def test_a_conversation_is_what_its_template_writes(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is a list?"}]
     if not llm.codec.has_chat_template:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.exactness import RandomDrafter
 from ssd.config import SamplingParams
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
-from ssd.engine.schedule import scope_of
+from ssd.engine.schedule import PrefixReuse, scope_of
 from ssd.engine.sequence import secret_of
 from tests import engines
 from tests.engines import ROOT, ask, target_of
@@ -148,6 +148,23 @@ def test_a_request_without_namespace_and_salt_leaves_nothing_behind() -> None:
     answer(engine, request("a", prompt, namespace=None))
     assert [engine.target.length(slot) for slot in range(3)] == [0, 0, 0]
     assert engine.metrics.prefix_cache_queries == 0 and engine.metrics.prompt_tokens == 30
+
+
+def test_prompts_whose_turn_is_not_yet_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(slots=4, chunk=8)
+    compared = []
+    catch_up = PrefixReuse.catch_up
+
+    def noting(reuse: PrefixReuse, sequence: Any, running: Any) -> None:
+        compared.append(sequence.request.request_id)
+        catch_up(reuse, sequence, running)
+
+    monkeypatch.setattr(PrefixReuse, "catch_up", noting)
+    for number in range(4):
+        engine.submit(request(str(number), text(number, 40), drawn(5)))
+    engine.step()
+    assert compared == ["0"]
+    finish_all(engine)
 
 
 @pytest.mark.parametrize("chunk", [512, 7])

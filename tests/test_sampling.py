@@ -16,7 +16,7 @@ from ssd.config import SamplingParams
 from ssd.errors import RequestError
 from ssd.model.sampling.row_choice import DeviceRules
 from ssd.model.sampling.sampler import token_logprobs
-from ssd.model.sampling.target_tokens import apply_prefix_rules, truncated_scores
+from ssd.model.sampling.target_tokens import apply_prefix_rules, truncated_scores, with_prefix_rules
 from ssd.token_rules import BadWords, TokenRules
 from tests.reference import target as slow
 from tests.reference.sampling import bad_word_ends
@@ -161,6 +161,14 @@ def test_rules_are_made_once_a_request_and_anew_for_another() -> None:
     assert params == SamplingParams(logit_bias=((3, 1.0),), allowed_token_ids=(1, 3), bad_words=((1, 2),))
     made = DeviceRules.of(params.rules, 8, CPU)
     assert made is DeviceRules.of(params.rules, 8, CPU) and made is not DeviceRules.of(params.rules, 4, CPU)
+
+
+def test_tokens_that_were_held_back_cost_nothing_once_there_are_enough() -> None:
+    logits = torch.zeros(1, 1, 8)
+    for output, is_held in (([5], True), ([5, 6], False)):
+        row = make_row(SamplingParams(min_tokens=2), prompt=[1], output=output, held_back_ids=(3,))
+        ruled = with_prefix_rules(logits, [row])
+        assert ruled[0, 0, 3].isinf() if is_held else ruled is logits
 
 
 def test_a_smaller_vocabulary_leaves_out_what_it_has_not() -> None:

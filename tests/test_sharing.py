@@ -117,6 +117,17 @@ def test_the_log_is_bounded_in_tokens(redis_server: RedisServer, client: Any) ->
         assert kept[-1].tokens[0] == 99
 
 
+def test_the_log_of_a_small_cache_is_no_larger_than_that(redis_server: RedisServer, client: Any) -> None:
+    small = NamespaceTerms(capacity_tokens=70_000)
+    with replica(redis_server.url) as (one, _):
+        held = one.hold("small", small)
+        assert held is not None
+        eventually(lambda: held.cache is not None)
+        for number in range(40):
+            held.append(np.full(4000, number, np.int32), prompt_length=0)
+        eventually(lambda: 15 <= client.xlen(stream_key(FINGERPRINT, "small")) <= 17)
+
+
 # What others may have put there
 
 

@@ -133,7 +133,7 @@ def test_a_replica_stopped_while_it_catches_up_claims_no_more_than_it_stored(
         texts.append(catch_up(redis_server.url, one))
     texts += say(client, range(100, 300))
     with CacheSet(CacheConfig(directory=directory), FINGERPRINT, inline=True) as caches:
-        reader = LogReader(redis_server.url, vocab_size=VOCAB_SIZE, max_tokens=1 << 20, max_entries=1 << 14)
+        reader = LogReader(redis_server.url, vocab_size=VOCAB_SIZE, max_tokens=1 << 20)
         reader.follow(KEY, caches.get(), Cursor(b"replica.", caches.get().kept))
         owner, name = (reader, stopped_in) if "." not in stopped_in else (reader._client, stopped_in.split(".")[1])
         step, num_steps = getattr(owner, name), 0

@@ -10,8 +10,8 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 from ssd.errors import CacheLocked, ConfigError
-from ssd.retrieval.directory import LEARNED_NAME, LEFT_OUT, is_segment_file
-from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, DirectoryLock, is_temporary, make_directory
+from ssd.retrieval.directory import is_of_a_cache
+from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, DirectoryLock, make_directory
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS, StaticWriter
 
 _SUFFIX = ".unfinished"
@@ -136,7 +136,7 @@ def check_new(out: Path, *, force: bool) -> Path:
                 f"{given} holds a cache already: --force replaces it, or give another directory with --out; `ssd-cache "
                 "merge` makes one of two"
             )
-        if others := sorted(path.name for path in out.iterdir() if not _is_ours(path)):
+        if others := sorted(path.name for path in out.iterdir() if not (path.is_file() and is_of_a_cache(path))):
             raise ConfigError(
                 f"{given} holds {', '.join(others[:3])} beside a cache, which --force would remove: give another "
                 "directory with --out"
@@ -145,8 +145,3 @@ def check_new(out: Path, *, force: bool) -> Path:
     elif out.exists() and any(path.name != LOCK_NAME for path in out.iterdir()):
         raise ConfigError(f"{given} is not empty and holds no cache: give another directory with --out")
     return out
-
-
-def _is_ours(path: Path) -> bool:
-    is_named = path.name in (MANIFEST_NAME, LEARNED_NAME, LOCK_NAME)
-    return path.is_file() and (is_named or is_segment_file(path.name.removesuffix(LEFT_OUT)) or is_temporary(path))

@@ -24,8 +24,8 @@ from ssd.numbers import spelled
 from ssd.retrieval.files import check_namespace
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import sequences_of
-from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry, stream_key
-from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, max_entries_of
+from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, max_entries_of, pack_entry, stream_key
+from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS
 from ssd.sharing.stream import append
 
 _DESCRIPTION = """\
@@ -44,7 +44,7 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("--namespace", help="whom it is for (default: whose the directory says it is)")
     command.add_argument(
         "--max-tokens", type=token_count, default=DEFAULT_MAX_TOKENS, metavar="N",
-        help=f"the log's bound: the servers' --cache-tokens if more than {spelled(DEFAULT_MAX_TOKENS)} (the default)",
+        help=f"the log's bound: the servers' --cache-tokens (default: {spelled(DEFAULT_MAX_TOKENS)})",
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from server.admission.account import Account
 from server.admission.rules import EVERYBODY, Tenant, digest_of
 from server.base.errors import ApiError
 from ssd.errors import ConfigError, SSDError, shown
-from ssd.retrieval.files import make_directory, open_file, open_lock, write_file
+from ssd.retrieval.files import make_directory, open_file, open_lock, sync_directory, write_file
 from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ def _write(path: Path, numbers: Mapping[str, int]) -> None:
         there = _read(path)
         greatest = {name: max(number, there.get(name, 0)) for name, number in numbers.items()}
         write_file(path, [json.dumps({**there, **greatest}, sort_keys=True).encode()], durable=True)
+        sync_directory(path.parent)
 
 
 def _read(path: Path) -> dict[str, int]:

@@ -198,9 +198,9 @@ _ARRAYS: Final = "rows", "taken", "accepted", "drafted", "sources", "numbers", "
 class Batch:
     """Sequences that are in a pass together, and what stays as it is from one of their passes to the next.
 
-    ``slots`` : int64[B], of each row. ``unseen`` : rows that no pass gave tokens. ``noted`` : those of which every
-    draft is noted. ``coupled`` : those that draw with coupled noise. ``address``, ``frame`` : of its `Frame`, whose
-    arrays have the same names here.
+    ``slots`` : int64[B], of each row. ``unseen`` : rows that have taken nothing yet, nor had before it was made.
+    ``noted`` : those of which every draft is noted. ``coupled`` : those that draw with coupled noise. ``address``,
+    ``frame`` : of its `Frame`, whose arrays have the same names here.
     """
 
     rows: Int64s
@@ -228,7 +228,7 @@ class Batch:
         self.frame.num_rows = len(sequences)
         self.is_plain = all(sequence.is_plain for sequence in sequences)
         self.is_ruled = any(sequence.grammar is not None for sequence in sequences)
-        self.unseen = [b for b, sequence in enumerate(sequences) if not sequence.stats.num_verify_steps]
+        self.unseen = [b for b, sequence in enumerate(sequences) if not sequence.stats.num_output_tokens]
         self.coupled = [sequence for sequence in sequences if sequence.sampling.noise.is_coupled]
         self.noted = [b for b, sequence in enumerate(sequences) if sequence.stats.steps is not None]
         self.chooses_by_position = all(s.is_plain or s.is_drawn_by_position for s in sequences)

@@ -213,7 +213,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """True when a step would do something."""
-        return bool(self._cancelled or self._num_unfinished())
+        return bool(self._cancelled or self._num_unfinished() or self._isolation.has_ended)
 
     def _num_unfinished(self) -> int:
         return len(self._inbox) + self._scheduler.num_waiting + len(self._scheduler.running)
@@ -246,8 +246,18 @@ class Engine:
         committed first; it is counted and learned from, the text of its tokens is made and what comes next is drafted
         while the next pass runs. Where no draft was found for a while, and no request comes or goes, that one has begun
         already: it takes the tokens of the one before where they are, and the device waits for nobody.
-        Raises EngineBroken where nothing can be computed any more.
+        Raises EngineBroken where nothing can be computed any more. What tells the program to end (KeyboardInterrupt)
+        cancels all that run; the others go on at the next step.
         """
+        begun = list(self._scheduler.running)
+        try:
+            return self._step()
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            self._passes.drop()
+            self._isolation.give_up(dict.fromkeys([*begun, *self._scheduler.running]))
+            raise
+
+    def _step(self) -> list[RequestOutput]:
         if self._passes.first is not None and self._passes.behind is None:  # only beside the host
             self._proposals.prepare(self._passes.first)
         taken = self._commit(self._passes.verify())
@@ -320,7 +330,8 @@ class Engine:
         """Time passes, where that has not been done and drafts are made; between requests, by the thread that steps."""
         if not self._is_calibrated and self.is_drafting and not self.has_work() and self._passes.first is None:
             self._reuse.forget_all()
-            self._proposals.calibrate()
+            self._best_effort(self._proposals.calibrate)  # it may be while serving
+            self._reuse.forget_all()
             self._is_calibrated = True
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -343,18 +354,30 @@ class Engine:
         *,
         namespace: str | None = "default",
     ) -> Iterator[RequestOutput]:
-        """Complete prompts of token ids and yield every output as it comes; for scripts, on the calling thread."""
-        for index, prompt in enumerate(prompts):
-            self.submit(
-                Request(
-                    request_id=f"generate-{id(prompts)}-{index}",
-                    prompt_token_ids=tuple(prompt),
-                    sampling=sampling or SamplingParams(),
-                    namespace=namespace,
+        """Complete prompts of token ids and yield every output as it comes; for scripts, on the calling thread.
+
+        What it has not ended is cancelled where it is not read to its end, or a prompt is refused.
+        """
+        asked = list[str]()
+        try:
+            for index, prompt in enumerate(prompts):
+                while self._num_unfinished() >= self.config.max_waiting + self.target.num_slots:
+                    yield from self.step()
+                asked.append(f"generate-{id(prompts)}-{index}")
+                self.submit(
+                    Request(
+                        request_id=asked[-1],
+                        prompt_token_ids=tuple(prompt),
+                        sampling=sampling or SamplingParams(),
+                        namespace=namespace,
+                    )
                 )
-            )
-        while self.has_work():
-            yield from self.step()
+            while self.has_work():
+                yield from self.step()
+        except BaseException:
+            for name in asked:
+                self.cancel(name)
+            raise
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 

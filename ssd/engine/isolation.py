@@ -39,6 +39,11 @@ class Isolation:
         self._faults = Faults()
         self._ended: list[tuple[Sequence, RequestOutput]] = []
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is something to collect."""
+        return bool(self._ended)
+
     def collect(self) -> list[tuple[Sequence, RequestOutput]]:
         """The sequences that failed since this was last asked, each with its last output."""
         ended, self._ended = self._ended, []
@@ -57,6 +62,14 @@ class Isolation:
             message = str(refusal or f"{where} failed")
             self._ended.append((sequence, sequence.end(FinishReason.ERROR, message, refusal)))
         if not is_under_way:
+            self.drop(sequence)
+
+    def give_up(self, sequences: Iterable[Sequence]) -> None:
+        """Cancel them: the program was told to end inside a step, and what was said, and slots hold, is not known."""
+        told = [sequence for sequence, _ in self._ended]
+        for sequence in sequences:
+            if sequence not in told:
+                self._ended.append((sequence, sequence.end(FinishReason.CANCELLED)))
             self.drop(sequence)
 
     def fail_alone(self, sequence: Sequence, error: BaseException) -> None:

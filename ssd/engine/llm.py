@@ -186,16 +186,18 @@ class LLM:
         self, prompts: list[tuple[int, ...]], settings: list[SamplingParams], n: int, *, goes_on: bool
     ) -> list[Request]:
         """``goes_on`` : outputs continue the prompts' text."""
+        is_shared = n > 1 and self.engine.config.coupled_streams
         return [
             Request(
                 request_id=f"llm-{next(self._numbers)}",
                 prompt_token_ids=prompt,
                 sampling=replace(each, continues_prompt=True) if goes_on else each,
                 choice_index=choice,
+                noise_stream=stream,
                 learn=self._learn,
             )
             for prompt, each in zip(prompts, settings, strict=True)
-            for choice in range(n)
+            for choice, stream in enumerate(self.engine.draw_streams(n) if is_shared else [None] * n)
         ]
 
     def _ids_of(self, prompt: Prompt) -> tuple[int, ...]:

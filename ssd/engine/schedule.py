@@ -254,6 +254,8 @@ class Prefill:
         if order[0] is not first_come:
             budget -= self._advance(first_come, max(1, budget // _RESERVED_PART), running)
         for sequence in order:
+            if budget <= 0:  # what others could copy now they can copy at their turn
+                break
             budget -= self._advance(sequence, budget, running)
 
     def _advance(self, sequence: Sequence, budget: int, running: list[Sequence]) -> int:
@@ -271,7 +273,7 @@ class Prefill:
         self._reuse.catch_up(sequence, running)
         done = self._target.length(sequence.slot)
         part = sequence.context[done : min(sequence.num_tokens - 1, done + budget)]
-        if not len(part):  # the budget is used up, or others hold it all
+        if not len(part):  # others hold it all
             return 0
         if sequence.scores_prompt and done < sequence.num_prompt_tokens - 1:
             output = self._target.forward([sequence.slot], pad_rows([part]), [len(part)])

@@ -143,7 +143,8 @@ class Sequence:
         )
         self.is_plain = sampling.greedy and grammar is None and not needs_prefix(sampling)
         """Whether its tokens are the most probable ones, whatever its text."""
-        self.is_drawn_by_position = grammar is None and not noise.is_coupled and is_by_temperature(self.sampling)
+        is_drawn = is_by_temperature(self.sampling) and not needs_prefix(sampling)
+        self.is_drawn_by_position = is_drawn and grammar is None and not noise.is_coupled
         """Whether its tokens are the most probable ones with noise of their positions, whatever its text."""
         self.slot = -1
         self.turn = (0, 0)
@@ -231,6 +232,7 @@ class Sequence:
         stop_reason: str | int | None = None
         stopping = self._stream if self._stream is not None and self._stream.may_stop else None
         text: list[str] = []
+        hides_ending = not self.request.sampling.include_stop_str_in_output
         for token_id in token_ids:
             emitted.append(token_id)
             self.tokens[self.num_tokens] = token_id
@@ -239,11 +241,13 @@ class Sequence:
                 self.finish_reason = FinishReason.STOP
             elif token_id in self.stop_token_ids:
                 self.finish_reason, stop_reason = FinishReason.STOP, token_id
-            elif stopping is None:
+            if self.finish_reason is not None and hides_ending:
+                break
+            if stopping is None:
                 spelled.append(token_id)
             else:
                 text.append(stopping.push_token(token_id))
-                if stopping.stop_hit is not None:
+                if stopping.stop_hit is not None and self.finish_reason is None:
                     self.finish_reason, stop_reason = FinishReason.STOP, stopping.stop_hit
             if self.finish_reason is None and self.num_remaining == 0:
                 self.finish_reason = FinishReason.LENGTH

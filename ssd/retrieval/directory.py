@@ -209,6 +209,12 @@ class SegmentDirectory:
         return {"fingerprint": header.fingerprint, "namespace": header.namespace} == self._whose
 
 
+def is_of_a_cache(path: Path) -> bool:
+    """Whether a cache's directory has files of this name."""
+    is_segment = is_segment_file(path.name.removesuffix(LEFT_OUT))
+    return is_segment or path.name in (MANIFEST_NAME, LEARNED_NAME, LOCK_NAME) or is_temporary(path)
+
+
 def remove_directory(path: Path) -> None:
     """Remove what a namespace kept in its directory, and the directory where nothing else is in it.
 
@@ -219,8 +225,7 @@ def remove_directory(path: Path) -> None:
     lock = DirectoryLock(path)
     try:
         for file in sorted(path.iterdir(), key=lambda file: file.name != MANIFEST_NAME):
-            is_segment = is_segment_file(file.name.removesuffix(LEFT_OUT))
-            if is_segment or file.name in (MANIFEST_NAME, LEARNED_NAME, LOCK_NAME) or is_temporary(file):
+            if is_of_a_cache(file):
                 file.unlink(missing_ok=True)
     finally:
         lock.close()

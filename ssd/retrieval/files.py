@@ -100,6 +100,7 @@ def make_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
             os.link(made, path)
     finally:
         made.unlink()
+    sync_directory(path.parent)
 
 
 def _create(path: Path) -> int:

@@ -122,6 +122,11 @@ class SuffixCache:
             self._complained.add(kind)
             log.warning("cache namespace=%s: %s (logged once): %s", self.name, what, error)
 
+    @property
+    def capacity_tokens(self) -> int:
+        """Most tokens kept."""
+        return self._index.config.capacity_tokens
+
     def snapshot(self) -> Snapshot:
         """What can be searched now, the last append included. O(1)."""
         return self._index.snapshot()

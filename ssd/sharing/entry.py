@@ -37,6 +37,7 @@ LEAD_IN_TOKENS = 32
 _HEADER = struct.Struct("<B8s16sH")
 _CHECKSUM = struct.Struct("<Q")
 _PAYLOAD = _HEADER.size + _CHECKSUM.size
+_MIN_MEAN_ENTRY_TOKENS = 64
 MAX_ENTRY_BYTES = _PAYLOAD + 4 * MAX_ENTRY_TOKENS + 64  # zlib never adds more to so little
 
 
@@ -108,6 +109,11 @@ def announced_id(data: bytes) -> bytes | None:
 
 def _checksum(header: bytes, key: str, tokens: npt.NDArray[np.uint32]) -> int:
     return xxhash.xxh3_64_intdigest(b"".join((header, key.encode(), tokens.data)))
+
+
+def max_entries_of(max_tokens: int) -> int:
+    """Most entries of a stream: its bound in tokens, for entries of a small mean length."""
+    return max(1, max_tokens // _MIN_MEAN_ENTRY_TOKENS)
 
 
 KEYS_VERSION = 1

@@ -16,7 +16,7 @@ from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.sharing.background import BackgroundLoop, Backoff
 from ssd.sharing.connection import BLOCK_MS, connect
 from ssd.sharing.cursor import Cursor
-from ssd.sharing.entry import Entry, InvalidEntryError, announced_id, num_tokens_of, unpack_entry
+from ssd.sharing.entry import Entry, InvalidEntryError, announced_id, max_entries_of, num_tokens_of, unpack_entry
 from ssd.sharing.stream import (
     BEGINNING,
     OversizedReplyError,
@@ -43,6 +43,7 @@ _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one 
 _LEAST_BATCH = 8  # of each of very many: few have so many new ones, and a reply for each entry is what costs
 _CLUSTER_WAIT_S = 0.1
 _LEAST_SEEN = 1 << 16
+_LEAST_TOKENS = 1 << 16  # of a log, however small its caches are
 
 
 class Stream:
@@ -53,9 +54,10 @@ class Stream:
     keep it within its bounds.
     """
 
-    def __init__(self, key: str, cache: SuffixCache, cursor: Cursor, max_seen: int) -> None:
-        """``max_seen`` : of so many sequence ids a second copy is told."""
+    def __init__(self, key: str, cache: SuffixCache, cursor: Cursor, max_tokens: int) -> None:
+        """``max_tokens`` : the log's bound."""
         self.key = key
+        self.max_tokens, self.max_entries = max_tokens, max_entries_of(max_tokens)
         self.name = cache.name
         self.cache = weakref.ref(cache)
         self.cursor = cursor
@@ -76,7 +78,8 @@ class Stream:
         self.caught_up_at = time.monotonic()
         """When nothing was left to read last."""
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._max_seen = max_seen
+        self._max_seen = max(_LEAST_SEEN, self.max_entries)
+        """Of so many sequence ids a second copy is told."""
         self.forget()
 
     def forget(self) -> None:
@@ -143,8 +146,8 @@ class LogReader:
     passed by its id. A stream that is refused, or whose cache takes its time, rests while the others are read.
     """
 
-    def __init__(self, url: str, *, vocab_size: int, max_tokens: int, max_entries: int) -> None:
-        """``max_tokens``, ``max_entries`` : bounds of each stream."""
+    def __init__(self, url: str, *, vocab_size: int, max_tokens: int) -> None:
+        """``max_tokens`` : bound of each stream, but for those of smaller caches."""
         self.num_received = 0
         self.num_received_tokens = 0
         self.num_known = 0
@@ -152,7 +155,6 @@ class LogReader:
         """Entries that failed a check."""
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
-        self._max_entries = max_entries
         self._client = connect(url)
         self._is_cluster = is_cluster(self._client)
         self._lock = threading.Lock()
@@ -164,10 +166,11 @@ class LogReader:
     def follow(self, key: str, cache: SuffixCache, cursor: Cursor) -> None:
         """Store what arrives in stream ``key`` in ``cache``, for as long as that lives. Owns ``cursor`` from now on.
 
-        Writes the cursor into the cache as it advances.
+        Writes the cursor into the cache as it advances. A log holds no more than about what the cache does.
         """
+        max_tokens = min(self._max_tokens, max(_LEAST_TOKENS, cache.capacity_tokens))
         with self._lock:
-            self._streams[key] = Stream(key, cache, cursor, max(_LEAST_SEEN, self._max_entries))
+            self._streams[key] = Stream(key, cache, cursor, max_tokens)
         self._is_changed.set()
 
     def leave(self, key: str) -> None:
@@ -265,7 +268,7 @@ class LogReader:
         from redis.exceptions import ResponseError
 
         try:
-            self._client.xtrim(stream.key, maxlen=self._max_entries, approximate=False)
+            self._client.xtrim(stream.key, maxlen=stream.max_entries, approximate=False)
         except ResponseError as error:  # it is read all the same
             self.loop.report(error)
         oldest = entries_after(self._client, stream.key, BEGINNING, 1).entries
@@ -380,10 +383,10 @@ class LogReader:
         """Every replica reads everything and so knows when the log is too long; trimming twice does no harm."""
         from redis.exceptions import ResponseError
 
-        if stream.num_tokens <= self._max_tokens and len(stream.entries) <= self._max_entries:
+        if stream.num_tokens <= stream.max_tokens and len(stream.entries) <= stream.max_entries:
             return
-        max_tokens = self._max_tokens - self._max_tokens // 16  # some room, so as not to trim every time
-        max_entries = self._max_entries - self._max_entries // 16
+        max_tokens = stream.max_tokens - stream.max_tokens // 16  # some room, so as not to trim every time
+        max_entries = stream.max_entries - stream.max_entries // 16
         while stream.num_tokens > max_tokens or len(stream.entries) > max_entries:
             stream.num_tokens -= stream.entries.popleft()[1]
         oldest = stream.entries[0][0] if stream.entries else stream.last_id

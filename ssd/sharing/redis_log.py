@@ -17,22 +17,16 @@ from ssd.retrieval.suffix_cache import Pieces, SuffixCache
 from ssd.sharing.background import BackgroundLoop, Backoff
 from ssd.sharing.connection import connect
 from ssd.sharing.cursor import Cursor, sequence_id_of
-from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry, stream_key
+from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, max_entries_of, pack_entry, stream_key
 from ssd.sharing.reader import LogReader
 from ssd.sharing.stream import append, is_cluster
 
 DEFAULT_MAX_TOKENS: Final = 1 << 22
-"""Tokens a stream keeps, as many as a cache: some 8 to 16 MB of Redis memory for each namespace."""
+"""Most tokens a stream keeps, as many as a cache: some 8 to 16 MB of Redis memory."""
 
-_MIN_MEAN_ENTRY_TOKENS = 64
 _CLOSE_TIMEOUT_S = 3.0
 _BATCH = 64
 _IDLE_S = 0.5
-
-
-def max_entries_of(max_tokens: int) -> int:
-    """Most entries of a stream: its bound in tokens, for entries of a small mean length."""
-    return max(1, max_tokens // _MIN_MEAN_ENTRY_TOKENS)
 
 
 class WriteQueue:
@@ -287,15 +281,15 @@ class RedisLog:
         """Starts both threads; Redis need not be there.
 
         ``url`` : as ``connect`` takes it. ``fingerprint`` and ``vocab_size`` : the tokenizer's. ``max_tokens`` : bound
-        of each stream; a replica that joins begins with what it holds. Raises ConfigError.
+        of each stream, but for those of smaller caches; a replica that joins begins with what it holds. Raises
+        ConfigError.
         """
         check_fingerprint(fingerprint)
         if max_tokens < MAX_ENTRY_TOKENS or max_queued_tokens < MAX_ENTRY_TOKENS:
             raise ConfigError(f"max_tokens and max_queued_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry")
         self._fingerprint = fingerprint
-        max_entries = max_entries_of(max_tokens)
-        self._writer = LogWriter(url, max_entries=max_entries, max_queued_tokens=max_queued_tokens)
-        self.reader = LogReader(url, vocab_size=vocab_size, max_tokens=max_tokens, max_entries=max_entries)
+        self._writer = LogWriter(url, max_entries=max_entries_of(max_tokens), max_queued_tokens=max_queued_tokens)
+        self.reader = LogReader(url, vocab_size=vocab_size, max_tokens=max_tokens)
         self._writer.loop.start()
         self.reader.loop.start()
 

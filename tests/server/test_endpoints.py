@@ -163,6 +163,11 @@ def test_stop_token_ends_the_output(server: RunningServer) -> None:
     found = choice["choices"][0]
     assert found["token_ids"] == ids[: ids.index(ids[2]) + 1]
     assert (found["finish_reason"], found["stop_reason"]) == ("stop", ids[2])
+    count = len(found["token_ids"])
+    for flag, said in ((False, count - 1), (True, count)):  # as vLLM, of stop strings and token ids alike
+        kept = completion(server, max_tokens=8, stop_token_ids=[ids[2]], include_stop_str_in_output=flag).json
+        plain = completion(server, max_tokens=max(1, said), ignore_eos=True).json
+        assert kept["choices"][0]["text"] == (plain["choices"][0]["text"] if said else "")
 
 
 def test_token_ids_are_the_same_whole_and_streamed(server: RunningServer) -> None:

@@ -74,8 +74,8 @@ def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], picks: Sequence[in
 
 
 def is_ruled(row: SamplingRow) -> bool:
-    """Whether the row's rules change the logits themselves."""
-    return needs_prefix(row.params) or row.grammar is not None
+    """Whether the row's rules change the logits themselves, here."""
+    return _has_rules(row.params) or len(row.output) < row.params.min_tokens or row.grammar is not None
 
 
 def _is_known(row: SamplingRow, b: int, noise: Noise | None) -> bool:
@@ -168,12 +168,16 @@ def _masses(scores: torch.Tensor) -> torch.Tensor:
 
 def needs_prefix(params: SamplingParams) -> bool:
     """True when a token's score depends on the tokens before it or is set by the request."""
+    return bool(params.min_tokens) or _has_rules(params)
+
+
+def _has_rules(params: SamplingParams) -> bool:
+    """Whether the request has rules that hold for all of its output."""
     return bool(
         params.repetition_penalty != 1.0
         or params.presence_penalty
         or params.frequency_penalty
         or params.logit_bias
-        or params.min_tokens
         or params.bad_words
         or params.allowed_token_ids is not None
     )
