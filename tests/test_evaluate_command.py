@@ -115,6 +115,21 @@ def test_a_small_capacity_forgets_what_a_large_one_drafts_from() -> None:
     assert forgetful.num_steps.sum() > mindful.num_steps.sum()
 
 
+def test_choices_of_one_call_are_not_drafted_from_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "The list of names is read from the file, and each name is printed on a line of its own."
+    choices = [{"index": number, "text": said} for number in range(4)]
+    request = {"prompt": "What?", "n": 4}
+    (together := tmp_path / "n.jsonl").write_text(
+        json.dumps({"request": request, "response": {"object": "text_completion", "choices": choices}}) + "\n"
+    )
+    (apart := tmp_path / "each.jsonl").write_text((json.dumps({"prompt": "What?", "completion": said}) + "\n") * 4)
+    one, four = run_json(capsys, str(together)), run_json(capsys, str(apart))
+    assert one["requests"] == four["requests"] == 4 and one["output_tokens"] == four["output_tokens"]
+    assert one["by_cache"][0]["tokens_per_step"] == one["tokens_per_step"] < four["tokens_per_step"]
+
+
 def test_documents_are_learned_and_not_decoded() -> None:
     said = list(range(100, 160))
     log = log_of(([], said), ([7, 8, 9, 100, 101, 102, 103], said[4:]))

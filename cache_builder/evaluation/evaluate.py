@@ -82,13 +82,23 @@ def replay(
     warm_up()
     decoder = OutputDecoder(curve, draft=plan.draft)
     steps, drafted, ns = list[tuple[int, int, int]](), [np.empty(0, np.int16)], 0
-    can_be_decoded = set(log.with_prompt.tolist())
+    can_be_decoded, waiting = set(log.with_prompt.tolist()), list[int]()
     with CacheSet(CacheConfig(index=plan.index), plan.fingerprint, inline=True) as caches:
         cache = caches.get()
         for directory in plan.warm if use != "none" else ():
             caches.add_static_directory(directory)
+
+        def learn() -> None:
+            for number in waiting:
+                row = log.row(number)
+                cache.append(row.text(), prompt_length=len(row.context))
+                cache.maintain()
+            waiting.clear()
+
         for number in range(len(log)):
             row = log.row(number)
+            if waiting and not log.is_beside(number, waiting[-1]):
+                learn()
             if number in can_be_decoded:
                 found = decoder.decode(row, None if use == "none" else cache.snapshot())
                 steps.append((number, len(found.drafted), int(found.accepted.sum())))
@@ -96,8 +106,8 @@ def replay(
                 ns += found.ns
                 tell(len(row.output))
             if use == "growing":
-                cache.append(row.text(), prompt_length=len(row.context))
-                cache.maintain()
+                waiting.append(number)
+        learn()
         snapshot = cache.snapshot()
         requests, num_steps, num_accepted = np.array(steps, np.int64).reshape(-1, 3).T.copy()
         of_segments = sum(each.text.nbytes + each.order.nbytes + each.fence.nbytes for each in snapshot.segments)

@@ -45,7 +45,8 @@ class Log:
 
     ``tokens`` : int32, prompt and output of each, one after another. ``starts`` : int64[n + 1], where each begins.
     ``prompt_lengths`` : int64[n]; 0 of a document, which nobody asked for. ``labels`` : of each what its record says in
-    the field that was asked for; None where none was.
+    the field that was asked for; None where none was. ``records`` : int64[n], which record each is of; None: each of
+    its own.
 
     Of the records that it was read from ``num_invalid`` were left out by ``skip_invalid``; of ``num_without_prompt``
     only the answer is known, decoded from its first token on; ``num_without_answer`` say none.
@@ -55,6 +56,7 @@ class Log:
     starts: Int64s
     prompt_lengths: Int64s
     labels: Sequence[str] | None = None
+    records: Int64s | None = None
     num_records: int = 0
     num_invalid: int = 0
     num_without_prompt: int = 0
@@ -68,6 +70,12 @@ class Log:
         begin, end = int(self.starts[number]), int(self.starts[number + 1])
         cut = begin + int(self.prompt_lengths[number])
         return Row(self.tokens[begin:cut], self.tokens[cut:end])
+
+    def is_beside(self, number: int, earlier: int) -> bool:
+        """Whether two are choices of one call, so that none is drafted from the other."""
+        if self.records is None or self.records[number] != self.records[earlier]:
+            return False
+        return np.array_equal(self.row(number).context, self.row(earlier).context)
 
     @property
     def output_lengths(self) -> Int64s:
@@ -97,7 +105,7 @@ def read_log(
     ``class_by`` : the name of a field of the records, with dots into nested ones. Raises InputError (unless
     ``skip_invalid`` and it is only a record), SSDError, OSError.
     """
-    tokens, lengths, prompts = array("i"), array("q"), array("q")
+    tokens, lengths, prompts, records = array("i"), array("q"), array("q"), array("q")
     labels = list[str]()
     num_records = num_invalid = num_without_prompt = num_without_answer = 0
     beside = () if class_by is None else (class_by.partition(".")[0],)
@@ -115,6 +123,7 @@ def read_log(
                 continue
             tokens.extend(example.token_ids)
             lengths.append(len(example.token_ids))
+            records.append(num_records)
             prompts.append(min(example.prompt_length or not found.has_prompt, len(example.token_ids)))
             if label is not None:
                 labels.append(label)
@@ -126,7 +135,8 @@ def read_log(
     starts = np.concatenate([[0], np.cumsum(np.frombuffer(lengths, np.int64))])
     return Log(
         np.frombuffer(tokens, np.int32), starts, np.frombuffer(prompts, np.int64).copy(),
-        labels if class_by is not None else None, num_records, num_invalid, num_without_prompt, num_without_answer,
+        labels if class_by is not None else None, np.frombuffer(records, np.int64), num_records, num_invalid,
+        num_without_prompt, num_without_answer,
     )  # fmt: skip
 
 
