@@ -6,7 +6,10 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
+from codecs import IncrementalDecoder, getincrementaldecoder
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from server.answers.wire import encode_events
@@ -19,7 +22,7 @@ from ssd.errors import SSDError
 from ssd.text.codec import TokenTexts
 
 if TYPE_CHECKING:
-    from ssd.engine import RequestOutput, RequestStats, TokenLogprobs
+    from ssd.engine import RequestOutput, RequestStats, TokenLogprobs, VerifiedDraft
     from ssd.text.stream import TextStream
 
 log = logging.getLogger(__name__)
@@ -50,38 +53,45 @@ def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, 
     return found
 
 
-class DraftWriter:
-    """Describes the drafts of one request's choices; one that begins anew with each stream."""
+class Spelling:
+    """Tells which token brought which text of one request's choices, each read once from its beginning."""
 
     def __init__(self, make_stream: Callable[[int], TextStream]) -> None:
         """``make_stream`` : a fresh stream as the request asks for it, to spell a choice once more."""
         self._make_stream = make_stream
         self._streams: dict[int, TextStream] = {}
 
-    def describe(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
-        """The field ``draft`` of a chunk, docs/page.md says what it holds; None where no pass made it. O(tokens)."""
-        draft = output.draft
-        if draft is None:
-            return None
-        return {
-            "pass": draft.number,
-            "source": draft.source if draft.num_drafted else None,
-            "num_drafted": draft.num_drafted,
-            "num_accepted": draft.num_accepted,
-            "texts": self._texts(index, output),
-        }
-
-    def _texts(self, index: int, output: RequestOutput) -> list[str]:
+    def texts(self, index: int, token_ids: Sequence[int], text: str) -> list[str]:
+        """``text`` by the tokens that came with it. O(tokens)."""
         if index not in self._streams:
             self._streams[index] = self._make_stream(index)
-        stream, texts, rest = self._streams[index], [], output.text
-        for token_id in output.token_ids:
+        stream, texts, rest = self._streams[index], [], text
+        for token_id in token_ids:
             length = len(stream.push_token(token_id))
             texts.append(rest[:length])
             rest = rest[length:]
         if texts:  # at the end of the output, what was held back
             texts[-1] += rest
         return texts
+
+
+def _described(draft: VerifiedDraft, texts: list[str]) -> dict[str, Any]:
+    """The field ``draft`` of a chunk, docs/page.md says what it holds."""
+    return {
+        "pass": draft.number,
+        "source": draft.source if draft.num_drafted else None,
+        "num_drafted": draft.num_drafted,
+        "num_accepted": draft.num_accepted,
+        "texts": texts,
+    }
+
+
+@dataclass(slots=True)
+class Written:
+    """Characters of a choice that are there, and what makes more of its bytes: tokens may end within a character."""
+
+    length: int = 0
+    decoder: IncrementalDecoder = field(default_factory=lambda: getincrementaldecoder("utf-8")("replace"))
 
 
 class LogprobsWriter:
@@ -93,26 +103,30 @@ class LogprobsWriter:
         self._as_token_ids = as_token_ids
 
     def completion(
-        self, entries: Sequence[TokenLogprobs | None], first: int | None, text: str, offset: int = 0
-    ) -> tuple[dict[str, Any], int]:
-        """``logprobs`` of /v1/completions, and the offset behind them.
+        self, entries: Sequence[TokenLogprobs | None], first: int | None, text: str, written: Written
+    ) -> dict[str, Any]:
+        """``logprobs`` of /v1/completions.
 
-        Of a prompt's token ``first``, which nothing predicts, the entry is None. ``text`` : theirs, from ``offset`` on:
-        special tokens are in it where a prompt spells them or they are not skipped.
+        Of a prompt's token ``first``, which nothing predicts, the entry is None. ``text`` : theirs, behind what is
+        ``written``: special tokens are in it where a prompt spells them or they are not skipped.
         """
         token_ids = [first if entry is None else entry.token_id for entry in entries]
         tokens = [self._text(token_id) if token_id is not None else "" for token_id in token_ids]
-        offsets, begin = [], offset
+        offsets, begin = [], written.length
         for token_id in token_ids:
-            offsets.append(offset)
-            if token_id is not None:
-                offset += self._texts.shown_length(token_id) or self._spelled_length(token_id, text, offset - begin)
+            offsets.append(written.length)
+            if token_id is None:
+                continue
+            if self._texts.shown_length(token_id):
+                written.length += len(written.decoder.decode(self._texts.bytes_of(token_id)))
+            else:
+                written.length += self._spelled_length(token_id, text, written.length - begin)
         return {
             "tokens": tokens,
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
             "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
             "text_offset": offsets,
-        }, offset
+        }
 
     def _spelled_length(self, token_id: int, text: str, at: int) -> int:
         """Of a special token where ``text`` has it; some tokenizers count a space more before a text's first word."""
@@ -163,6 +177,8 @@ class Answer(ABC):
 
     generation: Generation
     """Set once it was begun."""
+    spelling: Spelling
+    """Set before anything is written."""
 
     def __init__(
         self,
@@ -181,7 +197,6 @@ class Answer(ABC):
         self.pad = False
         """The events are obfuscated."""
         self._options = StreamOptions()
-        self._drafts: DraftWriter | None = None
         self._spec_decode_metrics = settings.spec_decode_metrics
         self._common: dict[str, Any] = {
             "created": int(time.time()),
@@ -233,9 +248,9 @@ class Answer(ABC):
         found = draft_counts(choices[0].stats, is_detailed=self._spec_decode_metrics == "detailed")
         return {} if found is None else {"metrics": {"speculative_decoding": found}}
 
-    def stream(self, options: StreamOptions, drafts: DraftWriter | None = None) -> None:
-        """It will be streamed. ``drafts`` : says of each pass what was drafted, where the client wants to know it."""
-        self.pad, self._options, self._drafts = bool(options.include_obfuscation), options, drafts
+    def stream(self, options: StreamOptions) -> None:
+        """It will be streamed."""
+        self.pad, self._options = bool(options.include_obfuscation), options
 
     async def beginning(self) -> bytes:
         return b""
@@ -261,8 +276,9 @@ class Answer(ABC):
         *first, last = contents
         choices = [self._choice(index, content) for content in first]
         choices.append(self._choice(index, last, output.token_ids, ended))
-        if self._drafts is not None:
-            choices[-1]["draft"] = self._drafts.describe(index, output)
+        if self._options.include_drafts:
+            texts = self.spelling.texts(index, output.token_ids, output.text)
+            choices[-1]["draft"] = None if output.draft is None else _described(output.draft, texts)
         return self._events(choices, usage)
 
     @abstractmethod
@@ -276,7 +292,7 @@ class Answer(ABC):
     def needs_chunk(self, output: RequestOutput) -> bool:
         """Whether an output has anything beside text that the client asked to see."""
         asked_for_tokens = self.return_token_ids or self.logprobs is not None
-        is_told = self._drafts is not None and output.draft is not None
+        is_told = self._options.include_drafts and output.draft is not None
         return bool(output.finish_reason or (asked_for_tokens and output.token_ids) or is_told or self.pad)
 
     async def closing(self) -> bytes:
@@ -351,7 +367,7 @@ class CompletionAnswer(Answer):
     def __init__(self, settings: ServerSettings, *, echo: Sequence[str] | None = None, **options: Any) -> None:
         super().__init__(settings, **options)
         self._echo = echo
-        self._offsets: dict[int, int] = {}
+        self._written: dict[int, Written] = defaultdict(Written)
 
     def whole_choice(self, index: int) -> dict[str, Any]:
         """``text`` and ``logprobs``, the prompt's before them if it is repeated."""
@@ -361,7 +377,7 @@ class CompletionAnswer(Answer):
         if self.logprobs is not None:
             before = choice.prompt_logprobs if self._echo is not None else ()
             entries = [*before, *choice.logprobs]
-            body["logprobs"], _ = self.logprobs.completion(entries, self.prompt_of(index)[0], text)
+            body["logprobs"] = self.logprobs.completion(entries, self.prompt_of(index)[0], text, Written())
         if self.prompt_logprobs is not None:
             body["prompt_logprobs"] = self.prompt_logprobs.prompt(choice.prompt_logprobs)
         return body
@@ -376,16 +392,15 @@ class CompletionAnswer(Answer):
             body["prompt_token_ids"] = prompt
         if self.logprobs is not None and self._echo is not None:
             entries = self.generation.choices[index].prompt_logprobs
-            body["logprobs"], self._offsets[index] = self.logprobs.completion(entries, prompt[0], body["text"])
+            body["logprobs"] = self.logprobs.completion(entries, prompt[0], body["text"], self._written[index])
         return [body]
 
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """``text`` and ``logprobs``."""
         body: dict[str, Any] = {"text": output.text, "logprobs": None}
         if self.logprobs is not None:
-            offset = self._offsets.get(index, 0)
-            found = self.logprobs.completion(output.logprobs or (), None, output.text, offset)
-            body["logprobs"], self._offsets[index] = found
+            entries, written = output.logprobs or (), self._written[index]
+            body["logprobs"] = self.logprobs.completion(entries, None, output.text, written)
         return [body]
 
     def _echoed(self, index: int) -> str:

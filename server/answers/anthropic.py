@@ -11,6 +11,7 @@ from server.answers.wire import encode_events
 from server.base.errors import anthropic_error_body
 from server.running.generation import Choice
 from server.tools.messages import ToolCall
+from server.tools.values import is_json
 
 
 class _Block(Part):
@@ -31,20 +32,23 @@ class _Block(Part):
         return [{"type": "content_block_stop", "index": self.index}]
 
     def body(self, said: str, _status: Status) -> dict[str, Any]:
-        if isinstance(self.of, ToolCall):
-            return {"type": "tool_use", "id": self.of.id, "name": self.of.name, "input": _object(said)}
+        arguments = _object(said) if isinstance(self.of, ToolCall) else None
+        if isinstance(self.of, ToolCall) and arguments is not None:
+            return {"type": "tool_use", "id": self.of.id, "name": self.of.name, "input": arguments}
         if self.of == "reasoning":
             return {"type": "thinking", "thinking": said, "signature": ""}  # nobody has to prove who thought it
         return {"type": "text", "text": said}
 
 
-def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call, as far as they go where they were cut."""
+def _object(arguments: str) -> dict[str, Any] | None:
+    """The arguments of a call, as far as they go where they were cut; None where nothing can be read of them."""
+    if not arguments:
+        return {}
     try:
         found = pydantic_core.from_json(arguments, allow_partial=True)
     except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) and (found or is_json(arguments)) else None
 
 
 class AnthropicAnswer(PartsAnswer):
@@ -63,9 +67,10 @@ class AnthropicAnswer(PartsAnswer):
 
     async def closing(self) -> bytes:
         """The end of the last block, and how the message ended."""
+        events = self.parts.finish()
         delta = self._stopped(self.generation.choices[0])
         ended = {"type": "message_delta", "delta": delta, "usage": self._usage()}
-        return self.named([*self.parts.finish(), ended, {"type": "message_stop"}])
+        return self.named([*events, ended, {"type": "message_stop"}])
 
     def failed(self, error: Exception) -> bytes:
         return encode_events([("error", anthropic_error_body(error))], pad=False)
@@ -96,5 +101,5 @@ class AnthropicAnswer(PartsAnswer):
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
-        calls = self._messages is not None and self._messages.of(0).finish_reason(reason) == "tool_calls"
+        calls = any(block["type"] == "tool_use" for block in self.parts.done)
         return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}

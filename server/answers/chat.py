@@ -100,10 +100,10 @@ class ChatAnswer(Answer):
                 if said.arguments:
                     more = {"arguments": said.arguments}
                     deltas.append({"tool_calls": [{"index": said.index, "function": more}]})
-            elif said[0] == "content":
-                deltas.append({"content": said[1]})
+            elif said.of == "content":
+                deltas.append({"content": said.text})
             else:
-                deltas.append({"reasoning_content": said[1], "reasoning": said[1]})
+                deltas.append({"reasoning_content": said.text, "reasoning": said.text})
         return deltas
 
 

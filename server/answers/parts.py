@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +15,7 @@ from server.schema.body import Body
 from server.tools.messages import Messages, ToolCall, ToolCallDelta
 
 if TYPE_CHECKING:
-    from ssd.engine import RequestOutput
+    from ssd.engine import RequestOutput, TokenLogprobs
 
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -55,22 +56,33 @@ class Parts:
         """The parts that have ended."""
         self._messages, self._kind = messages, kind
         self._open: Part | None = None
-        self._logprobs: list[dict[str, Any]] = []
+        self._tokens: deque[tuple[int, dict[str, Any]]] = deque()
 
-    def push(self, text: str, logprobs: Sequence[dict[str, Any]] = (), *, ended: bool) -> list[Event]:
-        """The events of the next text; of the log-probabilities only those of content have a place."""
+    def push(self, text: str, tokens: Sequence[tuple[int, dict[str, Any]]] = (), *, ended: bool) -> list[Event]:
+        """The events of the next text.
+
+        ``tokens`` : of each where its text begins in all of the text, and its log-probability, which goes with that.
+        """
         events: list[Event] = []
-        self._logprobs += logprobs
         if self._messages is None:
-            return events + (self._say("content", text) if text or logprobs else [])
+            return self._say("content", text, [logprob for _, logprob in tokens]) if text or tokens else []
+        self._tokens += tokens
         for said in self._messages.push(0, text, ended=ended):
             if isinstance(said, ToolCallDelta):
                 events += self._say(self._messages.of(0).tool_calls[said.index], said.arguments)
+            elif said.of == "content":
+                self._tokens_before(said.end - len(said.text))
+                events += self._say(said.of, said.text, self._tokens_before(said.end))
             else:
-                events += self._say(*said)
-        if self._logprobs and self._open is not None and self._open.of == "content":
-            events += self._say("content", "")
+                events += self._say(said.of, said.text)
         return events
+
+    def _tokens_before(self, end: int) -> list[dict[str, Any]]:
+        """Log-probabilities of those whose text begins there, which are taken."""
+        found = []
+        while self._tokens and self._tokens[0][0] < end:
+            found.append(self._tokens.popleft()[1])
+        return found
 
     def leave_out_cut_call(self) -> None:
         """The last part is left out where it is a call whose arguments are no JSON."""
@@ -82,14 +94,13 @@ class Parts:
         begun = self._say("content", "") if self._open is None and not self.done else []
         return begun + self._end(status)
 
-    def _say(self, of: Of, said: str) -> list[Event]:
+    def _say(self, of: Of, said: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
         events: list[Event] = []
         part = self._open
         if part is None or part.of is not of:
             events = self._end("completed")
             part = self._open = self._kind(len(self.done), of)
             events += part.begun()
-        logprobs, self._logprobs = self._logprobs if of == "content" else [], []
         if said or logprobs:
             part.pieces.append(said)
             events.append(part.delta(said, logprobs))
@@ -112,6 +123,7 @@ class PartsAnswer(ChatAnswer):
     def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
         super().__init__(settings, asked, **options)
         self.parts = Parts(self._messages, self.kind)
+        self._num_characters = 0
 
     @abstractmethod
     def finished(self) -> dict[str, Any]:
@@ -120,7 +132,8 @@ class PartsAnswer(ChatAnswer):
     def whole(self) -> dict[str, Any]:
         """What the events of a stream come to, but for a cut call."""
         choice = self.generation.choices[0]
-        self.parts.push("".join(choice.text), self._token_logprobs(choice.logprobs), ended=True)
+        text = "".join(choice.text)
+        self.parts.push(text, self._tokens(choice.token_ids, text, choice.logprobs), ended=True)
         if is_cut(choice):
             self.parts.leave_out_cut_call()
         self.parts.finish(status_of(choice))
@@ -131,8 +144,8 @@ class PartsAnswer(ChatAnswer):
         return b""
 
     def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:
-        logprobs = self._token_logprobs(output.logprobs)
-        return self.named(self.parts.push(output.text, logprobs, ended=output.finish_reason is not None))
+        tokens = self._tokens(output.token_ids, output.text, output.logprobs or ())
+        return self.named(self.parts.push(output.text, tokens, ended=output.finish_reason is not None))
 
     def named(self, events: Sequence[Event]) -> bytes:
         """Events on the wire. Obfuscated, all of them together fill whole units, be there any or none."""
@@ -140,8 +153,16 @@ class PartsAnswer(ChatAnswer):
             return filler() if self.pad else b""
         return encode_events([(event["type"], event) for event in events], pad=self.pad)
 
-    def _token_logprobs(self, entries: Any) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [] if self.logprobs is None else self.logprobs.chat(entries or ())["content"]
+    def _tokens(
+        self, token_ids: Sequence[int], text: str, entries: Sequence[TokenLogprobs]
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """Where the text of each token begins, white space aside, and its log-probability."""
+        if self.logprobs is None:
+            return []
+        found, texts = [], self.spelling.texts(0, token_ids, text)
+        for said, logprob in zip(texts, self.logprobs.chat(entries)["content"], strict=True):
+            found.append((self._num_characters + said.find(said.lstrip()), logprob))
+            self._num_characters += len(said)
         return found
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 from server.answers.parts import Event, Of, Part, PartsAnswer, Status, status_of
@@ -20,7 +19,7 @@ from server.tools.messages import ToolCall
 class _Item(Part):
     """A message, a function call, or reasoning that is shown whole: it needs no summary and is not encrypted."""
 
-    def __init__(self, index: int, of: Of, namespaces: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, index: int, of: Of, namespaces: Mapping[str, str]) -> None:
         """``namespaces`` : of functions, by the names that the model calls them."""
         super().__init__(index, of)
         self._called: dict[str, Any] = {}
@@ -82,7 +81,6 @@ class ResponseAnswer(PartsAnswer):
     """/v1/responses. It has one choice."""
 
     id_prefix, object_name = "resp_", "response"
-    kind: Callable[[int, Of], Part] = _Item
 
     def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
         """``asked`` : a response repeats it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import Response, StreamingResponse
@@ -12,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.admission.account import Budget, Share
 from server.admission.lanes import Lanes
-from server.answers.answer import Answer, DraftWriter, events
+from server.answers.answer import Answer, Spelling, events
 from server.answers.obfuscation import EvenPieces, Pace, finish_at_a_tick, obfuscated_events
 from server.answers.wire import json_text, padded
 from server.base.record import current_record
@@ -103,20 +104,17 @@ class Answers:
         self._unsent = Budget(settings.limits.max_answers_bytes, "long answers")
 
     def stream(self, answer: Answer, options: StreamOptions) -> Response:
-        settings, engine, generation = self._settings, self._worker.loaded_engine, answer.generation
+        settings, generation = self._settings, answer.generation
         is_declined = options.include_obfuscation is False or options.include_drafts  # which tell what it hides
         if settings.obfuscation == "always" or (settings.obfuscation == "default" and not is_declined):
             options = options.model_copy(update={"include_obfuscation": True})
 
-        def spelling(index: int) -> TextStream:
-            assert engine is not None and generation.sampling is not None  # every generation was submitted
-            prompt = generation.prompts[answer.prompt_index(index)]
-            return TextStream.following(codec_of(engine), generation.sampling, prompt)
-
-        answer.stream(options, DraftWriter(spelling) if options.include_drafts else None)
+        answer.stream(options)
+        answer.spelling = Spelling(partial(self._spelling, answer))
         if not answer.pad:
             return EventStream(generation, events(answer, settings.keep_alive_s))
-        pieces = EvenPieces([spelling(index) for index in range(len(generation.choices))], settings.obfuscation_tokens)
+        streams = [self._spelling(answer, index) for index in range(len(generation.choices))]
+        pieces = EvenPieces(streams, settings.obfuscation_tokens)
         return EventStream(generation, obfuscated_events(answer, pieces, self._pace(), settings.keep_alive_s))
 
     async def whole(self, answer: Answer, receive: Receive) -> Response:
@@ -125,12 +123,20 @@ class Answers:
         size = self._settings.obfuscation_tokens
         finish = finish_at_a_tick(generation, self._pace(), size) if is_even else generation.finish()
         await until_disconnect(receive, finish)
+        answer.spelling = Spelling(partial(self._spelling, answer))
 
         def write() -> bytes:
             content = json_text(answer.whole())
             return padded(content) if is_even else content
 
         return self.response(write() if answer.is_short else await self._lanes.answers.run(write))
+
+    def _spelling(self, answer: Answer, index: int) -> TextStream:
+        """A stream of a choice's text as the request asks for it."""
+        engine, generation = self._worker.loaded_engine, answer.generation
+        assert engine is not None and generation.sampling is not None  # every generation was submitted
+        prompt = generation.prompts[answer.prompt_index(index)]
+        return TextStream.following(codec_of(engine), generation.sampling, prompt)
 
     def response(self, content: bytes) -> Response:
         """An answer of JSON; raises QueueFull where too many long ones wait to be taken."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +14,7 @@ from server.running.texts import Texts, codec_of
 from server.schema.chat import ChatBody, ChatTemplateFields, TokenizeChatBody, ToolUse
 from server.tools.formats import AUTO, JSON, OFF, REASONING_FORMATS, detect, make_parser, special_tokens
 from server.tools.grammars import call_grammar, count_reasoning_tokens, reasoning_rule
-from server.tools.messages import Messages, call_id, short_call_id, with_short_call_ids
+from server.tools.messages import Messages, call_id, short_call_id, with_numbered_call_ids, with_short_call_ids
 from server.tools.reasoning import goes_on_thinking
 from server.tools.values import Functions
 from ssd.config import StructuredOutput
@@ -37,11 +37,6 @@ class MessageFormat:
     tool_call: str | None = None
     reasoning: str | None = None
     in_words: bool = False
-
-    @property
-    def has_short_call_ids(self) -> bool:
-        """Whether the template takes calls of short names alone."""
-        return self.tool_call == "mistral"
 
 
 @lru_cache(maxsize=8)
@@ -115,7 +110,7 @@ def plan_answer(
         parallel=use is None or use.parallel,
         only_calls=mode == "required",
         show_reasoning=body.include_reasoning,
-        make_id=short_call_id if form.has_short_call_ids else call_id,
+        make_id=short_call_id if form.tool_call == "mistral" else call_id,
     )
     count = None
     if form.reasoning is not None:
@@ -169,6 +164,12 @@ def _output(
 
 B = TypeVar("B", bound=ChatTemplateFields)
 
+_CALL_IDS: Mapping[str | None, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
+    "mistral": with_short_call_ids,
+    "kimi_k2": with_numbered_call_ids,
+}
+"""Of formats whose templates take calls that are named in one way alone."""
+
 
 class Chats:
     """Tells the model of tools in the way its chat template does, or in words where that knows of none."""
@@ -202,6 +203,6 @@ class Chats:
             )
         template = codec.chat_template(with_tools=use is not None)
         form = message_format(template, self._settings.tool_call_parser, self._settings.reasoning_parser)
-        if form.has_short_call_ids:
-            body = body.model_copy(update={"messages": with_short_call_ids(body.messages)})
+        if named := _CALL_IDS.get(form.tool_call):
+            body = body.model_copy(update={"messages": named(body.messages)})
         return body, form

@@ -126,13 +126,11 @@ class Worker:
 
     def submit(self, request: Request, inbox: Inbox) -> None:
         """Hand a request over; its outputs come to ``inbox``. Where it raises nothing will come."""
-        engine = self.engine
         with self._lock:
             self._inboxes[request.request_id] = inbox
         try:
-            engine.submit(request)
-            if self.state is WorkerState.FAILED:  # it may have failed between the two lines above
-                raise EngineFailed("the engine has failed")
+            # Looked for only now: whoever ends all requests may have been through the inboxes already.
+            self.engine.submit(request)
         except BaseException:
             self._forget(request.request_id)
             raise

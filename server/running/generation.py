@@ -130,6 +130,9 @@ class Generation:
         self._first_token: dict[str, float] = {}
         self._num_prompt_tokens = sum(map(len, prompts))
         self._num_completion_tokens = 0
+        self._num_cached_tokens = 0
+        self._cached: list[list[int]] = [[] for _ in prompts]
+        """Tokens that were cached, of the choices of each prompt that have begun."""
         self._count_reasoning = plan.count_reasoning
         self._num_accepted: int | None = None
         self._num_reasoning: int | None = None
@@ -176,16 +179,14 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Counts so far; those of the prediction once all choices have ended. O(choices)."""
-        per_prompt = max(1, len(self.choices) // len(self.prompts))
-        cached = [0 if choice.stats is None else choice.stats.num_cached_tokens for choice in self.choices]
+        """Counts so far: what a prompt had cached once all its choices have begun, the prediction once all ended."""
         rejected = None
         if self.prediction is not None and self._num_accepted is not None:
             rejected = len(self.prediction) * len(self.choices) - self._num_accepted
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_completion_tokens,
-            cached_tokens=sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt)),
+            cached_tokens=self._num_cached_tokens,
             accepted_prediction_tokens=self._num_accepted,
             rejected_prediction_tokens=rejected,
             reasoning_tokens=self._num_reasoning,
@@ -228,8 +229,19 @@ class Generation:
         async for _ in self.outputs():
             pass
 
+    def _note_cached(self, index: int, num_tokens: int) -> None:
+        """What a choice that has begun did not have to compute of its prompt: it is known by then."""
+        per_prompt = len(self.choices) // len(self.prompts)
+        cached = self._cached[index // per_prompt]
+        cached.append(num_tokens)
+        if len(cached) == per_prompt:
+            self._num_cached_tokens += min(cached)
+
     def _take(self, request_id: str, output: RequestOutput) -> None:
-        choice = self.choices[self._index[request_id]]
+        index = self._index[request_id]
+        choice = self.choices[index]
+        if choice.stats is None:
+            self._note_cached(index, output.stats.num_cached_tokens)
         choice.text.append(output.text)
         choice.token_ids.extend(output.token_ids)
         self._num_completion_tokens += len(output.token_ids)

@@ -227,9 +227,9 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "glm45": ReasoningFormat(told_by=(("<arg_key>", "<think>"),)),
     "glm47": ReasoningFormat(),
     "olmo3": replace(_INSIDE, told_by=(("<function_calls>", "<think>"),)),
-    "qwen3": ReasoningFormat(told_by=(("<think>",),)),
+    "qwen3": ReasoningFormat(told_by=(("<think>",), ("</think>",))),  # Nemotron's tells of the end alone
     "nemotron_v3": ReasoningFormat(),
-    "holo2": replace(_INSIDE, told_by=(("</think>",),)),
+    "holo2": _INSIDE,
     "step3": _INSIDE,
     "step3p5": _INSIDE,
 }  # fmt: skip

@@ -6,9 +6,10 @@ import hashlib
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import count
+from typing import Any, Literal, NamedTuple
 
 from server.tools.scanner import Scanner, Steps
 from server.tools.values import is_json
@@ -23,12 +24,30 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-Said = tuple[Literal["content", "reasoning"], str] | ToolCallDelta
+class TextDelta(NamedTuple):
+    """A piece of the content or the reasoning; ``end`` : of it in all of the text, where it stands as it is."""
+
+    of: Literal["content", "reasoning"]
+    text: str
+    end: int
+
+
+Said = TextDelta | ToolCallDelta
 """What some text said next: more of the content, of the reasoning, or of a call."""
 
 
 Delta = tuple[Said, ...]
 """What some text added to a message, in the order it says so; empty while it may yet become something else."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """``of`` : what it is part of, a call by its number; ``name`` : of a call that begins; ``end`` : as above."""
+
+    of: Literal["content", "reasoning"] | int
+    name: str | None = None
+    texts: list[str] = field(default_factory=list)
+    end: int = 0
 
 
 class Pieces:
@@ -38,41 +57,48 @@ class Pieces:
     call and at the end of reasoning, and after a call where it begins or ends the content.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scanner: Scanner) -> None:
+        """``scanner`` : has just read what the pieces are given."""
         self.num_calls = 0
         """Calls that have begun."""
-        self._said: list[tuple[str | int, str | None, list[str]]] = []  # part, a call's name, what was said
-        self._space: list[str] = []
+        self._scanner = scanner
+        self._said: list[_Piece] = []
+        self._space: list[tuple[str, int]] = []  # and where it ended
         self._after_call = self._any_content = False
 
     @property
     def is_within_line(self) -> bool:
         """Whether text of the content stands before what comes, in the same line."""
-        return self._any_content and not self._after_call and not any("\n" in space for space in self._space)
+        return self._any_content and not self._after_call and not any("\n" in space for space, _ in self._space)
 
-    def _say(self, part: str | int, texts: list[str]) -> None:
-        if not any(texts):
-            return
-        if not self._said or self._said[-1][0] != part:
-            self._said.append((part, None, []))
-        self._said[-1][2].extend(texts)
+    def _say(self, of: Literal["content", "reasoning"] | int, texts: Iterable[tuple[str, int]]) -> None:
+        for text, end in texts:
+            if not text:
+                continue
+            last = self._said[-1] if self._said else None
+            if last is None or last.of != of or (of == "content" and last.end != end - len(text)):
+                self._said.append(last := _Piece(of))
+            last.texts.append(text)
+            last.end = end
 
     def content(self, text: str) -> None:
-        visible = text.rstrip()
+        visible, end = text.rstrip(), self._scanner.num_read
+        space = text[len(visible) :]
         if visible:
             first = self._after_call and not self._any_content
-            self._say("content", [visible.lstrip()] if first else [*self._space, visible])
+            shown = (visible.lstrip() if first else visible, end - len(space))
+            self._say("content", [shown] if first else [*self._space, shown])
             self._space.clear()
             self._after_call, self._any_content = False, True
-        self._space.append(text[len(visible) :])
+        self._space.append((space, end))
 
     def reasoning(self, text: str) -> None:
         """Text of the reasoning; line ends are held back until more follows."""
-        visible = text.rstrip("\n")
+        visible, end = text.rstrip("\n"), self._scanner.num_read
         if visible:
-            self._say("reasoning", [*self._space, visible])
+            self._say("reasoning", [*self._space, (visible, end)])
             self._space.clear()
-        self._space.append(text[len(visible) :])
+        self._space.append((text[len(visible) :], end))
 
     def end_reasoning(self, *, complete: bool) -> None:
         """No more reasoning; where it is not ``complete`` the line ends at its end are part of it."""
@@ -85,12 +111,12 @@ class Pieces:
         if space_is_text and self._any_content and not self._after_call:
             self._say("content", self._space)
         self._space.clear()
-        self._said.append((self.num_calls, name, []))
+        self._said.append(_Piece(self.num_calls, name))
         self.num_calls += 1
         self._after_call = True
 
     def arguments(self, text: str) -> None:
-        self._say(self.num_calls - 1, [text])
+        self._say(self.num_calls - 1, [(text, self._scanner.num_read)])
 
     def end(self) -> None:
         if not self._after_call:
@@ -100,12 +126,12 @@ class Pieces:
     def take(self) -> Delta:
         """All of it, since it was last taken."""
         said: list[Said] = []
-        for part, name, pieces in self._said:
-            text = "".join(pieces)
-            if isinstance(part, int):
-                said.append(ToolCallDelta(part, name, text))
-            elif text:
-                said.append(("content" if part == "content" else "reasoning", text))
+        for piece in self._said:
+            text = "".join(piece.texts)
+            if isinstance(piece.of, int):
+                said.append(ToolCallDelta(piece.of, piece.name, text))
+            else:
+                said.append(TextDelta(piece.of, text, piece.end))
         self._said.clear()
         return tuple(said)
 
@@ -123,7 +149,7 @@ class MessageParser:
 
     def __init__(self, *readers: Reader) -> None:
         self._scanner = Scanner()
-        self._pieces = Pieces()
+        self._pieces = Pieces(self._scanner)
         self._steps = self._read(readers)
 
     def _read(self, readers: tuple[Reader, ...]) -> Steps[None]:
@@ -175,6 +201,26 @@ def with_short_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in changed:
         if isinstance(calls := message.get("tool_calls"), list):
             message["tool_calls"] = [shortened(call, "id") for call in calls]
+    return changed
+
+
+def with_numbered_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with every call named as Kimi K2 names it, by its function and its number of all calls.
+
+    The model's template writes nothing else of a call but its arguments. What is malformed stays.
+    """
+    numbers, ids = count(), dict[str, str]()
+    changed = [dict(message) for message in messages]
+    for message in changed:
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = calls = list(calls)
+            for place, call in enumerate(calls):
+                function = call.get("function") if isinstance(call, dict) else None
+                if isinstance(function, dict) and "name" in function:
+                    calls[place] = {**call, "id": f"functions.{function['name']}:{next(numbers)}"}
+                    ids[str(call.get("id"))] = calls[place]["id"]
+        if isinstance(answered := message.get("tool_call_id"), str):
+            message["tool_call_id"] = ids.get(answered, answered)
     return changed
 
 
@@ -269,12 +315,12 @@ class Messages:
                 if said.name is not None:
                     message.tool_calls.append(ToolCall(self._make_id(), said.name))
                 message.tool_calls[said.index].pieces.append(said.arguments)
-            elif said[0] == "content":
+            elif said.of == "content":
                 if self._only_calls:
                     continue
-                message.content.append(said[1])
+                message.content.append(said.text)
             elif self._show_reasoning:
-                message.reasoning.append(said[1])
+                message.reasoning.append(said.text)
             else:
                 continue
             taken.append(said)

@@ -14,7 +14,6 @@ from server.tools.scanner import Markers, Scanner, Steps
 from server.tools.values import (
     GEMMA,
     PYTHON,
-    PYTHON_NAME,
     Dialect,
     Functions,
     Plain,
@@ -28,8 +27,10 @@ from server.tools.values import (
 
 _NAME = re.compile(r"[\w.:/-]+")
 _TAG_NAME = re.compile(r"""[^\s<>"'{}\[\]]+""")
-_GEMMA_NAME = re.compile(r"[^\s{}<>:,]+")
+_GEMMA_NAME = re.compile(r"[^\s{}<>,]+")
 _NUMBER = re.compile(r":\d+$")
+_CLOSING = re.compile(r"[ \t\r\n}\]]*")
+"""What may stand between a call and its end: models write a bracket too many."""
 _TO_LINE_END = re.compile(r"[^<>\n]+")
 _KEY_OF_XML = re.compile(r"[^<]+")
 _ATTRIBUTE = r"""\s++\w++=(?:"[^"]*+"|'[^']*+')"""
@@ -189,10 +190,10 @@ class Calls:
             scanner.forget()  # the text ends where a call begins
         if has_begun:
             pieces.content(scanner.trail())
-            yield from scanner.space()
+            yield from scanner.run(_CLOSING)
             while form.ends and (yield from scanner.literal(*form.ends)):
                 scanner.forget()
-                yield from scanner.space()
+                yield from scanner.run(_CLOSING)
             if not (yield from scanner.peek()):
                 scanner.forget()
 
@@ -321,7 +322,9 @@ class Calls:
         if not self._form.section and (yield from scanner.peek()) in ("{", "["):  # older models of Mistral
             yield from self._read_object()
         elif (yield from self._literals(self._form.head)):
-            name = _NUMBER.sub("", (yield from scanner.word(_NAME)))
+            name = yield from scanner.word(_NAME)
+            if name not in self._functions:  # Kimi numbers its calls
+                name = _NUMBER.sub("", name)
             if name and self._accepts(name) and (yield from self._literals(self._form.after_name)):
                 yield from scanner.space()
                 if (yield from scanner.peek()) == "{":
@@ -361,7 +364,7 @@ class Calls:
 
     def _python_call(self) -> Steps[bool]:
         scanner = self._scanner
-        name = yield from scanner.word(PYTHON_NAME)
+        name = yield from scanner.word(_NAME)
         if not name or not self._accepts(name):
             return False
         yield from scanner.space()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Generator
 from typing import TypeAlias, TypeVar
@@ -15,7 +16,8 @@ Sink: TypeAlias = Callable[[str], object]
 
 _ANY = re.compile(r"(?s:.+)")
 _SPACE = re.compile(r"[ \t\r\n]*")
-_OUTSIDE_STRING = re.compile(r"[\s,:\w.+-]+")
+_BETWEEN = re.compile(r"[\s:]+")
+_WORD = re.compile(r"[\w.+-]+")
 _INSIDE_STRING = re.compile(r'[^"\\]+')
 _SCALAR = re.compile(r'[^\s,:"{}\[\]]+')
 _CLOSES = {"{": "}", "[": "]"}
@@ -23,6 +25,9 @@ _ESCAPED = '"\\/bfnrt'
 """What a backslash goes before in JSON, beside ``_UNICODE``."""
 _UNICODE = re.compile(r"\\u[0-9a-fA-F]{4}")
 _ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
+
+PYTHONS = {"True": "true", "False": "false", "None": "null"}
+"""Constants of Python that models write into JSON."""
 
 
 class Markers:
@@ -40,17 +45,23 @@ class Scanner:
 
     def __init__(self) -> None:
         self._text = ""
-        self._at = 0
+        self._at = self._num_dropped = 0
         self._ended = False
         self._trail: list[str] = []
 
     def feed(self, text: str) -> None:
         """More text; only where all steps before pause."""
         self._text = self._text[self._at :] + text
+        self._num_dropped += self._at
         self._at = 0
 
     def end(self) -> None:
         self._ended = True
+
+    @property
+    def num_read(self) -> int:
+        """Characters, of all that was fed."""
+        return self._num_dropped + self._at
 
     def forget(self) -> None:
         """The trail was of use: it begins anew here."""
@@ -180,22 +191,23 @@ class Scanner:
     def value(self, sink: Sink | None = None, *, kept: bool = False) -> Steps[bool]:
         """A JSON value; whether it is complete, its brackets in pairs and its strings ended.
 
-        A ``sink`` gets it without the line ends and other control characters that models write into strings and nobody
-        takes for JSON. The trail has it as it is written, where there is no sink and where it is ``kept``.
+        A ``sink`` gets it without what models write and nobody takes for JSON: line ends and other control characters
+        within strings, constants of Python, numbers beyond all floats, a comma behind the last item. The trail has it
+        as it is written, where there is no sink and where it is ``kept``.
         """
 
-        def outside(text: str) -> None:
+        def take(written: str, said: str) -> None:
             if kept or sink is None:
-                self.keep(text)
+                self.keep(written)
             if sink is not None:
-                sink(text)
+                sink(said)
+
+        def outside(text: str) -> None:
+            take(text, text)
 
         def inside(text: str) -> None:
-            if kept or sink is None:
-                self.keep(text)
-            if sink is not None:
-                is_literal = len(text) == 2 and text[0] == "\\" and text[1] not in _ESCAPED  # a backslash is meant
-                sink("\\" * is_literal + text.translate(_ESCAPES))
+            is_literal = len(text) == 2 and text[0] == "\\" and text[1] not in _ESCAPED  # a backslash is meant
+            take(text, "\\" * is_literal + text.translate(_ESCAPES))
 
         first = yield from self.peek()
         if first == '"':
@@ -205,8 +217,18 @@ class Scanner:
             return (yield from self.run(_SCALAR, outside))
         to_close: list[str] = []
         while True:
-            yield from self.run(_OUTSIDE_STRING, outside)
+            yield from self.run(_BETWEEN, outside)
+            if word := (yield from self.word(_WORD, kept=False)):
+                take(word, _constant(word))
+                continue
             mark = yield from self.peek()
+            if mark == ",":
+                yield from self.literal(mark, sink=nowhere)
+                space = yield from self.word(_SPACE, kept=False)
+                is_last = (yield from self.peek()) == to_close[-1]
+                take(mark, "" if is_last else mark)
+                outside(space)
+                continue
             if mark not in {'"', "{", "[", *to_close[-1:]}:
                 return False
             yield from self.literal(mark, sink=outside)
@@ -219,3 +241,16 @@ class Scanner:
                 to_close.pop()
                 if not to_close:
                     return True
+
+
+def nowhere(_text: str) -> None:
+    """What stands for nothing of JSON."""
+
+
+def _constant(word: str) -> str:
+    """A number or a constant as JSON has it; one beyond all floats as a string."""
+    try:
+        is_number = word.lstrip("-").isdigit() or math.isfinite(float(word))
+    except ValueError:
+        return PYTHONS.get(word, word)
+    return word if is_number else json.dumps(word)

@@ -8,16 +8,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from server.tools.scanner import Markers, Scanner, Sink, Steps
+from server.tools.scanner import PYTHONS, Markers, Scanner, Sink, Steps, nowhere
 
 Functions = Mapping[str, Mapping[str, Any]]
 """Names of the functions that may be called, each with the JSON schema of its parameters."""
 
 _TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number",
           type(None): "null"}  # fmt: skip
-_CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_CONSTANTS = {**PYTHONS, **{word: word for word in PYTHONS.values()}}
 
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _TEXT = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""}
 _ESCAPES |= {mark: mark for mark in "\\'\""}
@@ -53,14 +52,16 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def is_json(text: str) -> bool:
     """Whether it is one value."""
     try:
-        json.loads(text, parse_constant=_no_constant)
+        json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+def _finite(number: str) -> float:
+    if not math.isfinite(found := float(number)):
+        raise ValueError(f"{number} is beyond all numbers")
+    return found
 
 
 def is_object(text: str) -> bool:
@@ -173,14 +174,10 @@ def read_literal(scanner: Scanner, sink: Sink, dialect: Dialect) -> Steps[bool]:
             return True
 
 
-def nowhere(_text: str) -> None:
-    """What stands for nothing of JSON."""
-
-
 def _json_of_python(word: str) -> str:
     if word in _CONSTANTS:
         return _CONSTANTS[word]
-    if _NUMBER.fullmatch(word):
+    if is_json(word):
         return word
     readings: tuple[Callable[[str], int | float], ...] = (lambda text: int(text, 0), float)
     for read in readings:
@@ -271,11 +268,11 @@ def read_gemma_key(scanner: Scanner) -> Steps[str | None]:
     return "".join(written)
 
 
-PYTHON_NAME = re.compile(r"[\w.]+")
+_PYTHON_KEY = re.compile(r"[\w.]+")
 
 
 def read_python_key(scanner: Scanner) -> Steps[str | None]:
     """A name and the sign of equality behind it; None where there is none."""
-    key = yield from scanner.word(PYTHON_NAME)
+    key = yield from scanner.word(_PYTHON_KEY)
     yield from scanner.space()
     return key if key and (yield from scanner.literal("=")) else None

@@ -28,7 +28,7 @@ class Hermes:
                 self._unclaimed = self._at
             elif begun:
                 self._claim_text(self._at)
-                while self._next(END):
+                while self._end():
                     self._unclaimed = self._at
                 if END.startswith(text[self._at :]):  # or what it is
                     self._unclaimed = self._at = len(text)
@@ -59,6 +59,12 @@ class Hermes:
                 self._at += len(option)
                 return True
         return False
+
+    def _end(self) -> bool:
+        """The same of ``END``, and of brackets too many before it."""
+        while self._next("}", "]"):
+            pass
+        return self._next(END)
 
     def _objects(self) -> None:
         """A list of calls or several."""
@@ -164,7 +170,10 @@ class Hermes:
 
 
 def _as_json(written: str) -> str:
-    """The value with the control characters of its strings escaped, and each backslash that escapes nothing."""
+    """The value with the control characters of its strings escaped, and each backslash that escapes nothing.
+
+    Constants are JSON's, what is no number of it is a string, and no comma goes before a bracket.
+    """
     found, in_string, escaped = "", False, False
     for place, mark in enumerate(written):
         is_control = in_string and mark < " "
@@ -178,7 +187,16 @@ def _as_json(written: str) -> str:
             escaped = not escaped and mark == "\\"
         else:
             in_string = mark == '"'
-    return found
+    others = r'"(?:[^"\\]|\\.)*(?:"|\Z)|,(?=[ \t\r\n]*[]}])|[\w.+-]+'
+    return re.sub(others, lambda match: _repaired(match[0]), found, flags=re.DOTALL)
+
+
+def _repaired(part: str) -> str:
+    try:
+        is_beyond = not abs(float(part)) < float("inf") and re.search(r"[^-\d]", part)
+    except ValueError:
+        return {",": "", "True": "true", "False": "false", "None": "null"}.get(part, part)
+    return f'"{part}"' if is_beyond else part
 
 
 def _is_object(text: str | None) -> bool:

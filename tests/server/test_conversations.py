@@ -14,7 +14,7 @@ from server.base.limits import Limits
 from server.running.conversations import AnswerPlan, MessageFormat, message_format, plan_answer
 from server.schema.chat import ChatBody
 from server.tools.formats import REASONING_FORMATS
-from server.tools.messages import with_short_call_ids
+from server.tools.messages import with_numbered_call_ids, with_short_call_ids
 from ssd.errors import RequestError
 from ssd.text.codec import TextCodec
 from ssd.text.grammar_compiler import GrammarCompiler
@@ -101,7 +101,27 @@ def test_names_of_calls_are_made_short_where_a_template_takes_no_others() -> Non
         made = plan(MessageFormat(name), tools=[TOOL]).messages
         assert made is not None
         (call,) = made.whole(0, f"{CALL if name == 'hermes' else '[TOOL_CALLS]f[ARGS]{}'}").tool_calls
-        assert (len(call.id) == 9 and call.id.isalnum()) is is_short is MessageFormat(name).has_short_call_ids
+        assert (len(call.id) == 9 and call.id.isalnum()) is is_short
+
+
+def test_calls_are_named_by_function_and_number_where_a_template_writes_no_other_name() -> None:
+    def turn(*named: tuple[str, str]) -> dict[str, Any]:
+        calls = [{"id": call, "type": "function", "function": {"name": name}} for call, name in named]
+        return {"role": "assistant", "tool_calls": calls}
+
+    def result(call: Any) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": call, "content": "x"}
+
+    messages = [
+        turn(("call_a", "f"), ("b", "g")), result("b"), result("call_a"), result("unknown"), result(7),
+        turn(("functions.f:7", "f"), ("b", "f")), result("b"), {"role": "assistant", "tool_calls": [7, {"id": "c"}]},
+    ]  # fmt: skip
+    first, *results, second, last, malformed = with_numbered_call_ids(messages)
+    assert [call["id"] for call in first["tool_calls"]] == ["functions.f:0", "functions.g:1"]
+    answered = [message["tool_call_id"] for message in (*results, last)]
+    assert answered == ["functions.g:1", "functions.f:0", "unknown", 7, "functions.f:3"]
+    assert [call["id"] for call in second["tool_calls"]] == ["functions.f:2", "functions.f:3"]
+    assert malformed == messages[-1] and messages[0] == turn(("call_a", "f"), ("b", "g"))
 
 
 def test_what_was_thought_is_counted_in_tokens() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
-from server.running.engine_thread import WorkerState
+import pytest
+
+from server.base.errors import ServerNotReady
+from server.running.engine_thread import Inbox, Worker, WorkerState
+from ssd.config import SamplingParams
+from ssd.engine import Request
 from ssd.errors import ModelError
 from tests.server.client import get, post, wait_until
 from tests.server.failing_engine import FailingEngine, serving
@@ -23,6 +29,21 @@ def test_engine_crash_fails_running_requests_with_500_and_turns_health_to_503() 
         assert post(server.port, COMPLETIONS, {"prompt": "abc"}).status == 500
         assert get(server.port, "/metrics").status == 200
     assert engine.closed
+
+
+def test_a_request_that_comes_while_all_are_ended_is_refused_and_not_left_waiting() -> None:
+    async def submit_late(worker: Worker) -> None:
+        request = Request(request_id="late", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=1))
+        with worker._lock:  # held between what the other thread looks at and what it adds
+            late = asyncio.create_task(asyncio.to_thread(worker.submit, request, Inbox()))
+            await asyncio.sleep(0.1)
+            await worker.drain(grace_s=0)
+        with pytest.raises(ServerNotReady):
+            await late
+        assert worker.num_requests == 0
+
+    with serving(lambda _: FailingEngine()) as server:
+        asyncio.run(submit_late(server.engine_thread))
 
 
 def test_requests_before_the_engine_is_ready_are_told_to_retry() -> None:

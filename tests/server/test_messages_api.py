@@ -133,6 +133,24 @@ def test_what_is_thought_is_a_block_of_its_own() -> None:
     assert hidden.content == whole.content[1:]
 
 
+def test_calls_that_are_nearly_json_are_read_and_others_are_no_calls() -> None:
+    def asked(arguments: str) -> dict[str, Any]:
+        text = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+        return {"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": text}], "tools": [WEATHER]}
+
+    with serving(lambda _: SayingEngine("{{ tools }} <tool_call>")) as server, client_of(server.port) as client:
+        nearly = asked('{"a": [True, None, 1e400,], "b": NaN,}')
+        whole: Any = client.messages.create(**nearly)
+        with client.messages.stream(**nearly) as events:
+            streamed: Any = events.get_final_message()
+        broken: Any = client.messages.create(**asked("{city: 1}"))
+    for message in (whole, streamed):
+        assert message.stop_reason == "tool_use"
+        assert [block.input for block in message.content] == [{"a": [True, None, "1e400"], "b": "NaN"}]
+    assert broken.stop_reason == "end_turn" and [block.type for block in broken.content] == ["text"]
+    assert broken.content[0].text == "{city: 1}"
+
+
 # -- what comes in ---------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +177,16 @@ def test_turns_become_the_messages_they_say() -> None:
     assert [(each["name"], json.loads(each["arguments"])) for each in functions] == [("f", {"a": 1}), ("g", {})]
     assert [message["content"] for message in messages[3:]] == ["done", "Error: no", "", "Go on."]
     assert [message["tool_call_id"] for message in messages[3:6]] == ["c1", "c2", "c3"]
+
+
+def test_a_header_that_is_another_in_each_request_is_no_part_of_the_prompt() -> None:
+    def said(*texts: str) -> list[dict[str, Any]]:
+        return messages_of([{"type": "text", "text": text} for text in texts], TURNS)
+
+    header = "x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch="
+    assert said(header + "f4a33;", "Help.") == said(header + "00000;\n", "Help.") == said("Help.")
+    for text in (f"{header}\nHelp.", f"Help. {header}"):  # a text that has it is kept
+        assert said(text)[0]["content"] == text
 
 
 def test_what_was_thought_is_left_out_of_older_turns_on_request() -> None:

@@ -70,6 +70,21 @@ def test_completion_logprobs(server: RunningServer, client: openai.OpenAI, model
     assert [list(top) for top in alone["top_logprobs"]] == [[token] for token in logprobs.tokens]
 
 
+def test_offsets_hold_where_tokens_are_parts_of_characters(server: RunningServer) -> None:
+    pytest.importorskip("llguidance")
+    said, marked = "a 😀é😀 b—c", f"{PROMPT} 😀"
+    fields: dict[str, Any] = {"structured_outputs": {"choice": [said]}, "logprobs": 0, "max_tokens": 60}
+    for more, before in (({"prompt": marked, "echo": True}, marked), ({}, "")):
+        whole = complete(server, **fields, **more).json["choices"][0]
+        events = complete(server, **fields, **more, stream=True).events
+        pieces = [event["choices"][0]["logprobs"] for event in events]
+        streamed = [offset for each in pieces if each for offset in each["text_offset"]]
+        tokens, offsets = whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"]
+        assert whole["text"] == before + said and streamed == offsets and any("\ufffd" in token for token in tokens)
+        for token, offset in zip(tokens, offsets, strict=True):
+            assert "\ufffd" in token or whole["text"].startswith(token, offset) or token.startswith("<|")
+
+
 def test_echo_repeats_the_prompt_with_its_logprobs(server: RunningServer, model: Any) -> None:
     """As an evaluation harness asks: ids, echo, one token, logprobs."""
     ids = post(server.port, "/tokenize", {"prompt": PROMPT}).json["tokens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 from hypothesis import given
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from server.answers.parts import Parts
 from server.answers.responses import ResponseAnswer
+from server.base.settings import ServerSettings
+from server.schema.responses import ResponsesBody
 from server.tools.formats import make_parser
 from server.tools.messages import Messages
 from tests.server.apis import RESPONSES
@@ -29,15 +32,22 @@ FORMATS = [
 ]  # fmt: skip
 
 
+KIND = ResponseAnswer(ServerSettings(model_names=("m",), model="m"), ResponsesBody.parse({"input": "x"})).kind
+
+
 def items_of(texts: list[str], form: tuple[str, str | None]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The items of a text that comes in pieces, and the events that told of them."""
+    """The items of a text that comes in pieces, each character a token, and the events that told of them."""
     made = iter(range(1000))
     functions: Any = {"f": {"type": "object"}, "g": {"type": "object"}}
     messages = Messages(lambda: make_parser(*form, functions=functions), make_id=lambda: f"call_{next(made)}")
-    items = Parts(messages, ResponseAnswer.kind)
-    events = []
+    items = Parts(messages, KIND)
+    events, places = [], count()
     for number, text in enumerate(texts):
-        events += items.push(text, ended=number == len(texts) - 1)
+        tokens: Any = [
+            (next(places), {"token": mark, "bytes": [*mark.encode()], "logprob": -1.0, "top_logprobs": []})
+            for mark in text
+        ]
+        events += items.push(text, tokens, ended=number == len(texts) - 1)
     events += items.finish("completed")
     return items.done, events
 
@@ -58,6 +68,7 @@ def test_the_events_alone_tell_the_items_and_these_are_the_same_however_the_text
     assert items and without_ids(items) == without_ids(whole)
     told: list[dict[str, Any]] = []
     texts: dict[int, str] = {}
+    spelled: dict[int, str] = {}
     for number, event in enumerate(events):
         RESPONSES.require_official({**event, "sequence_number": number})
         index, kind = event["output_index"], event["type"]
@@ -68,16 +79,21 @@ def test_the_events_alone_tell_the_items_and_these_are_the_same_however_the_text
         elif kind.endswith(".delta"):
             assert event["item_id"] == told[index]["id"] and index == len(told) - 1
             texts[index] += event["delta"]
+            spelled[index] = spelled.get(index, "") + "".join(entry["token"] for entry in event.get("logprobs", ()))
         elif kind == "response.output_item.done":
             assert event["item"] == items[index]
             item = event["item"]
             said = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
             assert texts[index] == said
+            if item["type"] == "message":
+                (part,) = item["content"]
+                assert spelled.get(index, "") == "".join(entry["token"] for entry in part["logprobs"])
+                assert spelled.get(index, "") == said or (form[0] == "openai" and "\n" in said)  # between two messages
     assert [item["id"] for item in told] == [item["id"] for item in items]
 
 
 def test_nothing_said_is_an_empty_message() -> None:
-    items = Parts(None, ResponseAnswer.kind)
+    items = Parts(None, KIND)
     items.push("", ended=True)
     items.finish("completed")
     assert [item["content"][0]["text"] for item in items.done] == [""]

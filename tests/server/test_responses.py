@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -10,6 +13,7 @@ from server.base.limits import Limits
 from tests.server.apis import RESPONSES
 from tests.server.client import ask, get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.server.reciting_target import reciting
 
 MODEL = "test-model"
 
@@ -49,6 +53,32 @@ def test_log_probabilities_come_with_the_text(server: RunningServer) -> None:
     events = RESPONSES.stream(server.port, top_logprobs=2, ignore_eos=True)
     streamed = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
     assert [entry["token"] for entry in streamed] == [entry["token"] for entry in part["logprobs"]]
+
+
+SAID = {
+    "thinks": ["<think>", "\nhm 😀\n", "</think>", "\n\n", "H", "é", " <b> 😀😀 is", " so."],
+    "calls": ["It", " is", " 😀.", "\n<tool_call>\n", '{"name": "f", "arguments": {"a": 1}}', "\n</tool_call>"],
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_log_probabilities_are_of_the_tokens_that_spell_the_message(name: str, tmp_path: Path) -> None:
+    """Not of those that were thought, or called something."""
+    load = reciting(tmp_path, {name: ("", "".join(SAID[name])) for name in SAID}, [], ["<think>", "</think>"])
+    asked: Any = {"include": ["message.output_text.logprobs"], "tools": [{"type": "function", "name": "f"}]}
+    asked["max_output_tokens"] = 400
+    with serving(load, tool_call_parser="hermes", reasoning_parser="qwen3") as running:
+        found = RESPONSES.say(running.port, f"recite {name}", **asked)
+        events = RESPONSES.stream(running.port, f"recite {name}", **asked)
+    (part,) = (item["content"][0] for item in found["output"] if item["type"] == "message")
+    assert bytes(byte for entry in part["logprobs"] for byte in entry["bytes"]).decode() == part["text"]
+    streamed = [
+        entry for event in events if event["type"].endswith("text.delta") for entry in event.get("logprobs", ())
+    ]
+    assert [entry["token"] for entry in streamed] == [entry["token"] for entry in part["logprobs"]]
+    assert [item["type"] for item in found["output"]] == (
+        ["reasoning", "message"] if name == "thinks" else ["message", "function_call"]
+    )
 
 
 class Person(BaseModel):

@@ -29,6 +29,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "required": ["city"],
     },
     "now": {"type": "object", "properties": {}},
+    "srv/f-1.g:2": {"type": "object"},
 }  # fmt: skip
 
 
@@ -128,6 +129,27 @@ RECORDED: list[tuple[str | None, str | None, str, str, str, list[tuple[str, str]
         "openai", "openai_gptoss", "<|channel|>analysis<|message|>So.<|end|><|start|>assistant to=functions.now"
         "<|channel|>commentary <|constrain|>json", "", "So.", [],
     ),
+    # a bracket too many, before the end of a call or of the text, is nobody's; elsewhere it is content
+    (
+        "hermes", None, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}}\n</tool_call>\nSo.',
+        "So.", "", [WEATHER],
+    ),
+    ("llama3_json", None, '{"name": "get_weather", "parameters": {"city": "Paris"}}}]', "", "", [WEATHER]),
+    (
+        "deepseek_v31", None, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "Paris"}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "", "", [WEATHER],
+    ),
+    ("hermes", None, '<tool_call>{"name": "now", "arguments": {}}</tool_call> } it is', "} it is", "", [("now", "{}")]),
+    # what is nearly JSON is made JSON
+    (
+        "hermes", None, '<tool_call>{"name": "now", "arguments": {"a": True, "b": [None, False, "True,]",], "c": NaN , '
+        '"d": [-Infinity, 1e400, -1e4, 0], }}</tool_call>', "", "",
+        [("now", '{"a": true, "b": [null, false, "True,]"], "c": "NaN" , "d": ["-Infinity", "1e400", -1e4, 0] }')],
+    ),
+    ("hermes", None, '<tool_call>{"name": "now", "arguments": {"a": [1,', "", "", [("now", '{"a": [1,')]),
+    ("pythonic", None, "[now(a=1e400, b=-1.5E3)]", "", "", [("now", '{"a": "1e400", "b": -1.5E3}')]),
+    ("glm45", None, "<tool_call>now\n<arg_key>a</arg_key><arg_value>[1e400]</arg_value></tool_call>", "", "",
+     [("now", '{"a": "[1e400]"}')]),
     ("llama3_json", None, '{"city": "Paris"} is it.', '{"city": "Paris"} is it.', "", []),
     ("llama3_json", None, '{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', "", []),
     ("pythonic", None, "[1] says so, [now](there).", "[1] says so, [now](there).", "", []),
@@ -178,6 +200,7 @@ FRAGMENTS = [
         "<arg_value>",
         "</arg_value>",
     ),
+    *("False", "None", ", ", "-Infinity", "nan", "1e400", "5"),
     *("[TOOL_CALLS]", "now", "[ARGS]", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json", "```", "<|python_tag|>"),
 ]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join)
@@ -309,6 +332,7 @@ TEMPLATES = {
     ("glm45", "glm45"): "<tool_call>{{ tc.name }}<arg_key>{{ k }}</arg_key> ... <think></think>",
     ("granite", None): "<|start_of_role|>assistant<|end_of_role|> starting with <|tool_call|>",
     ("phi4_mini_json", None): "<|tool|>' + message['tools'] + '<|/tool|>",
+    (None, "qwen3"): "{%- set content = message['content'].split('</think>')[-1].lstrip() %}",  # Llama-3.3-Nemotron
     (None, None): "{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}",
 }
 

@@ -106,6 +106,13 @@ def written(name: str, value: str) -> str:
     return form.before + form.between.join([call(value), call("Rome")]) + form.after
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_functions_are_called_by_every_name_that_a_request_may_give_them(name: str) -> None:
+    for function in ("srv/f-1.g:2", "get_weather"):
+        _, _, calls = message(name, None, list(written(name, "Paris").replace("get_weather", function)))
+        assert {called for called, _ in calls} == {function}
+
+
 def can_hold(name: str, value: str) -> bool:
     """Whether a value may stand there as it is: without what ends it."""
     row = TOOL_FORMATS[name]

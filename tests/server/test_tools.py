@@ -4,6 +4,7 @@ them, said by an engine that says what it is told."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from server.schema.responses import ResponsesBody
 from ssd.bundled import MODEL_PATH
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import official_client, post
-from tests.server.failing_engine import RunningServer, SayingEngine, serving
+from tests.server.failing_engine import RunningServer, SayingCodec, SayingEngine, serving
 
 MODEL = "test-model"
 WEATHER: Any = {
@@ -155,6 +156,32 @@ def test_what_calls_nothing_is_content_and_where_nothing_may_be_called_calls_are
     for text, choice in (("It is sunny.", "auto"), (CALLS.split("</think>\n\n")[1], "none")):
         found = told.chat.completions.create(**say(text, tool_choice=choice)).choices[0]
         assert (found.message.content, found.message.tool_calls, found.finish_reason) == (text, None, "stop")
+
+
+@pytest.mark.parametrize(
+    ("marker", "pattern"),
+    [("[TOOL_CALLS]", r"([A-Za-z0-9]{9}) \1"), ("<|tool_calls_section_begin|>", r"(functions\.now:0) \1")],
+)
+def test_the_template_is_given_calls_by_the_names_that_it_writes(marker: str, pattern: str) -> None:
+    class Naming(SayingCodec):
+        def encode_chat(self, messages: list[dict[str, Any]], **_options: Any) -> list[int]:
+            _, said, result = messages
+            return self.encode_prompt(f"{said['tool_calls'][0]['id']} {result['tool_call_id']}")
+
+    def load(_: object) -> SayingEngine:
+        engine = SayingEngine("")
+        engine.codec = Naming("{{ tools }} " + marker)
+        return engine
+
+    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    turns = [
+        *ASKED,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "x"},
+    ]
+    with serving(load) as running:
+        answer = post(running.port, "/v1/chat/completions", {**say("x"), "messages": turns}).json
+    assert re.fullmatch(pattern, answer["choices"][0]["message"]["content"])
 
 
 def test_reasoning_is_left_out_on_request_and_never_said_to_be_content(told: openai.OpenAI) -> None:
