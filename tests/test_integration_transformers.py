@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    TextStreamer,
+)
 
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, SamplingParams
@@ -20,7 +27,7 @@ from ssd.integrations.transformers import CoupledSampling, generate
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.text.codec import TextCodec
 from tests.engines import ask, make_engine, target_of
-from tests.models import tiny_model
+from tests.models import VOCAB, tiny_model
 from tests.reference.law import law_of_outputs, logits_of
 from tests.statistics import assert_follows
 from tests.whole_answers import answers_of
@@ -56,7 +63,7 @@ class Counting:
 
 
 class Failing:
-    """A drafter that cannot draft."""
+    """A drafter that can do nothing."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         raise RuntimeError("no drafts today")
@@ -65,7 +72,17 @@ class Failing:
         raise RuntimeError("nor tomorrow")
 
     def finish(self, request_id: str) -> None:
-        pass
+        raise RuntimeError("never")
+
+
+class EndsWith(StoppingCriteria):
+    """A rule of one's own, which looks at the last token."""
+
+    def __init__(self, token_id: int) -> None:
+        self.token_id = token_id
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token_id
 
 
 def ids(codec: TextCodec, text: str) -> torch.Tensor:
@@ -183,8 +200,6 @@ def test_what_is_generated_is_learned_unless_told_otherwise(
 def test_dictionaries_streamers_and_configurations_pass_through(
     model: PreTrainedModel, codec: TextCodec, cache: SuffixCache, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers import AutoTokenizer
-
     prompt, config = ids(codec, PROMPTS[0]), GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=0)
     streamer = TextStreamer(AutoTokenizer.from_pretrained(MODEL_PATH), skip_prompt=True)
     output = generate(
@@ -195,18 +210,47 @@ def test_dictionaries_streamers_and_configurations_pass_through(
     assert capsys.readouterr().out.strip() == codec.decode(output.sequences[0, prompt.shape[1] :].tolist()).strip()
 
 
-def test_max_length_and_end_of_text_are_kept(model: PreTrainedModel, codec: TextCodec, cache: SuffixCache) -> None:
+def test_max_length_is_kept(model: PreTrainedModel, codec: TextCodec, cache: SuffixCache) -> None:
     prompt = ids(codec, PROMPTS[2])
     whole = model.generate(prompt, max_new_tokens=32, do_sample=False)
     cache.append(whole[0].numpy(), prompt_length=prompt.shape[1])
     for length in range(1, 12):
         output = generate(model, prompt, cache=cache, learn=False, max_new_tokens=length, do_sample=False)
         assert torch.equal(output, whole[:, : prompt.shape[1] + length])
-    end = int(whole[0, prompt.shape[1] + 5])
-    stopped = model.generate(prompt, max_new_tokens=32, do_sample=False, eos_token_id=end)
-    assert torch.equal(
-        generate(model, prompt, cache=cache, max_new_tokens=32, do_sample=False, eos_token_id=end), stopped
-    )
+
+
+@pytest.mark.parametrize("kind", ["eos_token_id", "stop_strings", "generation_config", "stopping_criteria"])
+def test_output_ends_within_a_text_that_is_known_to_go_on(
+    kind: str, model: PreTrainedModel, codec: TextCodec, cache: SuffixCache
+) -> None:
+    prompt = ids(codec, PROMPTS[2])
+    length = prompt.shape[1]
+    whole = model.generate(prompt, max_new_tokens=32, do_sample=False)
+    cache.append(whole[0].numpy(), prompt_length=length)
+    end = int(whole[0, length + 5])
+    tokenizer, said = AutoTokenizer.from_pretrained(MODEL_PATH), codec.decode([end])
+    rules: dict[str, Any] = {
+        "eos_token_id": {"eos_token_id": end},
+        "stop_strings": {"stop_strings": said, "tokenizer": tokenizer},
+        "generation_config": {"generation_config": GenerationConfig(stop_strings=[said]), "tokenizer": tokenizer},
+        "stopping_criteria": {"stopping_criteria": [EndsWith(end)]},
+    }[kind]
+    stopped = model.generate(prompt, max_new_tokens=32, do_sample=False, **rules)
+    assert length + 1 < stopped.shape[1] <= length + 6
+    passes: list[torch.Tensor] = []
+    with model.register_forward_pre_hook(lambda *called: passes.append(called[2]["input_ids"]), with_kwargs=True):
+        output = generate(model, prompt, cache=cache, max_new_tokens=32, do_sample=False, **rules)
+    assert torch.equal(output, stopped)
+    [fed] = passes  # the prompt, with the draft up to what ends it, which is left to the model
+    assert fed.shape[1] == stopped.shape[1] - 1 and end not in fed[0, length:]
+    assert cache.stats().num_appended_tokens == whole.shape[1] + stopped.shape[1]
+
+
+def test_ids_that_the_model_has_not_are_not_drafted(cache: SuffixCache) -> None:
+    model, prompt = tiny_model(), torch.tensor([[5, 6, 7]])
+    cache.append([5, 6, 7, VOCAB, VOCAB + 1, 8])
+    wanted = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(generate(model, prompt, cache=cache, max_new_tokens=8, do_sample=False), wanted)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig
-from ssd.errors import ConfigError
+from ssd.errors import ConfigError, ContextTooLong
 from ssd.integrations.trl import Rollouts
 from tests.engines import ask
 from tests.whole_answers import answers_of
@@ -155,6 +159,35 @@ def test_samples_of_a_prompt_differ_and_come_again_in_the_next_epoch(tmp_path: P
         assert others[0] != others[1], "an evaluation's noise is its own"
 
 
+_ONE_OF_TWO = """
+import sys
+from pathlib import Path
+
+from ssd.config import EngineConfig
+from ssd.integrations.trl import Rollouts
+from tests.test_integration_trl import GROUP, PROMPTS, make_trainer
+
+path = Path(sys.argv[1])
+with Rollouts(config=EngineConfig(max_num_seqs=2, max_model_len=64)) as rollouts:
+    trainer = make_trainer(path, rollouts)
+    trainer.model.train()
+    said = rollouts([PROMPTS[0]] * GROUP, trainer)["completion_ids"]
+(path / str(trainer.accelerator.process_index)).write_text(repr(said))
+"""
+
+
+@pytest.mark.slow
+def test_groups_of_a_prompt_differ_on_two_processes_too(tmp_path: Path) -> None:
+    script = tmp_path / "one_of_two.py"
+    script.write_text(_ONE_OF_TWO)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script), str(tmp_path)]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [tuple(text) for rank in "01" for text in ast.literal_eval((tmp_path / rank).read_text())]
+    assert len(set(said)) == 2 * GROUP
+
+
 def test_noise_is_drawn_anew_after_so_many_epochs(tmp_path: Path) -> None:
     with Rollouts(config=EngineConfig(max_num_seqs=4, max_model_len=64), fresh_noise_every=2) as rollouts:
         trainer = make_trainer(tmp_path, rollouts)
@@ -164,6 +197,19 @@ def test_noise_is_drawn_anew_after_so_many_epochs(tmp_path: Path) -> None:
             trainer.state.epoch = epoch
             said.append(rollouts([PROMPTS[0]] * GROUP, trainer)["completion_ids"])
         assert said[0] == said[1] != said[2] == said[3]
+
+
+def test_a_call_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    with Rollouts(config=EngineConfig(max_num_seqs=2, max_model_len=64)) as rollouts:
+        trainer = make_trainer(tmp_path, rollouts)
+        trainer.model.train()
+        asked = [PROMPTS[0]] * GROUP
+        said = rollouts(asked, trainer)["completion_ids"]
+        for next_step in (0, 1):
+            with pytest.raises(ContextTooLong):
+                rollouts([*asked, "import os\n" * 40], trainer)
+            trainer.state.global_step = next_step
+            assert rollouts(asked, trainer)["completion_ids"] == said
 
 
 def test_conversations_are_rendered_as_the_trainer_does(tmp_path: Path) -> None:

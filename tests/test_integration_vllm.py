@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,14 +22,14 @@ from ssd.config import CacheConfig, SamplingParams
 from ssd.errors import CacheLocked, ConfigError, ModelError
 from ssd.integrations import vllm_plugin
 from ssd.integrations.vllm import SuffixProposer
-from ssd.integrations.vllm_hooks import LENGTHS
+from ssd.integrations.vllm_hooks import LENGTHS, Hook
 from ssd.retrieval.cache import CacheSet
 from ssd.sharing.redis_log import RedisLog
 from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
 from tests.server.client import wait_until
 from tests.sharing_replica import stored
-from tests.vllm_runners import MAX_MODEL_LEN, Scripted, VllmBatch, learned_by, scripted, vllm_config
+from tests.vllm_runners import MAX_MODEL_LEN, Scripted, VllmBatch, finishing, learned_by, scripted, vllm_config
 
 __all__ = ["redis_server"]
 
@@ -52,11 +53,6 @@ def proposer() -> Iterator[SuffixProposer]:
     made = SuffixProposer(vllm_config())
     yield made
     made.close()
-
-
-def finishing(names: Iterable[str]) -> SimpleNamespace:
-    """What a scheduler says to the runner."""
-    return SimpleNamespace(finished_req_ids=set(names))
 
 
 # Drafting and learning
@@ -165,7 +161,7 @@ def test_no_more_is_drafted_than_the_scheduler_says(proposer: SuffixProposer) ->
     batch.add("a", Scripted(repeats[:30], repeats[30:], 80))
     lengths = []
     for most in (8, 2, 0, 0, 8):
-        proposer.on_step(batch.runner, SimpleNamespace(finished_req_ids=set(), num_spec_tokens_to_schedule=most))
+        proposer.on_step(batch.runner, finishing((), most))
         (draft,) = proposer.propose(batch.sample(), batch.num_tokens_no_spec, batch.token_ids_cpu)
         batch.drafts["a"] = draft
         lengths.append(len(draft))
@@ -223,6 +219,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
         pass
 
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", SimpleNamespace(GPUModelRunner=Runner))
+    monkeypatch.setattr(vllm_plugin, "V1_HOOKS", ())  # which are looked for in sources
     monkeypatch.setattr(vllm_plugin, "watch_v1", WATCH)
     return Runner
 
@@ -233,10 +230,10 @@ def test_the_plugin_tells_of_steps_and_of_the_end(watched: type[FakeRunner]) -> 
     runner = watched(proposers[1], batch)
     learned = learned_by(proposers[1])
     batch.add("a", scripted(60))
-    assert runner._update_states(SimpleNamespace(finished_req_ids=set())) == "corrections"
+    assert runner._update_states(finishing(())) == "corrections"
     batch.step(proposers[1])
     text = tuple(batch.requests["a"].text)
-    runner._update_states(SimpleNamespace(finished_req_ids={"a"}))
+    runner._update_states(finishing(["a"]))
     assert learned == [text]
     assert runner.calls == ["update", "update"]
     runner.shutdown()
@@ -249,17 +246,21 @@ def test_the_plugin_tells_of_steps_and_of_the_end(watched: type[FakeRunner]) -> 
 def test_other_drafters_are_left_alone(watched: type[FakeRunner]) -> None:
     SuffixProposer(vllm_config()).close()
     runner = watched(object(), VllmBatch())
-    assert runner._update_states(SimpleNamespace(finished_req_ids=set())) == "corrections"
+    assert runner._update_states(finishing(())) == "corrections"
     runner.shutdown()
 
 
-def test_a_runner_without_these_methods_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_runner_that_lacks_something_is_left_alone(
+    watched: type[FakeRunner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", SimpleNamespace(GPUModelRunner=object))
-    monkeypatch.setattr(vllm_plugin, "watch_v1", WATCH)
-    SuffixProposer(vllm_config()).close()
-    assert "nothing is drafted" in caplog.text
+    monkeypatch.setattr(vllm_plugin, "V1_HOOKS", (Hook("engine_of_nobody", "make", ()),) * 2)
+    original = watched.shutdown
+    proposer = SuffixProposer(vllm_config())
+    assert caplog.messages[-1] == (
+        "SSD does not draft for the V1 model runner of this vLLM: there is no engine_of_nobody:make, and 1 more"
+    )
+    assert watched.shutdown is original
+    assert proposer.propose([[1]], np.zeros(1, np.int32), np.zeros((1, 4), np.int32)) == [[]]
 
 
 def test_what_is_learned_ends_where_the_clients_answer_does(proposer: SuffixProposer) -> None:
@@ -338,6 +339,26 @@ def test_sharing_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="SSD_TOKENIZER"):
         SuffixProposer(config)
     SuffixProposer(vllm_config(tokenizer=str(tmp_path / "none"))).close()
+
+
+def test_a_tokenizer_with_code_of_its_own_is_loaded_where_vllm_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "tokenizer.json").write_bytes((MODEL_PATH / "tokenizer.json").read_bytes())
+    (own / "tokens.py").write_text("from transformers import PreTrainedTokenizerFast\n\n\n"
+                                   "class Tokens(PreTrainedTokenizerFast):\n    pass\n")  # fmt: skip
+    (own / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Tokens", "auto_map": {"AutoTokenizer": [None, "tokens.Tokens"]}})
+    )
+    config = vllm_config(tokenizer=str(own), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match="contains custom code"):
+        SuffixProposer(config)
+    config.model_config.trust_remote_code = True
+    SuffixProposer(config).close()
 
 
 # One cache, several engines

@@ -37,6 +37,8 @@ def vllm_config(
         model_config=SimpleNamespace(
             model=str(MODEL_PATH),
             tokenizer=str(MODEL_PATH),
+            tokenizer_revision=None,
+            trust_remote_code=False,
             max_model_len=max_model_len,
             get_vocab_size=lambda: VOCAB_SIZE,
         ),
@@ -72,6 +74,11 @@ class Scripted:
     def client_length(self) -> int:
         """Tokens of the text that its client got, the prompt included."""
         return len(self.prompt) + min(len(self.said), self.max_tokens)
+
+
+def finishing(names: Iterable[str], limit: int = 99) -> SimpleNamespace:
+    """What V1's scheduler says to the runner. ``limit`` : tokens of a draft that it has room for."""
+    return SimpleNamespace(finished_req_ids=set(names), num_spec_tokens_to_schedule=limit)
 
 
 def scripted(seed: int, *, num_output: int = 200, max_tokens: int = 12) -> Scripted:
@@ -162,7 +169,7 @@ class VllmBatch:
 
     def step(self, proposer: Any, prefilling: Collection[str] = ()) -> list[list[int]]:
         """Say that a step begins, sample, then ask for drafts; returns them."""
-        proposer.on_step(self.runner, SimpleNamespace(finished_req_ids=set()))
+        proposer.on_step(self.runner, finishing(()))
         sampled = self.sample(prefilling)
         drafts: list[list[int]] = proposer.propose(
             sampled, self.num_tokens_no_spec, self.token_ids_cpu, slot_mappings=None

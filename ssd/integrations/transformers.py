@@ -25,7 +25,15 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ssd.config import DraftConfig, SamplingParams
@@ -84,6 +92,7 @@ def generate(
     to it; None drafts from the prompt and the output alone. ``drafter`` : to keep what it learned between calls; None
     makes a new one. ``num_speculative_tokens`` : draft limit. ``coupled`` : noise to draw with instead of the global
     generator's; with ``output_scores`` only the token drawn has a finite score then. None: as ``model.generate`` does.
+    Stopping criteria are asked about drafted text too, without scores: they should look at the text alone.
 
     Raises RequestError for more than one row, beams, several returned sequences or another assistant, for ``coupled``
     without sampling, for encoder-decoders and for models that cannot take tokens back (Mamba and hybrids); and whatever
@@ -93,7 +102,11 @@ def generate(
     _check(model, input_ids, generate_kwargs)
     streamer = generate_kwargs.get("streamer")
     proposer = SuffixCandidateGenerator(
-        drafter or make_drafter("ssd", config), cache, prompt_length=input_ids.shape[1], limit=num_speculative_tokens
+        drafter or make_drafter("ssd", config),
+        cache,
+        prompt_length=input_ids.shape[1],
+        limit=num_speculative_tokens,
+        vocab_size=model.config.get_text_config().vocab_size,
     )
     proposer.may_teach = learn
 
@@ -101,7 +114,7 @@ def generate(
         if prepared.get("streamer") is None:  # transformers keeps it from functions like this one
             prepared["streamer"] = streamer
         config = prepared["generation_config"]
-        proposer.max_length = config.max_length
+        proposer.stopping_criteria = prepared["stopping_criteria"]
         if coupled is not None:
             if not config.do_sample:
                 raise RequestError("coupled says how tokens are drawn: pass do_sample=True too", param="coupled")
@@ -112,7 +125,7 @@ def generate(
         return GenerationMixin._assisted_decoding(cast(Any, _Assisted(model, proposer)), input_ids, **prepared)
 
     try:
-        output = model.generate(input_ids, custom_generate=decode, **generate_kwargs)
+        output = model.generate(input_ids, custom_generate=decode, **_with_stop_strings(model, generate_kwargs))
         sequence = output if isinstance(output, torch.Tensor) else output.sequences
         proposer.note(sequence)
     finally:
@@ -125,11 +138,15 @@ def generate(
 class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # transformers is not typed
     """Drafts for one sequence; made for each call of ``generate``. A drafter that fails proposes nothing."""
 
-    def __init__(self, drafter: Drafter, cache: SuffixCache | None, *, prompt_length: int, limit: int) -> None:
-        """``limit`` : most tokens of a draft; ``prompt_length`` : tokens of the context that are the prompt."""
+    def __init__(
+        self, drafter: Drafter, cache: SuffixCache | None, *, prompt_length: int, limit: int, vocab_size: int
+    ) -> None:
+        """``prompt_length`` : tokens of the context that are the prompt. ``limit`` : most tokens of a draft.
+        ``vocab_size`` : of the model; a draft with an id beyond it is none."""
         self.num_failures = 0
-        self.max_length: int | None = None
-        """Of prompt and output in tokens; drafts end one before it. None: no bound."""
+        self.stopping_criteria = StoppingCriteriaList()
+        """What ends the output. transformers asks them about the end of what it accepted and not about what is within
+        that, so drafts end one token before they would hold: that one is left to the model."""
         self.sampling: SamplingRow | None = None
         """How tokens are drawn, where drafters can know: with coupled noise."""
         self.may_teach = False
@@ -138,6 +155,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         self._cache = cache
         self._prompt_length = prompt_length
         self._limit = limit
+        self._vocab_size = vocab_size
         self._request_id = f"generate-{next(_ids)}"
         self._draft = EMPTY_DRAFT
         self._price_list = PriceList()
@@ -147,15 +165,15 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         """``input_ids``, int64[1, n], with the draft behind it; no scores, so transformers samples and compares."""
         context = self.note(input_ids)
         try:
-            self._draft = self._propose(context)
+            draft = self._propose(context)
+            tokens = torch.from_numpy(draft.token_ids.astype(np.int64)).to(input_ids.device)
+            candidates = self._before_end(torch.cat([input_ids, tokens[None]], dim=-1), len(context))
+            self._draft = draft.cut(candidates.shape[1] - len(context))
         except Exception:  # a drafter must not fail the request
             self.num_failures += 1
-            self._draft = EMPTY_DRAFT
+            self._draft, candidates = EMPTY_DRAFT, input_ids
         self._drafted_at = time.perf_counter()
-        if len(self._draft.token_ids) == 0:
-            return input_ids, None
-        tokens = torch.from_numpy(self._draft.token_ids.astype(np.int64)).to(input_ids.device)
-        return torch.cat([input_ids, tokens[None]], dim=-1), None
+        return candidates, None
 
     def note(self, input_ids: torch.Tensor) -> TokenIds:
         """The text so far, of which nothing is taken back: int32[n] of int64[1, n]."""
@@ -175,11 +193,20 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
 
     def close(self) -> None:
         """The sequence has ended."""
-        self._drafter.finish(self._request_id)
-        getattr(self._drafter, "publish", lambda: None)()
+        try:
+            self._drafter.finish(self._request_id)
+            getattr(self._drafter, "publish", lambda: None)()
+        except Exception:
+            self.num_failures += 1
+
+    def _before_end(self, candidates: torch.Tensor, length: int) -> torch.Tensor:
+        """int64[1, m], the first ``length`` of them the context, cut before the first drafted one that would end it."""
+        for size in range(length, candidates.shape[1]):
+            if self.stopping_criteria(candidates[:, : size + 1], None).all():
+                return candidates[:, :size]
+        return candidates
 
     def _propose(self, context: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Draft:
-        room = self._limit if self.max_length is None else self.max_length - len(context) - 1
         price = self._price_list.price(1)
         request = DraftRequest(
             request_id=self._request_id,
@@ -187,12 +214,14 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             prompt_length=self._prompt_length,
             snapshot=None if self._cache is None else self._cache.snapshot(),
             learned=None if self._cache is None else self._cache.learned,
-            limit=max(0, min(self._limit, room)),
+            limit=self._limit,
             prices=np.array([price]) if price else None,
             sampling=self.sampling,
             may_teach=self.may_teach,
         )
         draft = self._drafter.propose([request])[0]
+        if ((draft.token_ids < 0) | (draft.token_ids >= self._vocab_size)).any():
+            return EMPTY_DRAFT
         return draft.cut(self._price_list.paying_width(draft.chances())) if len(draft.token_ids) else draft
 
 
@@ -240,6 +269,16 @@ class _Assisted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _with_stop_strings(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Stop strings as a criterion of one's own: a function like ours is not given the tokenizer they are made with."""
+    configs = (kwargs.get("generation_config"), model.generation_config)
+    strings = kwargs.get("stop_strings") or next((c.stop_strings for c in configs if c and c.stop_strings), None)
+    if not strings or kwargs.get("tokenizer") is None:
+        return {**kwargs}
+    criteria = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(kwargs["tokenizer"], strings)]
+    return {**kwargs, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
 
 
 def _check(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Mapping[str, Any]) -> None:

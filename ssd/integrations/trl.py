@@ -135,9 +135,9 @@ class Rollouts:
         began = perf_counter()
         prompt_ids = _token_ids(prompts, trainer)
         requests = list(self._requests(prompt_ids, trainer))
+        self._num_calls += 1  # first: ids of a call that fails do not come again
         said = self._run(engine, requests)
         self.totals.generating_s += perf_counter() - began
-        self._num_calls += 1
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [said[request.request_id][0] for request in requests],
@@ -197,6 +197,8 @@ class Rollouts:
 
     def _requests(self, prompt_ids: Sequence[Sequence[int]], trainer: Any) -> Iterator[Request]:
         """Of every prompt one, with the noise of its number in the group of those with the same prompt."""
+        from accelerate.utils import gather_object  # type: ignore[import-untyped]  # comes with TRL
+
         args = trainer.args
         is_training = trainer.model.training
         group_size = trainer.num_generations if is_training else trainer.num_generations_eval
@@ -210,14 +212,17 @@ class Rollouts:
             logprobs=0,
             drawn_logprobs=True,
         )
+        own = self._coupled and is_training
         first = trainer.accelerator.process_index * len(prompt_ids)
+        everywhere = gather_object(prompt_ids)  # a group may be on two processes, and its prompt's other one elsewhere
         groups: Counter[tuple[int, ...]] = Counter()
-        for index, prompt in enumerate(map(tuple, prompt_ids), first):
+        for index, prompt in enumerate(map(tuple, everywhere[: first + len(prompt_ids)])):
             sample = index % group_size
-            if index == first or sample == 0:
+            if sample == 0:
                 groups[prompt] += 1  # a prompt that is there twice has two groups, of other streams each
+            if index < first:
+                continue
             stream = (groups[prompt] - 1) * group_size + sample
-            own = self._coupled and is_training
             yield Request(
                 request_id=f"{self._num_calls}-{index}",
                 prompt_token_ids=prompt,
@@ -236,15 +241,22 @@ class Rollouts:
         """Tokens and their log-probabilities, by request."""
         said: dict[str, tuple[list[int], list[float]]] = {request.request_id: ([], []) for request in requests}
         pending, before = deque(requests), engine.metrics.num_verify_steps
-        while pending or engine.has_work():
-            _submit(engine, pending)
-            for output in engine.step():
-                if output.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
-                    raise EngineError(f"sample {output.request_id} failed: {output.error or output.finish_reason}")
-                tokens, logprobs = said[output.request_id]
-                tokens += output.token_ids
-                logprobs += [entry.logprob for entry in output.logprobs or ()]
-            self.totals.passes += 1
+        try:
+            while pending or engine.has_work():
+                _submit(engine, pending)
+                for output in engine.step():
+                    if output.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+                        raise EngineError(f"sample {output.request_id} failed: {output.error or output.finish_reason}")
+                    tokens, logprobs = said[output.request_id]
+                    tokens += output.token_ids
+                    logprobs += [entry.logprob for entry in output.logprobs or ()]
+                self.totals.passes += 1
+        except BaseException:  # a notebook goes on after an interrupt, with the same engine
+            for request in requests:
+                engine.cancel(request.request_id)
+            while engine.has_work():
+                engine.step()
+            raise
         self.totals.samples += len(requests)
         self.totals.tokens += sum(len(tokens) for tokens, _ in said.values())
         self.totals.row_passes += engine.metrics.num_verify_steps - before

@@ -85,7 +85,7 @@ class SuffixProposer(VllmDrafter):
     def on_step(self, runner: Any, scheduler_output: Any) -> None:
         """vLLM's runner begins a step, and requests have ended. Never raises."""
         try:
-            self._limit = min(self._longest, getattr(scheduler_output, "num_spec_tokens_to_schedule", self._longest))
+            self._limit = min(self._longest, scheduler_output.num_spec_tokens_to_schedule)
             if self._runner is None or self._runner() is not runner:
                 self._runner = weakref.ref(runner)
             names, core = list(scheduler_output.finished_req_ids), self._core
@@ -133,10 +133,10 @@ class SuffixProposer(VllmDrafter):
     def _seat(self, core: Core, batch: Any, known: npt.NDArray[np.int64]) -> None:
         """Tell the drafter which requests the rows are; new ones begin with the tokens that were known before."""
         self._texts, width = [], batch.token_ids_cpu.shape[1]
-        embedded = getattr(batch, "req_prompt_embeds", ())  # rows whose prompt is no text
         for row, (name, length) in enumerate(zip(batch.req_ids, known.tolist(), strict=False)):
             request = core.requests.get(name)
-            if request is None and 0 <= length <= width and row not in embedded:
+            # A prompt of embeddings is no text.
+            if request is None and 0 <= length <= width and row not in batch.req_prompt_embeds:
                 tokens, prompt_length = batch.token_ids_cpu[row, :length], int(batch.num_prompt_tokens[row])
                 request = core.begin(name, tokens, prompt_length)
             self._texts.append(request)

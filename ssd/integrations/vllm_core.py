@@ -92,7 +92,7 @@ class Core:
         """Those that have not ended, by vLLM's ids."""
         self.num_learned = 0
         """Requests that were given to the cache."""
-        self._codec = codec = _load_codec(settings.tokenizer or model.tokenizer or model.model, settings)
+        self._codec = codec = _load_codec(model, settings)
         self.end_of_text_ids = frozenset(codec.eos_token_ids if codec else ())
         fingerprint = codec.fingerprint if codec else xxhash.xxh3_128_hexdigest(str(model.model).encode())
         config = settings.cache_config()
@@ -252,11 +252,15 @@ def _module(name: str) -> Any:
         return None
 
 
-def _load_codec(name: str, settings: IntegrationSettings) -> TextCodec | None:
+def _load_codec(model: Any, settings: IntegrationSettings) -> TextCodec | None:
+    """``model`` : vLLM's configuration of it. Raises ModelError where text is shared."""
     from ssd.text.codec import TextCodec
+    from ssd.text.load_tokenizer import HubOptions
 
+    name = settings.tokenizer or str(model.tokenizer or model.model)
+    revision = None if settings.tokenizer else model.tokenizer_revision  # of vLLM's tokenizer, and of no other
     try:
-        return TextCodec.load(str(name))
+        return TextCodec.load(name, HubOptions(revision=revision, trust_remote_code=model.trust_remote_code))
     except ModelError as error:
         if settings.is_shared:
             raise ModelError(

@@ -72,7 +72,13 @@ V2_HOOKS: Final = (
 V1_HOOKS: Final = (
     Hook(V1_RUNNER, "GPUModelRunner._update_states", _STEP),
     Hook(V1_RUNNER, "GPUModelRunner.shutdown", ("self",)),
-)
+    Hook(V1_RUNNER, "GPUModelRunner", ("input_batch", "requests")),
+    Hook("vllm.v1.worker.gpu_input_batch", "InputBatch", (
+        "req_ids", "token_ids_cpu", "num_prompt_tokens", "req_prompt_embeds",
+    )),
+    Hook("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("output_token_ids", "sampling_params")),
+    Hook("vllm.v1.core.sched.output", "SchedulerOutput", ("finished_req_ids", "num_spec_tokens_to_schedule")),
+)  # fmt: skip
 
 
 def is_asked_for(vllm_config: Any) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ssd.errors import ConfigError
@@ -26,6 +26,7 @@ from ssd.integrations.vllm_hooks import (
     LENGTHS,
     SCHEDULER,
     SPECULATOR,
+    V1_HOOKS,
     V1_RUNNER,
     V2_HOOKS,
     V2_RUNNER,
@@ -46,8 +47,8 @@ def register() -> None:
     _is_registered = True
     lacks = missing(V2_HOOKS)
     if lacks:
-        log.warning("SSD does not draft for the V2 model runner of this vLLM, nothing was registered: %s%s", lacks[0],
-                    f", and {len(lacks) - 1} more" if len(lacks) > 1 else "")  # fmt: skip
+        log.warning("SSD does not draft for the V2 model runner of this vLLM, nothing was registered: %s",
+                    _in_short(lacks))  # fmt: skip
         return
     package = importlib.import_module(SPECULATOR)
     _wrap(package, init_speculator=_make)
@@ -61,13 +62,16 @@ def register() -> None:
 
 def watch_v1() -> bool:
     """Tell our drafters about steps and shutdown. Returns whether the runner could be watched."""
-    try:
-        runner = importlib.import_module(V1_RUNNER).GPUModelRunner
-        _watch(runner, "drafter", _update_states=_announce, shutdown=_close)
-    except (ImportError, AttributeError) as error:
-        log.warning("vLLM's model runner cannot be watched, nothing is drafted: %s", error)
+    if lacks := missing(V1_HOOKS):
+        log.warning("SSD does not draft for the V1 model runner of this vLLM: %s", _in_short(lacks))
         return False
+    runner = importlib.import_module(V1_RUNNER).GPUModelRunner
+    _watch(runner, "drafter", _update_states=_announce, shutdown=_close)
     return True
+
+
+def _in_short(lacks: Sequence[str]) -> str:
+    return lacks[0] + (f", and {len(lacks) - 1} more" if len(lacks) > 1 else "")
 
 
 # -- wrappers -------------------------------------------------------------------------------------------------------
