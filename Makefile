@@ -86,7 +86,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Reproduces the README's figures: some 80 minutes on two cores, 2 GB of disk for the largest index. The replay needs
+# Reproduces the README's figures: some 90 minutes on two cores, 2 GB of disk for the largest index. The replay needs
 # recorded traces and tokenizers; other people's drafters are asked where `make bench-peers` installed them.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.growth --out benchmarks/results/growth.json
@@ -96,6 +96,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.exact --out benchmarks/results/exact.json
 	$(BIN)/python -m benchmarks.contenders --question overhead --out benchmarks/results/overhead.json
 	$(BIN)/python -m benchmarks.contenders --out benchmarks/results/sources.json
+	$(BIN)/python -m benchmarks.contenders --question mechanisms --out benchmarks/results/mechanisms.json
 	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
 		if [ -e $(PEERS_READY) ]; then \
@@ -111,7 +112,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.http --out benchmarks/results/http.json
 	$(BIN)/python -m benchmarks.soak --out benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results/faults.json
-	$(BIN)/python -m benchmarks.faults --servers 3 --out benchmarks/results/fleet-faults.json
+	$(BIN)/python -m benchmarks.faults --servers 3 --rounds 30 --out benchmarks/results/fleet-faults.json
 	$(BIN)/python -m benchmarks.report
 
 # Other people's drafters in an environment of their own: about five minutes, of which two download and three compile, and
@@ -189,7 +190,7 @@ bench-real: $(READY) real-model
 	$(BIN)/python -m benchmarks.evaluate $(REAL_MODEL) --requests 8 --max-tokens 32 --prompt-tokens 128 --rounds 1 \
 		--workloads mixed often --out benchmarks/results/evaluate-gemma.json
 	$(BIN)/python -m benchmarks.growth --model $(REAL_MODEL) --streams new $(if $(SSD_TRACES),sql agent_tools) \
-		--requests 40 --window 4 --repeated 8 --out benchmarks/results/growth-gemma.json
+		--requests 40 --window 2 --repeated 8 --out benchmarks/results/growth-gemma.json
 	$(BIN)/python -m benchmarks.decode --model $(REAL_MODEL) --batch 1 4 --rounds 16 --baseline-rounds 3 \
 		--out benchmarks/results/decode-gemma.json
 	$(BIN)/python -m benchmarks.contenders --question overhead --model $(REAL_MODEL) --batch 1 4 --rounds 12 \

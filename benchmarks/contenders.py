@@ -3,14 +3,15 @@
 ``python -m benchmarks.contenders [MODEL] [--question sources|mechanisms|overhead] [--rounds N] [--out FILE]``
 
 - sources: what each source of drafts brings alone, and all together, on text that never repeats;
-- mechanisms: all of them, and all but one: "all together over it" above 1 says that what is left out pays;
-- overhead: is speculation ever slower? At temperature 1, cold (empty caches, no prompt twice) and adversarial (the
-  cache holds another answer to each prompt, so that long matches lie), at every batch size. Text that lies all the time
-  is soon not drafted from: "drafted a pass" says how much of it was.
+- mechanisms: all of them, and all but one: "all over it" above 1 says that what is left out pays;
+- overhead: is speculation ever slower? At temperature 1, cold (empty caches, no prompt twice), adversarial (the cache
+  holds another answer to each prompt, so that long matches lie) and full (a million tokens of such code are known,
+  shuffled, so that every lookup finds much and all of it lies), at every batch size. Text that lies all the time is
+  soon not drafted from: "drafted a pass" says how much of it was.
 
-Requests are pieces of the standard library, a seed for each, other ones each round where none comes twice. A round
-begins with empty caches; within it all ways answer a group of requests in turn, another one leading each time. Every
-output is compared with speculation off.
+Requests are pieces of code (`benchmarks.workloads`), a seed for each, other ones each round where none comes twice. A
+round begins with caches of its own; within it all ways answer a group of requests in turn, another one leading each
+time. Every output is compared with speculation off.
 Ratios are of rates within a round, prompts included: the median with the least and the most, and an interval of 95 %;
 by CPU time too, which other programs on the machine change less. Prints a table; the last line of stdout is one JSON
 object.
@@ -22,22 +23,30 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.run import Option, Run, bootstrap, spread
+from benchmarks.run import GAIN, Option, Run, bootstrap, spread
+from benchmarks.steps import texts_of
 from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios, requests_of
 from benchmarks.workloads import MIXED, NO_REPEATS, made_stream
 from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
 from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.static import StaticWriter
 from ssd.text.codec import TextCodec
 
 OFF, ALL = "off", "all together"
+
+_KNOWN_TOKENS = 1_000_000
+"""Where the traffic is full."""
 
 Round = Mapping[str, Tally]
 """What each way made of the requests of one round."""
@@ -45,7 +54,7 @@ Round = Mapping[str, Tally]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """What drafts."""
+    """What drafts; nothing where its name is `OFF`."""
 
     name: str
     draft: DraftConfig = field(default_factory=DraftConfig)
@@ -74,6 +83,7 @@ class Question:
     prompt_tokens: int
     max_tokens: int = 64
     rounds: int = 6
+    off: Way = Way(name=OFF)
 
 
 QUESTIONS: Final = {
@@ -88,10 +98,11 @@ QUESTIONS: Final = {
             Way(name="without kept prompts"),
             Way(name=ALL, keeps_prompts=True),
         ),
-        traffic=("mixed", "new"), temperatures=(0.0, 0.7), prompt_tokens=192,
+        traffic=("mixed", "new"), temperatures=(0.0, 0.7), requests=12, prompt_tokens=192, max_tokens=40, rounds=5,
+        off=Way(name=OFF, keeps_prompts=True),
     ),
     "overhead": Question(
-        ways=(Way(name=ALL),), traffic=("cold", "adversarial"), temperatures=(1.0,), batch=(1, 2, 4, 8, 32),
+        ways=(Way(name=ALL),), traffic=("cold", "adversarial", "full"), temperatures=(1.0,), batch=(1, 2, 4, 8, 32),
         requests=0, prompt_tokens=96, max_tokens=128, rounds=12,
     ),
 }  # fmt: skip
@@ -106,6 +117,7 @@ OPTIONS: dict[str, Any] = {
         )
     },
     "batch": Option(default=None, kind=int, several=True, metavar="B", help="rows"),
+    "traffic": Option(default=None, several=True, choices=("mixed", "new", "cold", "adversarial", "full")),
     "seed": 0,
 }  # fmt: skip
 COLUMNS = (
@@ -118,40 +130,46 @@ COLUMNS = (
     (">tokens a pass", "{tokens_per_pass[0]:.2f}"),
     (">tokens/s over off", "{over_off[0]:.2f}x"),
     (">95 %", "{over_off_95[0]:.2f}-{over_off_95[1]:.2f}"),
+    (">all over it, by CPU time", GAIN.replace("%s", "all_over")),
 )
 NOTE = (
-    "`python -m benchmarks.contenders`, float32, {environment[cpu]}, {environment[cores]} cores: rounds from empty "
-    "caches, ways in turn, all outputs equal; medians over rounds, prompts included, with what resampled rounds give. "
-    "{measured}."
+    "`python -m benchmarks.contenders --question {benchmark}`, float32: rounds from caches without answers, ways in "
+    "turn, all outputs equal; medians over rounds, prompts included, with what resampled rounds give. {measured}."
 )
-RUN = " ({parameters[rounds]} rounds, {parameters[prompt_tokens]} prompt and {parameters[max_tokens]} output tokens)"
+RUN = (
+    "threads: {threads}, {parameters[rounds]} rounds, {parameters[prompt_tokens]} prompt and "
+    "{parameters[max_tokens]} output tokens"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differs."""
     run = Run("contenders", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True)
     args = run.args
-    given = {name: getattr(args, name) for name in ("requests", "max_tokens", "prompt_tokens", "rounds", "batch")}
+    given = {
+        name: getattr(args, name) for name in ("requests", "max_tokens", "prompt_tokens", "rounds", "batch", "traffic")
+    }
     question = replace(QUESTIONS[args.question], **{name: value for name, value in given.items() if value})
-    run.parameters |= {name: value for name, value in asdict(question).items() if name != "ways"}
+    run.parameters |= {name: value for name, value in asdict(question).items() if name not in ("ways", "off")}
     run.name = args.question
     codec, model = run.load()
     # The draft head that comes with the bundled model, where it is the model.
     head = HEAD_PATH if not args.shape and Path(args.model) == MODEL_PATH else None
     comparison = Comparison()
-    for batch in question.batch:
-        engines = {way.name: _opened(way, model, codec, question, batch, head) for way in question.ways
-                   if head is not None or way.name == ALL or not way.has_head}  # fmt: skip
-        engines[OFF] = _opened(None, model, codec, question, batch, None)
-        for traffic in question.traffic:
-            for temperature in question.temperatures:
-                rounds = list(_rounds(engines, codec, question, batch, traffic, temperature, args.seed, comparison))
-                for name in engines:
-                    if name != OFF:
-                        where = {"traffic": traffic, "batch": batch, "temperature": temperature}
-                        row = run.row({**where, "way": name, **row_of(rounds, name)})
-                        if args.question == "mechanisms":
-                            run.say(f"  {ALL} over it, by CPU time: {row['all_over'][0]:.2f}x")
+    with TemporaryDirectory(prefix="contenders-") as known:
+        if "full" in question.traffic:
+            _know(Path(known), codec)
+        for batch in question.batch:
+            ways = [way for way in question.ways if head is not None or way.name == ALL or not way.has_head]
+            engines = {way.name: _opened(way, model, codec, question, batch, head) for way in (*ways, question.off)}
+            for traffic, temperature in product(question.traffic, question.temperatures):
+                where = {"traffic": traffic, "batch": batch, "temperature": temperature}
+                rounds = list(_rounds(engines, codec, question, where, args.seed, comparison, Path(known)))
+                for way in ways:
+                    row = {**where, "way": way.name, **row_of(rounds, way.name)}
+                    if args.question == "mechanisms":
+                        row["all_over"] = spread(ratios(rounds, ALL, way.name, "tokens_per_cpu_s"))
+                    run.row(row)
     run.say(f"{comparison.num_tokens} tokens compared, {comparison.num_mismatches} mismatches")
     return run.end(
         draft_head=None if head is None else head.name,
@@ -163,30 +181,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _opened(
-    way: Way | None, model: PreTrainedModel, codec: TextCodec, question: Question, batch: int, head: Path | None
+    way: Way, model: PreTrainedModel, codec: TextCodec, question: Question, batch: int, head: Path | None
 ) -> Engine:
-    """An engine for so many rows; None is speculation off."""
+    """An engine for so many rows."""
     length = question.prompt_tokens + question.max_tokens + 8
-    if way is None:
-        return open_engine(model, "none", slots=batch, length=length, codec=codec)
     config = EngineConfig(max_num_seqs=batch, enable_prefix_caching=way.keeps_prompts)
-    with_head = head if way.has_head else None
+    with_head, drafter = head if way.has_head else None, "none" if way.name == OFF else "ssd"
     return open_engine(
-        model, "ssd", slots=batch, length=length, draft=way.draft, config=config, head=with_head, codec=codec
+        model, drafter, slots=batch, length=length, draft=way.draft, config=config, head=with_head, codec=codec
     )
+
+
+def _know(directory: Path, codec: TextCodec) -> None:
+    """Static text for full caches: tokens as frequent as in the prompts, in random order."""
+    with StaticWriter(directory, fingerprint=codec.fingerprint) as writer:
+        writer.append(
+            np.random.default_rng(0).permutation(np.resize(np.array(texts_of(codec), np.int32), _KNOWN_TOKENS))
+        )
 
 
 def _rounds(
     engines: Mapping[str, Engine],
     codec: TextCodec,
     question: Question,
-    batch: int,
-    traffic: str,
-    temperature: float,
+    where: Mapping[str, Any],
     seed: int,
     comparison: Comparison,
+    known: Path,
 ) -> Iterator[Round]:
-    """Rounds with caches of their own, the first not counted where rounds are short; seeds go on over rounds."""
+    """Rounds with caches of their own, the first not counted where rounds are short; seeds go on over rounds.
+
+    ``where`` : traffic, batch and temperature. ``known`` : of `_know`.
+    """
+    traffic, batch, temperature = where.values()
     number_of_requests = question.requests or batch
     is_short = not question.requests
     mix = MIXED if traffic == "mixed" else NO_REPEATS
@@ -205,6 +232,8 @@ def _rounds(
             for name, engine in engines.items():
                 if name != OFF:
                     engine.caches = stack.enter_context(CacheSet(CacheConfig(), fingerprint=codec.fingerprint))
+                    if traffic == "full":
+                        engine.caches.add_static_directory(known)
             before = number * number_of_requests
             for first in range(0, number_of_requests, batch):
                 asked = range(before + first, before + min(first + batch, number_of_requests))
@@ -234,7 +263,6 @@ def row_of(rounds: Sequence[Round], name: str) -> dict[str, Any]:
         "over_off": spread(over),
         "over_off_95": bootstrap(over),
         "over_off_by_cpu_time": spread(ratios(rounds, name, OFF, "tokens_per_cpu_s")),
-        "all_over": spread(ratios(rounds, ALL, name, "tokens_per_cpu_s")),
     }
 
 

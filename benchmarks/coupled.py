@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
@@ -54,21 +54,14 @@ COLUMNS = (
     (">tokens a pass", "{uncoupled[tokens_per_pass]:.2f}"),
 )
 NOTE = (
-    "`python -m benchmarks.coupled`, float32, {environment[cpu]}, {environment[cores]} cores; {measured}. One request "
-    "at a time, top-p {parameters[top_p]}. Asked again: every prompt was answered once of each stream "
-    "before. Medians over groups of requests (least ... most), prompts included. Seeds: the same requests, each with a "
-    "seed of its own. All outputs are those of speculation off."
+    "`python -m benchmarks.coupled`, float32; {measured}. One request at a time. Asked again: every prompt was "
+    "answered once of each stream before. Medians over groups of requests (least ... most), prompts included. Seeds: "
+    "the same requests, each with a seed of its own. All outputs are those of speculation off."
 )
 RUN = (
-    " ({parameters[streams]} streams, {parameters[requests]} prompts of {parameters[prompt_tokens]} tokens, "
-    "{parameters[group]} a group)"
+    "threads: {threads}, top-p {parameters[top_p]}, {parameters[requests]} prompts of {parameters[prompt_tokens]} "
+    "tokens, {parameters[group]} a group"
 )
-
-
-def is_shown(row: Mapping[str, Any]) -> bool:
-    """On the page."""
-    return row["streams"] == 4 and row["workload"] in (REPEATS, VARIANTS, NEW)
-
 
 _BATCH = 8
 """Requests answered together where nothing is timed."""

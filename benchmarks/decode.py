@@ -8,7 +8,7 @@ Outputs of every K must be those of K = 0. With ``--profiled`` more steps under 
 groups of kernels and its waits for the host, or operators by groups, and with ``--traces`` a trace for a browser. With
 ``--shape tiny`` nearly all but the launch is the host's own.
 
-Beside them ``model.generate`` on one of the prompts, and a copy of memory, which tells what the device can move. Prints
+Beside them ``model.generate`` on other prompts, and a copy of memory, which tells what the device can move. Prints
 a table; the last line of stdout is one JSON object.
 """
 
@@ -29,10 +29,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 from transformers import PreTrainedModel
 
+from benchmarks.models import load
 from benchmarks.profile import profiled
-from benchmarks.run import Option, Run
+from benchmarks.run import ENGINE, Option, Run
 from benchmarks.steps import (
     DRAFTING,
     PARTS,
@@ -55,7 +57,9 @@ from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine
 from ssd.model.loading.load_target import open_target
+from ssd.model.loading.threads import settle_threads
 from ssd.model.target import Target
+from ssd.model.ways.exactness import settle_exactness
 from ssd.retrieval.cache import CacheSet
 
 _UNTIMED, _UNTIMED_PLAIN = 6, 24
@@ -63,61 +67,73 @@ _UNTIMED, _UNTIMED_PLAIN = 6, 24
 
 
 def time_generate(
-    model: PreTrainedModel, target: Target, prompt: Tokens, num_tokens: int, rounds: int
+    model: PreTrainedModel, target: Target, prompts: Sequence[Tokens], num_tokens: int
 ) -> dict[str, dict[str, Any]]:
-    """Tokens a second of each way at batch 1, prompt included, or why a way does not run here; medians of ``rounds``.
+    """Tokens a second of each way at batch 1, prompt included, or why a way does not run here; medians over rounds.
 
-    A round runs all ways in turn, the engine without drafts first: ``engine_over_it`` compares within rounds.
+    A round runs all ways in turn on one of ``prompts``, the first of which warms up; ``engine_over_it`` compares within
+    rounds: with the engine that drafts, of the request's own text, where the way does.
     """
-    ways: dict[str, Callable[[], list[int]]] = {"engine": partial(_complete, target, prompt, num_tokens)}
-    ways |= {name: partial(_generate, model, prompt, num_tokens, how) for name, how in _GENERATE.items()}
+    ways: dict[str, Callable[[Tokens], list[int]]] = {
+        name: partial(_complete, target, num_tokens, drafter) for name, drafter in _ENGINES.items()
+    }
+    ways |= {name: partial(_generate, model, num_tokens, how) for name, how in _GENERATE.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     errors: dict[str, str] = {}
-    texts: dict[str, list[int]] = {}
-    for _ in range(rounds + 1):  # the first one warms up
+    texts: dict[str, list[list[int]]] = {name: [] for name in ways}
+    for prompt in prompts:
         for name, way in ways.items():
             if name not in errors:
                 synchronize(model.device)
                 began = time.perf_counter()
                 try:
-                    texts[name] = way()
+                    texts[name].append(way(prompt))
                 except Exception as error:  # a model may refuse the cache
                     errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
                 seconds[name].append(time.perf_counter() - began)
     found: dict[str, dict[str, Any]] = {name: {"tokens_per_s": None, "error": why} for name, why in errors.items()}
     for name in ways.keys() - errors.keys():
-        ratios = [theirs / ours for ours, theirs in zip(seconds["engine"][1:], seconds[name][1:], strict=True)]
+        ours = seconds[DRAFTED if name in (DRAFTED, "prompt lookup") else "engine"]
+        ratios = [theirs / own for own, theirs in zip(ours[1:], seconds[name][1:], strict=True)]
         found[name] = {
             "tokens_per_s": round(num_tokens / median(seconds[name][1:]), 2),
             "engine_over_it": round(median(ratios), 3),
-            "equal_to_eager": texts[name] == texts.get("eager"),
+            "equal_to_eager": texts[name] == texts["eager"],
         }
     return found
 
 
-def _complete(target: Target, prompt: Tokens, num_tokens: int) -> list[int]:
-    engine = Engine(target, drafter=make_drafter("none", DraftConfig()), config=EngineConfig(max_num_seqs=1))
+DRAFTED = "engine with drafts"
+_ENGINES = {"engine": "none", DRAFTED: "ssd"}
+
+
+def _complete(target: Target, num_tokens: int, drafter: str, prompt: Tokens) -> list[int]:
+    draft = DraftConfig(num_speculative_tokens=_LOOKED_UP)
+    config = EngineConfig(max_num_seqs=1, enable_prefix_caching=False)
+    engine = Engine(target, drafter=make_drafter(drafter, draft), config=config, draft=draft)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     said = [token for output in engine.generate([prompt.tolist()], sampling) for token in output.token_ids]
     synchronize(target.device)
     return said
 
 
+_LOOKED_UP = 10
 _GENERATE: dict[str, dict[str, Any]] = {
     "eager": {},
-    "prompt lookup": {"prompt_lookup_num_tokens": 10},
+    "prompt lookup": {"prompt_lookup_num_tokens": _LOOKED_UP},
     "static cache": {"cache_implementation": "static", "disable_compile": True},
 }
 """The ways of ``generate``."""
 
 
-def _generate(model: PreTrainedModel, prompt: Tokens, num_tokens: int, options: dict[str, Any]) -> list[int]:
+def _generate(model: PreTrainedModel, num_tokens: int, options: dict[str, Any], prompt: Tokens) -> list[int]:
     ids = torch.from_numpy(prompt.astype("int64"))[None].to(model.device)
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
+        eos_token_id=model.config.vocab_size,  # never comes; a least length would have every token's scores changed
+        pad_token_id=0,
         do_sample=False,
         **options,
     )
@@ -150,14 +166,12 @@ COLUMNS = (
     (">tokens/s", "{tokens_per_s:,.0f}"),
 )
 EACH = (
-    "{model}, whole requests without drafts over `model.generate`, by turns: "
-    "{baselines[eager][engine_over_it]:.2f}x eager, {baselines[prompt lookup][engine_over_it]:.2f}x prompt lookup, "
-    "{baselines[static cache][engine_over_it]:.2f}x static cache."
+    "{model}, whole requests over `model.generate`, by turns, another prompt each round: without drafts "
+    "{baselines[eager][engine_over_it]:.2f}x eager, {baselines[static cache][engine_over_it]:.2f}x static cache, not "
+    "compiled; with drafts of the request's own text {baselines[prompt lookup][engine_over_it]:.2f}x prompt lookup."
 )
-NOTE = (
-    "`python -m benchmarks.decode`, {environment[cpu]}, {threads} threads, every drafted token the model's own; "
-    "{measured}."
-)
+NOTE = "`python -m benchmarks.decode`, every drafted token the model's own; medians; {measured}."
+RUN = "threads: {threads}"
 
 
 def is_shown(row: Mapping[str, Any]) -> bool:
@@ -167,11 +181,14 @@ def is_shown(row: Mapping[str, Any]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where a verify step changed a token in float32."""
+    under = (*ENGINE, "benchmarks/steps.py")
     unsaid = set(OPTIONS) - {"batch", "context", "draft", "rounds", "index_tokens"}
-    run = Run("decode", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True, unsaid=tuple(unsaid))
+    run = Run(
+        "decode", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True, unsaid=tuple(unsaid), under=under
+    )
     args = run.args
     gc.collect()  # the model of an earlier run may refer to itself
-    codec, model = run.load(speaks=True)
+    codec, model = load(args, speaks=True)
     text, num_bytes = texts_of(codec), weight_bytes(model)
     most_said = max(_tokens_said(args, draft + 1) for draft in args.draft)
     # A target replaces layers of its model; what it is compared with stays as the library loads it.
@@ -180,10 +197,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         model,
         num_slots=max(args.batch),
         max_length=max(args.context) + max(args.baseline_tokens, most_said) + 12,
-        max_draft_tokens=max(1, *args.draft),
+        max_draft_tokens=max(_LOOKED_UP, *args.draft),
         keeps_top=True,
         enforce_eager=args.enforce_eager,
+        exact="off",
     )
+    settle_threads(target)
+    settle_exactness(target, "auto")
     run.ran_on(target)
     copied = copy_bytes_per_second(target.device, args.copy_mb << 20)
     num_changed = 0
@@ -201,8 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.say(json.dumps(row["profiled"], indent=1))
     baselines: dict[str, dict[str, Any]] = {}
     if library is not None:
-        (prompt,) = prompts_of(text, 1, args.context[0])
-        baselines = time_generate(library, target, prompt, args.baseline_tokens, args.baseline_rounds)
+        prompts = prompts_of(text, args.baseline_rounds + 1, args.context[0])
+        baselines = time_generate(library, target, prompts, args.baseline_tokens)
     for way, found in baselines.items():
         run.say(f"{way}: {found.get('error') or '{tokens_per_s} tokens/s, engine {engine_over_it}x'.format(**found)}")
     return run.end(
@@ -240,7 +260,7 @@ def measure(
         caches.flush()
         drafter = KnownDrafter(plain, shape.draft)
         engine = _engine(target, prompts, drafter, caches, shape.draft)
-        clock, rows = Clock(engine, drafter), Rows(engine, prompts, num_tokens + 2)
+        clock, rows = Clock(engine, drafter, mark=record_function), Rows(engine, prompts, num_tokens + 2)
         rows.read_prompts()
         seconds, put_out = list[float](), 0
         untimed = _untimed(shape.width)

@@ -4,7 +4,7 @@
 
 ``ssd-cache evaluate --measure MODEL`` decodes a workload's requests with drafts and without, the cache empty at first,
 and says what a replay of the same outputs predicts from measured costs; several times. Compared is the time of the
-output: what a replay speaks of. Workloads: "mixed", "new", "often" and "variants", made of the standard library, and
+output: what a replay speaks of. Workloads: "mixed", "new", "often" and "variants" (`benchmarks.workloads`), and
 recorded requests by their trace. Every output is compared. The mark is a median error of 10 %. Prints a table, ends
 stdout with one JSON line.
 """
@@ -22,8 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.models import model_name
 from benchmarks.run import ENGINE, Option, Run
 from benchmarks.workloads import MADE, open_stream
+from ssd.text.codec import TextCodec
 
 OPTIONS: dict[str, Any] = {
     "workloads": Option(default=list(MADE), metavar="NAME"),
@@ -44,11 +46,11 @@ COLUMNS = (
     (">tokens a step", "{tokens_per_step:.2f}"),
 )
 EACH = "{model}: median error {median_error:.1%}."
-RUN = " ({parameters[requests]} requests of {parameters[max_tokens]} tokens a workload, rounds: {parameters[rounds]})"
+RUN = "{parameters[requests]} requests of {parameters[max_tokens]} tokens a workload, rounds: {parameters[rounds]}"
 NOTE = (
-    "`python -m benchmarks.evaluate`, float32, {environment[cpu]}, {environment[cores]} cores, caches empty at first, "
-    "all outputs equal; {measured}. Measured: seconds of output with speculation off over those with it on, a prompt's "
-    "pass taken for a plain step and what drafts add to it. Greedy."
+    "`python -m benchmarks.evaluate`, float32, caches empty at first, all outputs equal; {measured}. Measured: "
+    "seconds of output with speculation off over those with it on, a prompt's pass taken for a plain step and what "
+    "drafts add to it. Greedy."
 )
 
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = run.args
     if (args.dtype, args.device) != ("auto", "auto"):
         run.parser.error("`ssd-cache evaluate` takes the model's own --dtype and the device that is there")
-    codec, saved = run.load()[0], list[dict[str, Any]]()  # the model itself is loaded by each measurement
+    codec, saved = TextCodec.load(str(args.model)), list[dict[str, Any]]()
     for name in args.workloads:
         stream = open_stream(name, codec, args.requests, args.seed, args.prompt_tokens)
         with tempfile.TemporaryDirectory() as directory:
@@ -70,8 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for _ in range(args.rounds):
                 rounds.append(evaluate(log, str(args.model), args.max_tokens, cost))
                 saved.append(json.loads(cost.read_text()))
-        ways = [found["measured"]["temperatures"][0] for found in rounds]
-        replayed = [found["measured"]["replayed"] for found in rounds]
+        decoded = [found["measured"] for found in rounds]  # each in a process of its own
+        run.facts = {"model": model_name(args), **{key: decoded[0][key] for key in ("device", "dtype")}}
+        ways, replayed = [each["temperatures"][0] for each in decoded], [each["replayed"] for each in decoded]
         measured = median(way["output_speedup"] for way in ways)
         predicted = median(each["speedup"] for each in replayed)
         run.row(
@@ -84,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "measured_rounds": [way["output_speedup"] for way in ways],
                 "tokens_per_step": round(median(way["output_tokens"] / way["passes_with"] for way in ways), 4),
                 "predicted": predicted,
+                "threads": [each["threads"] for each in decoded],
                 "cost": rounds[0]["cost"],
                 "error": round(predicted / measured - 1.0, 4),
                 "mismatches": sum(way["outputs_differ"] + way["bits_differ"] for way in ways),

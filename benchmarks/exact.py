@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.exactness import Report, Setting, compare, covering_settings, reference_greedy, run
+from benchmarks.exactness import NUM_TOP, Report, Setting, compare, covering_settings, reference_greedy, run
 from benchmarks.models import load
 from benchmarks.run import SPREAD, Option, Run, in_turn, spread
 from benchmarks.steps import passes_of, synchronize
@@ -52,25 +52,29 @@ OPTIONS: dict[str, Any] = {
 COLUMNS = (
     ("model", "{model}"),
     ("type", "{dtype}"),
-    (">positions", "{num_positions:,}"),
+    (">positions", "{num_distinct:,}"),
+    (">compared", "{num_positions:,}"),
+    (">log-probabilities", "{num_logprobs:,}"),
     (">differ", "{num_different}"),
     (">decoding 1 row", SPREAD.replace("%s", "rates[decoding 1 row]")),
     (">8 rows", SPREAD.replace("%s", "rates[decoding 8 rows]")),
     (">prefill", SPREAD.replace("%s", "rates[prefill of 448 tokens]")),
 )
 NOTE = (
-    "`python -m benchmarks.exact`, {measured}, {environment[cpu]}, {environment[cores]} cores: positions of texts, "
-    "their bits compared with those of passes of one position and one row. Rates are those with the plan over those of "
-    "`--exact off`, by turns; medians (least ... most)."
+    "`python -m benchmarks.exact`, {measured}: positions of texts, each compared in several settings with passes of "
+    "one position and one row: the token, and where log-probabilities are asked for, as every second request does, "
+    "those of it and of the {parameters[top]} most probable ones, to the bit. Rates are those with the plan over "
+    "those of `--exact off`, by turns; medians (least ... most)."
 )
+RUN = "threads: {threads}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Every type in turn. Returns the exit status."""
-    this = Run(
-        "exact", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True, under=("ssd/engine", "ssd/model")
-    )
+    under = ("benchmarks/exactness.py", "ssd/engine", "ssd/model")
+    this = Run("exact", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True, under=under)
     args = this.args
+    this.parameters["top"] = NUM_TOP
     for dtype in args.dtype:
         codec, model = load(Namespace(**{**vars(args), "dtype": dtype}), speaks=True)
         prompts = [codec.encode_prompt(text)[-160:] for text in snippets(args.seed)[: args.prompts]]
@@ -89,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "way": target.way,
                 "passes": passes_of(target),
                 "exact": str(target.exactness),
+                "num_distinct": report.num_distinct,
                 "num_positions": report.num_tokens,
                 "num_logprobs": report.num_logprobs,
                 "ties": report.num_ties,
@@ -116,6 +121,7 @@ def _compared(
         compare(target, prompts, greedy, theirs, settings[0], eos_token_ids=eos, report=report)
     for sampling in (greedy, sampled):
         expected, _ = run(target, prompts, sampling, None, eos_token_ids=eos)
+        report.num_distinct += sum(len(each.token_ids) for each in expected)
         for setting in settings:
             compare(target, prompts, sampling, expected, setting, eos_token_ids=eos, report=report)
     return report

@@ -28,7 +28,7 @@ from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
 
 TIE_MARGIN = 1e-4
-_NUM_TOP = 2
+NUM_TOP = 2
 """Of the most probable tokens whose log-probabilities are compared."""
 
 _COUPLED = EngineConfig(coupled_streams=1, coupled_window=2)
@@ -121,7 +121,10 @@ def covering_settings(
 class Report:
     """Outcome of a comparison."""
 
+    num_distinct: int = 0
+    """Tokens of the outputs that others are compared with; who makes them counts them."""
     num_tokens: int = 0
+    """Compared, a text in every setting."""
     num_logprobs: int = 0
     """Of these tokens, those whose log-probabilities were compared too."""
     num_ties: int = 0
@@ -184,7 +187,7 @@ def run(
         while pending or in_flight:
             while pending and in_flight < batch_size:
                 index = pending.pop()
-                params = replace(sampling[index], logprobs=_NUM_TOP) if asked[index] else sampling[index]
+                params = replace(sampling[index], logprobs=NUM_TOP) if asked[index] else sampling[index]
                 engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(prompts[index]), sampling=params))
                 in_flight += 1
             for output in engine.step():

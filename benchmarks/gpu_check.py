@@ -231,7 +231,7 @@ _KEPT_CHARACTERS = 2000
 
 _STEPS = "benchmarks.decode --no-baselines --context 1024 --rounds 16 --copy-mb 2048"
 _GROWTH = "benchmarks.growth --streams mixed --sampling greedy --requests 40 --repeated 12 --max-tokens 64"
-_OVERHEAD = "benchmarks.contenders --question overhead --rounds 6"
+_OVERHEAD = "benchmarks.contenders --question overhead --traffic cold adversarial --rounds 6"
 _EXACT = "benchmarks.exact --rounds 1 --draft 1 8 63 --batch 1 8 32"
 _TESTS = (
     "overlap", "triton_attention", "triton_sampling", "triton_layers", "triton_linear", "static_steps",

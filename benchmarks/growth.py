@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.run import Option, Run
+from benchmarks.run import GAIN, Option, Run, spread
 from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios, requests_of
 from benchmarks.workloads import Stream, cut, open_stream, snippets
 from ssd.config import CacheConfig, EngineConfig, SamplingParams
@@ -41,16 +41,16 @@ OPTIONS: dict[str, Any] = {
     "requests": Option(default=160, help="of each stream"),
     "repeated": Option(default=50, help="requests asked twice"),
     "max_tokens": 64,
-    "window": Option(default=8, help="requests per measured window"),
+    "window": Option(default=4, help="requests per measured window"),
     "seed": 0,
 }
 COLUMNS = (
     ("model", "{model}"),
     ("stream", "{stream}"),
     ("sampling", "{sampling}"),
-    (">on / off, nothing known", "{speedup_last_anew:.2f}x"),
-    (">after all others", "{speedup_last:.2f}x"),
-    (">tokens a pass, nothing known", "{acceptance_length_last_anew:.2f}"),
+    (">on / off, from nothing", GAIN.replace("%s", "speedup_last_anew")),
+    (">after all others", GAIN.replace("%s", "speedup_last")),
+    (">tokens a pass, from nothing", "{acceptance_length_last_anew:.2f}"),
     (">after all others", "{acceptance_length_last:.2f}"),
 )
 EACH = (
@@ -59,11 +59,14 @@ EACH = (
     "{repeated_requests[speedup_second]:.1f}x the tokens/s of speculation off."
 )
 NOTE = (
-    "The last fifth of each stream, asked of a new engine, and after all others: medians over windows of requests of "
-    "at most {parameters[max_tokens]} tokens, on and off in turn, all outputs equal. "
-    "`python -m benchmarks.growth`, float32, {environment[cpu]}, {environment[cores]} cores; {measured}."
+    "The last fifth of each stream, asked of a new engine with an empty cache, and after all others: medians over its "
+    "windows (least ... most), on and off in turn, all outputs equal. "
+    "`python -m benchmarks.growth`, float32; {measured}."
 )
-RUN = " ({parameters[requests]} requests a stream, {parameters[window]} a window)"
+RUN = (
+    "threads: {threads}, {parameters[requests]} requests of at most {parameters[max_tokens]} tokens a stream, "
+    "{parameters[window]} a window"
+)
 
 Window = tuple[int, Mapping[str, Tally]]
 """Tokens cached before a group of requests, and what it took with speculation, "on", and without, "off"."""
@@ -175,8 +178,8 @@ def summary(
         "checksum": stream.checksum,
         "output_tokens": comparison.num_tokens,
         "mismatches": comparison.num_mismatches,
-        "speedup_last": round(median(over_off[-fifth:]), 3),
-        "speedup_last_anew": round(median(over_off_anew), 3),
+        "speedup_last": spread(over_off[-fifth:]),
+        "speedup_last_anew": spread(over_off_anew),
         "acceptance_length_last": round(median(widths[-fifth:]), 3),
         "acceptance_length_last_anew": round(median(widths_anew), 3),
         "windows": [

@@ -4,7 +4,7 @@
 
 All is real but the model: its passes compute nothing and take, by a clock, what those of Llama-3.1-8B take on an H100.
 Inputs are put into place as for passes that are recorded there, chosen tokens and the most probable ones come
-back with them. Each row says a text of the Python library. "off" is speculation off; "new": on, where nothing of
+back with them. Each row says a text of code. "off" is speculation off; "new": on, where nothing of
 the text is stored; "again": all of it is; "sampled": the same at temperature 1.
 
 Microseconds a step, medians over all steps of all rounds: of the host in all; that a device has nothing to do, as the
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from statistics import median
 from typing import Any, Final, NamedTuple
 
@@ -29,8 +28,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.run import Option, Run
-from benchmarks.steps import PARTS as METHODS
-from benchmarks.steps import Rows, Tokens, texts_of
+from benchmarks.steps import Clock, Rows, Tokens, texts_of
 from ssd.bundled import MODEL_PATH
 from ssd.compiled.addresses import Int64s
 from ssd.config import CacheConfig, DraftConfig, EngineConfig
@@ -258,57 +256,26 @@ def _timed(
         target.recite(row, text)
     length = len(texts[0]) - PROMPT_TOKENS
     rows = Rows(engine, [text[:PROMPT_TOKENS] for text in texts], length, temperature)
-    found, clock = Steps(), _Clock(engine, target)
+    found, clock = Steps(), Clock(engine, now=target.host_s)
     rows.read_prompts()
     for number in range(_FIRST_STEPS + num_steps):
         if max(map(len, rows.outputs)) >= length:
             break
         before = engine.metrics.num_draft_tokens, engine.metrics.num_accepted_tokens
-        clock.begin()
+        clock.seconds.clear()
         idle, began = target.idle_s, target.host_s()
         rows.step()
         took = target.host_s() - began
         if number < _FIRST_STEPS:
             continue
-        for part, seconds in clock.parts(took).items():
+        parts = {part: clock.seconds[part] for part in PARTS}
+        for part, seconds in {**parts, "rest": took - sum(parts.values())}.items():
             found.parts[part].append(seconds)
         found.exposed.append(target.idle_s - idle)
         found.drafted += engine.metrics.num_draft_tokens - before[0]
         found.accepted += engine.metrics.num_accepted_tokens - before[1]
     found.is_right = rows.finish() == [text[PROMPT_TOKENS:].tolist() for text in texts]
     return found
-
-
-class _Clock:
-    """Times the parts of a step."""
-
-    def __init__(self, engine: Engine, target: RecitingTarget) -> None:
-        self._target = target
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        for part in PARTS:
-            if part in METHODS:
-                owner, _, name = METHODS[part].rpartition(".")
-                self._watch(attrgetter(owner)(engine) if owner else engine, name, part)
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-
-    def parts(self, took: float) -> dict[str, float]:
-        """Seconds of each part of a step in which the host took so long."""
-        self._seconds["rest"] = took - sum(self._seconds.values())
-        return self._seconds
-
-    def _watch(self, owner: Any, name: str, part: str) -> None:
-        method = getattr(owner, name)
-
-        def timed(*args: Any) -> Any:
-            began = self._target.host_s()
-            found = method(*args)
-            self._seconds[part] += self._target.host_s() - began
-            return found
-
-        setattr(owner, name, timed)
 
 
 OPTIONS = {

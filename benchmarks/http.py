@@ -164,19 +164,16 @@ COLUMNS = (
 )
 NOTE = (
     "`python -m benchmarks.http` on {date}, {environment[cpu]}, {environment[cores]} cores, {model}: no "
-    "drafts; one client that asks for one token, or 32 for whole answers, as streams too; differences in ms or as a "
-    "share. Medians of {parameters[rounds]} rounds in turn with an engine in the client's process; all texts are equal."
+    "drafts; one client that asks for one token, or 32 for whole answers, as streams too; prompts are token ids; "
+    "differences in ms or as a share. Medians of {parameters[rounds]} rounds in turn with an engine in the client's "
+    "process; clients, server and engine share the cores. All texts are equal."
 )
-
-
-def is_shown(row: dict[str, Any]) -> bool:
-    """On the page: kinds that are still asked."""
-    return row["kind"] in {kind.name for kind in KINDS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    run = Run("http", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("kind",), under=("ssd", "server"))
+    under = ("benchmarks/workloads.py", "ssd", "server")
+    run = Run("http", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("kind",), under=under)
     args = run.args
     run.parameters |= {"clients": CLIENTS, "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
     options = [str(args.model), "--max-num-seqs", str(CLIENTS), "--max-model-len", "512"]

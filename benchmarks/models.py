@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks.child import ROOT
 from ssd.bundled import MODEL_PATH
 
 if TYPE_CHECKING:
@@ -77,6 +78,15 @@ def load(args: argparse.Namespace, *, speaks: bool = False) -> tuple[TextCodec, 
         model = random_model(args.shape, dtype=args.dtype, device=args.device, speaks=speaks)
         return TextCodec.load(str(MODEL_PATH)), model
     return TextCodec.load(str(args.model)), load_model(args.model, dtype=args.dtype, device=args.device)
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Have this thread's passes use as many threads as the product would: once a process, before engines are opened."""
+    from ssd.model.loading.load_target import open_target
+    from ssd.model.loading.threads import is_small, settle_threads
+
+    if is_small(model):
+        settle_threads(open_target(model, num_slots=1, max_length=128, exact="off"))
 
 
 def random_model(shape: str, *, dtype: str, device: str, seed: int = 0, speaks: bool = False) -> PreTrainedModel:
@@ -153,7 +163,7 @@ def find_model(name: str) -> str | Path:
 def default_directory() -> Path:
     """``$SSD_REAL_MODEL``, or ``.real-model`` in the checkout."""
     named = os.environ.get(VARIABLE)
-    return Path(named) if named else Path(__file__).parent.parent / ".real-model"
+    return Path(named) if named else ROOT / ".real-model"
 
 
 def name_of(directory: Path) -> str | None:

@@ -18,7 +18,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.child import ROOT
+
 _START_S = 600.0  # kernels may have to be compiled
 _STOP_S = 60.0
 
@@ -74,7 +75,7 @@ class Server:
         return json.loads(content)  # type: ignore[no-any-return]
 
     def kill(self) -> None:
-        """``kill -9``, whatever it is doing; its worker ends with it."""
+        """``kill -9``, whatever it is doing."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -100,10 +101,6 @@ class Server:
         self.num_deaths += 1
         self.start()
         return True
-
-    def workers(self) -> list[int]:
-        """Ids of its own children: the merge worker."""
-        return [] if self._process is None else children_of(self._process.pid)
 
     def memory_mib(self) -> float:
         """Resident memory, 0 where it does not run."""
@@ -157,15 +154,6 @@ class Redis:
         """SIGSTOP or SIGCONT."""
         if self._process is not None:
             os.kill(self._process.pid, number)
-
-
-def children_of(process_id: int) -> list[int]:
-    """Ids of a process's own children."""
-    found: list[int] = []
-    for path in Path(f"/proc/{process_id}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
 
 
 def headers_of(key: str | None) -> dict[str, str]:

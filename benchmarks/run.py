@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from benchmarks.models import add_model, device_name, load, model_name
+from benchmarks.child import ROOT
+from benchmarks.models import add_model, device_name, load, model_name, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,10 +45,13 @@ Columns = Sequence[tuple[str, str]]
 """Of each column its heading, behind `>` where it has numbers, and how a row is written there by `str.format_map`."""
 
 ENGINE: Final = (
-    "ssd/compiled", "ssd/config.py", "ssd/drafting", "ssd/engine", "ssd/model", "ssd/pricing", "ssd/retrieval",
+    "benchmarks/traces.py", "benchmarks/ways.py", "benchmarks/workloads.py", "ssd/compiled", "ssd/config.py",
+    "ssd/drafting", "ssd/engine", "ssd/model", "ssd/pricing", "ssd/retrieval",
 )  # fmt: skip
 """What lies under most figures: they may be others once it has changed."""
 SPREAD: Final = "{%s[0]:.2f} ({%s[1]:.2f} ... {%s[2]:.2f})"
+GAIN: Final = SPREAD.replace(" ", "x ", 1)
+"""The same of a ratio that is better above 1."""
 _RESAMPLES: Final = 2000
 
 
@@ -90,12 +94,14 @@ class Run:
         ``program`` : its module below `benchmarks`, where that is not ``name``. ``has_model`` : it takes a model, its
         type of numbers and a device, all but those that ``options`` have; ``has_shapes`` : or random weights.
 
-        ``under`` : paths of the checkout whose changes make the figures old; `benchmarks.report` looks them up.
+        ``under`` : paths of the checkout whose changes make the figures old, as the program's own do: see
+        `benchmarks.report`.
 
         A number that is below its least ends the program, as argparse does. Numbers are from 1 where nothing is said,
         ``seed`` from 0.
         """
-        self.name, self._under = name, under
+        module = f"benchmarks/{(program or name).replace('.', '/')}"
+        self.name, self.under = name, [module if (ROOT / module).is_dir() else f"{module}.py", *under]
         self.rows: list[dict[str, Any]] = []
         self._columns = columns
         self.parser = parser = argparse.ArgumentParser(
@@ -115,7 +121,8 @@ class Run:
         self.args = parser.parse_args(argv)
         for key, option in known.items():
             self._check(key, option)
-        self.parameters = {key: getattr(self.args, key) for key in known if key not in unsaid}
+        given = {key: getattr(self.args, key) for key in known if key not in unsaid}
+        self.parameters = {key: value for key, value in given.items() if value is not None}
         model = f"{model_name(self.args)}, " if has_model else ""
         self.say(f"{name}: {model}{json.dumps(self.parameters, default=str)}")
         if columns:
@@ -130,8 +137,12 @@ class Run:
                 self.parser.error(f"--{key.replace('_', '-')} takes numbers from {least:g}, got {number}")
 
     def load(self, *, speaks: bool = False) -> tuple[TextCodec, PreTrainedModel]:
-        """What was asked for, and it stands in the result. ``speaks`` : see `models.random_model`."""
+        """What was asked for, on as many threads as the product would use, and it stands in the result.
+
+        ``speaks`` : see `models.random_model`.
+        """
         codec, model = load(self.args, speaks=speaks)
+        settle(model)
         self.ran_on(model)
         return codec, model
 
@@ -171,7 +182,7 @@ class Run:
         return int(is_wrong)
 
     def _head(self) -> dict[str, Any]:
-        return {**head(self.name, self._under), "under": list(self._under), "parameters": self.parameters, **self.facts}
+        return {**head(self.name, self.under), "under": self.under, "parameters": self.parameters, **self.facts}
 
     def _write(self, text: str) -> None:
         if (out := self.args.out) is not None:
@@ -283,7 +294,7 @@ def _commit(under: Sequence[str]) -> str:
 def git(*arguments: str) -> str | None:
     """What it says of this checkout, without its last newline; None where there is none, or it refuses."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     except FileNotFoundError:
         return None
     return None if done.returncode else done.stdout.rstrip("\n")

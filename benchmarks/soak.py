@@ -54,7 +54,7 @@ NOTE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Ask, compare, print. Returns the exit status."""
-    run = Run("soak", __doc__, argv, OPTIONS, unsaid=("most_growth",), under=("ssd", "server"))
+    run = Run("soak", __doc__, argv, OPTIONS, unsaid=("most_growth",), under=("benchmarks/load.py", "ssd", "server"))
     found = soak(run)
     for name, value in found.items():
         run.say(f"{name:<16} {value if name != 'memory_mib' else (value[0], value[-1])}")

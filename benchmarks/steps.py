@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
@@ -13,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from benchmarks.workloads import snippets
@@ -96,7 +96,7 @@ def synchronize(device: torch.device) -> None:
 def pass_seconds(target: Target, shape: Shape, rounds: int) -> float:
     """Of one pass among many that are launched without waiting: the device's time, where the host is faster.
 
-    The best of three rounds.
+    The median of three rounds.
     """
     slots = list(range(shape.batch))
     for slot in slots:
@@ -115,10 +115,10 @@ def pass_seconds(target: Target, shape: Shape, rounds: int) -> float:
         return (time.perf_counter() - began) / number
 
     passes(2)
-    best = min(passes(rounds) for _ in range(3))
+    found = median(passes(rounds) for _ in range(3))
     for slot in slots:
         target.rollback(slot, 0)
-    return best
+    return found
 
 
 PARTS: Final = {
@@ -141,25 +141,33 @@ DRAFTING: Final = "drafting"
 
 
 class Clock:
-    """Seconds of each part since it was cleared; parts are marked for a profiler too."""
+    """Seconds of each part since it was cleared."""
 
-    def __init__(self, engine: Engine, drafter: Drafter) -> None:
-        """From now on."""
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: Drafter | None = None,
+        *,
+        now: Callable[[], float] = time.perf_counter,
+        mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """From now on. ``mark`` : entered with the name of each part, for a profiler."""
         self.seconds: dict[str, float] = defaultdict(float)
+        self._now, self._mark = now, mark
         for part, path in PARTS.items():
             owner, _, name = path.rpartition(".")
             self._watch(attrgetter(owner)(engine) if owner else engine, name, part)
-        for name in ("draft_groups", "observe_scores", "learn_scores"):
+        for name in ("draft_groups", "observe_scores", "learn_scores") if drafter is not None else ():
             self._watch(drafter, name, DRAFTING)
 
     def _watch(self, owner: Any, name: str, part: str) -> None:
         method = getattr(owner, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            with record_function(part):
+            began = self._now()
+            with self._mark(part):
                 found = method(*args, **kwargs)
-            self.seconds[part] += time.perf_counter() - began
+            self.seconds[part] += self._now() - began
             return found
 
         setattr(owner, name, watched)
@@ -231,7 +239,7 @@ def copy_bytes_per_second(device: torch.device, num_bytes: int) -> float:
 
 
 def texts_of(codec: TextCodec) -> list[int]:
-    """Tokens of the standard library's code."""
+    """Tokens of code."""
     return [token for text in snippets(0) for token in codec.encode_prompt(text)]
 
 

@@ -19,13 +19,8 @@ Setting = dict[str, float | str]
 
 
 class Proposal(NamedTuple):
-    """One draft and what it took.
+    """One draft. ``parents`` : of each token the index of the one before it, below its own, or -1; None: a chain."""
 
-    ``ns`` : nanoseconds of the drafter's own call. ``parents`` : of each token the index of the one before it, smaller
-    than its own; -1 after the context. None: a chain.
-    """
-
-    ns: int
     token_ids: Sequence[int]
     parents: Sequence[int] | None = None
 
@@ -35,15 +30,10 @@ Asker = Callable[[int], Proposal]
 
 
 class Steps(NamedTuple):
-    """The verify steps of one output, in order: int32[s] each.
-
-    ``drafted``, ``accepted`` : tokens; accepted leaves out the target's own token. ``ns`` : of the proposal, at most
-    2^31 - 1.
-    """
+    """The verify steps of one output, in order: int32[s] tokens each; accepted leaves out the target's own token."""
 
     drafted: npt.NDArray[np.int32]
     accepted: npt.NDArray[np.int32]
-    ns: npt.NDArray[np.int32]
 
 
 def agreeing(token_ids: Sequence[int], parents: Sequence[int] | None, text: Sequence[int], position: int) -> int:
@@ -65,7 +55,7 @@ def walk(text: Sequence[int], prompt_length: int, askers: Sequence[Asker]) -> li
     so the text's last token is never counted as accepted. The askers go through the text side by side: nobody is asked
     about a position before all were asked about those before it.
     """
-    logs: list[list[tuple[int, int, int]]] = [[] for _ in askers]
+    logs: list[list[tuple[int, int]]] = [[] for _ in askers]
     positions = [prompt_length] * len(askers)
     end = len(text)
     while (position := min(positions, default=end)) < end:
@@ -74,9 +64,9 @@ def walk(text: Sequence[int], prompt_length: int, askers: Sequence[Asker]) -> li
                 proposal = asker(position)
                 num_agreeing = agreeing(proposal.token_ids, proposal.parents, text, position)
                 accepted = min(num_agreeing, end - 1 - position)
-                logs[number].append((len(proposal.token_ids), accepted, min(proposal.ns, 2**31 - 1)))
+                logs[number].append((len(proposal.token_ids), accepted))
                 positions[number] = position + accepted + 1
-    return [Steps(*np.array(log, np.int32).reshape(-1, 3).T.copy()) for log in logs]
+    return [Steps(*np.array(log, np.int32).reshape(-1, 2).T.copy()) for log in logs]
 
 
 class LocalPeer(Protocol):
@@ -93,7 +83,7 @@ class LocalPeer(Protocol):
         """Begin a request."""
 
     def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Proposal:
-        """Draft for a running request whose prompt and output so far are ``context``; its own call is timed inside."""
+        """Draft for a running request whose prompt and output so far are ``context``."""
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
         """Tell a running request what was accepted."""
@@ -105,5 +95,5 @@ class LocalPeer(Protocol):
 def together(outputs: Sequence[Steps]) -> Steps:
     """The steps of outputs, one after another."""
     if not outputs:
-        return Steps(*np.empty((3, 0), np.int32))
+        return Steps(*np.empty((2, 0), np.int32))
     return Steps(*(np.concatenate(columns) for columns in zip(*outputs, strict=True)))

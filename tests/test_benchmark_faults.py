@@ -6,12 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.faults import __main__ as program
+from benchmarks.faults import injected
 from benchmarks.faults.__main__ import PROBLEMS
 from benchmarks.faults.injected import FAULTS, KINDS, drawn
 from benchmarks.history import History, Verdict, family
@@ -82,6 +85,13 @@ def test_a_note_of_one_store_may_be_in_each_and_is_promised_by_its_own_alone() -
     assert is_clean(one.check([("here", first), ("there", second)]))
     assert two.check([("here", first)]).lost == (second,)
     assert two.check([("here", first), ("here", second)]).elsewhere == (second,)
+
+
+def test_a_fault_that_finds_nothing_to_hit_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(injected, "_PATIENCE_S", 0.0)
+    fleet: Any = SimpleNamespace(one=lambda: SimpleNamespace(directory=tmp_path), settle=lambda _: None)
+    with pytest.raises(AssertionError, match="no segment"):
+        injected.segment_damaged(fleet)
 
 
 def test_promises_are_verified_before_they_end() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch._C._autograd import DeviceType
 
-from benchmarks.contenders import ALL
+from benchmarks.contenders import ALL, OFF, QUESTIONS
 from benchmarks.coupled import REPEATS
 from benchmarks.gpu_soak import num_changed
 from benchmarks.growth import repeat
@@ -27,12 +28,15 @@ from benchmarks.index.measures import (
     measure,
     sample_contexts,
 )
+from benchmarks.load import Answer, Load, Question, _Found
+from benchmarks.processes import Server
 from benchmarks.profile import summary
 from benchmarks.run import Option, Run, bootstrap, in_turn, table
 from benchmarks.ways import ask, requests_of
 from benchmarks.workloads import MIXED, NO_REPEATS, checksum, stream
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
+from ssd.model.loading import threads
 from ssd.model.loading.load_target import load_model
 from ssd.retrieval.search import longest_match
 from ssd.text.codec import TextCodec
@@ -45,56 +49,45 @@ _SMALL = ("--max-tokens", "10", "--prompt-tokens", "128", "--num-speculative-tok
 _STEPS = ("--context", "24", "--draft", "0", "3", "--rounds", "3")
 
 
-def same_outputs(found: Found) -> bool:
-    return all(not part.get("mismatches", part.get("num_different", 0)) for part in (found, *found["rows"]))
+def rows(number: int) -> Callable[[Found], bool]:
+    return lambda found: len(found["rows"]) == number
 
 
 def few_passes_when_asked_again(found: Found) -> bool:
-    rows = [row for row in found["rows"] if row["workload"] == REPEATS]
-    return all(row["coupled"]["tokens_per_pass"] > 2 * row["uncoupled"]["tokens_per_pass"] for row in rows)
+    again = [row for row in found["rows"] if row["workload"] == REPEATS]
+    return all(row["coupled"]["tokens_per_pass"] > 2 * row["uncoupled"]["tokens_per_pass"] for row in again)
 
 
-def operators_and_the_rest_are_the_step(found: Found) -> bool:
-    rows = [row["profiled"] for row in found["rows"]]
-    parts = ((row["operators_ms"] + row["outside_operators_ms"], row["step_ms"]) for row in rows)
-    return all(abs(whole - step) < 0.01 * step for whole, step in parts)
+def as_many_positions_as_texts_have(found: Found) -> bool:
+    (row,) = found["rows"]
+    return bool(0 < row["num_distinct"] <= 2 * 2 * 6 < row["num_logprobs"] < row["num_positions"])
 
 
-def drafts_are_what_is_stored(found: Found) -> bool:
-    return bool(found["checked_drafts_equal"] >= 0.9 * found["checked_drafts"] and found["freshness_ms_p99"] > 0)
-
-
+_FEW = ("--requests", "2", "--rounds", "1", "--max-tokens", "8", "--prompt-tokens", "48")
 PROGRAMS: tuple[tuple[str, Sequence[str], Callable[[Found], object]], ...] = (
-    ("contenders", ("--question", "overhead", "--batch", "2", "--rounds", "2", "--max-tokens", "4"), same_outputs),
+    ("contenders", ("--question", "overhead", "--batch", "2", "--rounds", "2", "--max-tokens", "4"), rows(3)),
     (
         "contenders",
-        ("--requests", "2", "--rounds", "1", "--max-tokens", "8", "--prompt-tokens", "48"),
-        lambda f: same_outputs(f) and {row["way"] for row in f["rows"]} >= {"retrieval", "draft head", ALL},
+        ("--question", "mechanisms", "--traffic", "new", *_FEW),
+        rows(2 * len(QUESTIONS["mechanisms"].ways)),
     ),
-    ("exact", ("--dtype", "float32", "--prompts", "2", "--max-tokens", "6", "--rounds", "1"), same_outputs),
-    ("evaluate", ("--workloads", "often", "--requests", "3", "--max-tokens", "16", "--rounds", "1"), same_outputs),
-    ("growth", ("--requests", "6", "--repeated", "2", "--max-tokens", "8", "--window", "3"), same_outputs),
+    ("contenders", _FEW, lambda f: {row["way"] for row in f["rows"]} >= {"retrieval", "draft head", ALL}),
     (
-        "coupled",
-        ("--requests", "3", "--group", "2", "--streams", "3", *_SMALL),
-        few_passes_when_asked_again,
+        "exact",
+        ("--dtype", "float32", "--prompts", "2", "--max-tokens", "6", "--rounds", "1"),
+        as_many_positions_as_texts_have,
     ),
-    (
-        "decode",
-        ("--batch", "1", "2", *_STEPS, "--copy-mb", "8", "--no-baselines"),
-        lambda f: not f["changed_outputs"],
-    ),
+    ("evaluate", ("--workloads", "often", "--requests", "3", "--max-tokens", "16", "--rounds", "1"), rows(1)),
+    ("growth", ("--requests", "6", "--repeated", "2", "--max-tokens", "8", "--window", "3"), rows(4)),
+    ("coupled", ("--requests", "3", "--group", "2", "--streams", "3", *_SMALL), few_passes_when_asked_again),
+    ("decode", ("--batch", "1", "2", *_STEPS, "--copy-mb", "8", "--no-baselines"), rows(4)),
     (
         "decode",
         ("--shape", "tiny", "--device", "cpu", "--batch", "2", *_STEPS, "--profiled", "2", "--baseline-tokens", "8"),
-        operators_and_the_rest_are_the_step,
+        lambda f: len(f["baselines"]) == 5 and not any("error" in each for each in f["baselines"].values()),
     ),
-    ("index.__main__", ("--tokens", "60000", "--static", "40000", "--seconds", "1"), drafts_are_what_is_stored),
-    (
-        "http",
-        ("--rounds", "1", "--requests", "4", "--kind", "one", "plain-stream"),
-        lambda f: len(f["rows"]) == 2,
-    ),
+    ("index.__main__", ("--tokens", "60000", "--static", "40000", "--seconds", "1"), lambda f: f["num_merging"] < 300),
+    ("http", ("--rounds", "1", "--requests", "4", "--kind", "one", "plain-stream"), rows(2)),
 )
 
 
@@ -119,12 +112,46 @@ def test_a_small_run_ends_with_its_result(
 def test_a_run_refuses_what_is_below_its_least_and_says_its_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"rounds": 3, "draft": Option(default=[0, 1], least=0), "out_of_it": 5}
     run = Run("made", "Is it?\n\nSo.", ["--rounds", "2", "--draft", "4"], options, unsaid=("out_of_it",))
-    assert run.parameters == {"rounds": 2, "draft": [4]}
+    assert run.parameters == {"rounds": 2, "draft": [4]} and run.under[0] == "benchmarks/made.py"
+    assert Run("vllm_changes", "Is it?", [], {"left_out": None}, program="vllm.changes").under[0].endswith("changes.py")
+    assert Run("replay", "Is it?", [], {}).under[0] == "benchmarks/replay"
     assert run.end(value=1, is_wrong=True) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["value"] == 1
     for wrong in (["--rounds", "0"], ["--draft", "-1"]):
         with pytest.raises(SystemExit):
             Run("made", "Is it?", wrong, options)
+
+
+def test_passes_are_made_on_the_threads_that_the_product_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(threads, "settle_threads", lambda _: torch.set_num_threads(1))
+    try:
+        run = Run("made", "Is it?", ["--json"], {}, has_model=True)
+        run.load()
+    finally:
+        torch.set_num_threads(before)
+    assert run.facts["threads"] == 1
+
+
+def test_speculation_off_keeps_prompts_where_all_together_does() -> None:
+    for question in QUESTIONS.values():
+        assert question.off.name == OFF and question.ways[-1].name == ALL
+        assert question.off.keeps_prompts == question.ways[-1].keeps_prompts
+
+
+@pytest.mark.parametrize(
+    ("text", "is_whole", "word"),
+    [("ab", True, "right"), ("ac", True, "changed"), ("a", True, "changed"), ("a", False, "cancelled"),
+     ("b", False, "changed")],
+)  # fmt: skip
+def test_a_wrong_answer_is_found(text: str, is_whole: bool, word: str, tmp_path: Path) -> None:
+    asked = Load(Server(tmp_path / "log"))
+    question = Question("made", "/v1/completions", {}, (Answer((7,), "ab", "stop"),))
+    found = _Found(1)
+    found.add({"choices": [{"index": 0, "text": text, "token_ids": [7], "finish_reason": "stop"}]})
+    assert asked._judged(question, found, is_whole=is_whole) == word
+    assert len(asked.failures) == (word == "changed")
 
 
 def test_tables_turns_and_intervals() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report.__main__ import ROOT, pages
+from benchmarks.child import ROOT
+from benchmarks.report.__main__ import pages
 
 ROOMS = ("ssd", "server", "cache_builder", "benchmarks", "tests", "examples")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
@@ -69,17 +70,34 @@ def test_every_page_and_example_is_in_its_index() -> None:
         assert there <= listed
 
 
-@pytest.fixture(scope="module")
-def generated() -> dict[str, str]:
-    return pages()
+def test_tables_are_what_results_and_code_say() -> None:
+    old = [name for name, text in pages().items() if text != (ROOT / name).read_text()]
+    assert not old, "run python -m benchmarks.report"
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "SECURITY.md", "benchmarks", "engines", "coupled-sampling", "exact", "serving", "tuning"]
-)
-def test_tables_are_what_results_and_code_say(generated: dict[str, str], name: str) -> None:
-    page = name if name.endswith(".md") else f"docs/{name}.md"
-    assert generated[page] == (ROOT / page).read_text(), "run python -m benchmarks.report"
+def test_a_replay_is_read_at_each_cost_by_settings_of_that_cost() -> None:
+    from benchmarks.report.replay import best_speed_up, curve_section
+
+    rows = [
+        {"trace": trace, "tokenizer": "t", "drafter": drafter, "setting": setting, "of_oracle": 0.5 * scale,
+         "speed_up": {"measured": measured * scale, "flat 32": free * scale}}
+        for trace, scale in (("a", 1.0), ("b", 1.5))
+        for drafter, setting, measured, free in (
+            ("ssd", "priced by measured", 2.0, 1.0), ("ssd", "priced by flat 32", 9.0, 6.0),
+            ("arctic", "one", 1.0, 2.0), ("arctic", "other", 0.5, 3.0),
+        )
+    ]  # fmt: skip
+    assert [best_speed_up(rows, "ssd", cost, "a") for cost in ("measured", "flat 32")] == pytest.approx([2.0, 6.0])
+    assert [best_speed_up(rows, "arctic", cost, "b") for cost in ("measured", "flat 32")] == pytest.approx([1.5, 4.5])
+    assert best_speed_up(rows, "ssd") == pytest.approx(2.0 * 1.5**0.5)
+    result = {
+        "date": "2026-01-01", "environment": {"commit": "abc"}, "rows": rows,
+        "parameters": {"tokenizers": ["t"], "max_output_tokens": 10, "draft": {"num_speculative_tokens": 64}},
+    }  # fmt: skip
+    page = curve_section(result, result)
+    assert "| paths | measured | 2.45x | 1.22x | 2.00x (a) ... 2.00x (b) | - |" in page
+    assert "| trees | flat 32 | 7.35x | 3.67x | 2.00x (a) ... 2.00x (b) | 50% ... 75% |" in page
+    assert "2 traces" in page and "2026-01-01 at `abc`" in page
 
 
 def test_page_that_lost_its_markers_is_refused() -> None:

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child import ROOT
 from benchmarks.clients.others import CLIENTS, KEY, MODEL
-from benchmarks.processes import ROOT, Server
+from benchmarks.processes import Server
 from benchmarks.run import Option, Run
 from ssd.bundled import MODEL_PATH
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -94,30 +93,6 @@ def server_restart(fleet: Fleet) -> None:
 
 
 @_fault(SERVER)
-def worker_kill(fleet: Fleet) -> None:
-    """The merge worker is killed whenever it is back."""
-    member = fleet.one()
-    for _ in range(5):
-        _signal(member.server.workers(), signal.SIGKILL)
-        fleet.hold(0.5)
-
-
-@_fault(SERVER)
-def worker_stop(fleet: Fleet) -> None:
-    """The merge worker hangs for a while."""
-    stopped = fleet.one().server.workers()
-    _signal(stopped, signal.SIGSTOP)
-    fleet.hold(4.0)
-    _signal(stopped, signal.SIGCONT)
-
-
-def _signal(processes: Sequence[int], number: int) -> None:
-    for process_id in processes:
-        with suppress(ProcessLookupError):
-            os.kill(process_id, number)
-
-
-@_fault(SERVER)
 def disk_full(fleet: Fleet) -> None:
     """No byte left on the disk for a while."""
     if not fleet.has_small_disks:
@@ -131,6 +106,7 @@ def disk_full(fleet: Fleet) -> None:
 
 
 _HEADER = 256  # bytes of a segment file
+_PATIENCE_S = 20.0
 
 
 @_fault(SERVER)
@@ -138,8 +114,10 @@ def segment_damaged(fleet: Fleet) -> None:
     """Mapped segments lose their second half, or all but the header is written over; the server begins anew then."""
     member = fleet.one()
     fleet.settle(member)
-    deadline = time.monotonic() + 20
-    while not (segments := list(member.directory.glob("*/*.seg"))) and time.monotonic() < deadline:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not (segments := list(member.directory.glob("*/*.seg"))):
+        if time.monotonic() > deadline:
+            raise AssertionError("no segment was there to be damaged")
         time.sleep(0.1)
     for number, path in enumerate(segments):
         size = path.stat().st_size
@@ -294,7 +272,8 @@ def logs_mixed_up(fleet: Fleet) -> None:
     """One tenant's log is copied under the other's name, as a restore that goes wrong does."""
     first, second = fleet.streams
     with fleet.client() as client:
-        client.copy(first, second, replace=True)
+        if not client.copy(first, second, replace=True):
+            raise AssertionError("no log was there to be copied")
         fleet.hold(3.0)
         client.delete(first, second)
 

@@ -283,6 +283,8 @@ _SETTLED_S: Final = 1.5  # longer than the interval in which the cache looks for
 _PAGE_BYTES: Final = 4096
 _PATIENCE_S: Final = 10.0
 _MARK_TOKENS: Final = 3
+_LEAST_MERGING: Final = 300
+"""Proposals beside a merge, below which their 99th percentile would be that of two or three."""
 
 
 def resident_bytes() -> int:
@@ -432,9 +434,10 @@ def watch_traffic(
             time.sleep(0.001)
     elapsed = time.perf_counter() - began
     share = (_upkeep_s() - before + append_s) / elapsed
+    p99 = round(float(np.percentile(merging_us or [0.0], 99)), 1)
     return {
         "freshness_ms_p99": round(float(np.percentile(fresh_ms, 99)), 3),
         "maintenance_core_share": round(share, 4),
-        # None: no merge was seen.
-        "propose_us_p99_merging": round(float(np.percentile(merging_us, 99)), 1) if merging_us else None,
+        "num_merging": len(merging_us),
+        "propose_us_p99_merging": p99 if len(merging_us) >= _LEAST_MERGING else None,
     }

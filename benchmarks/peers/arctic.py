@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from time import perf_counter_ns
 
 import numpy as np
 
@@ -44,9 +43,8 @@ class Arctic:
         options = {name: value for name, value in setting.items() if name != "depth"}
         options["use_tree_spec"] = bool(setting.get("use_tree_spec", False))
         pattern = np.ascontiguousarray(context[-self._depth :])
-        began = perf_counter_ns()
         draft = self._cache.speculate(request_id, pattern, max_spec_tokens=max_tokens, **options)
-        return Proposal(perf_counter_ns() - began, draft.token_ids, draft.parents)
+        return Proposal(draft.token_ids, draft.parents)
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
         self._cache.add_active_response(request_id, token_ids)

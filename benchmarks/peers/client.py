@@ -1,7 +1,4 @@
-"""Our end: one peer, started in its own environment.
-
-All times are taken in the peer's process around its own calls: pipes and copies are never part of a figure.
-"""
+"""Our end: one peer, started in its own environment."""
 
 from __future__ import annotations
 
@@ -24,13 +21,14 @@ class Peer(Child):
     ``options`` are the peer's own:
 
     - arctic: ``depth`` (64)
-    - vllm-ngram: ``max_context_tokens`` (65,536), ``max_draft`` (256)
+    - vllm-ngram: ``max_context_tokens`` (65,536), ``max_draft`` (256), ``least`` (2), ``most`` (5)
     - sglang: ``capacity`` (10,000,000), ``match_type`` (BFS), ``max_bfs_breadth`` (10), ``draft_tokens`` (12),
       ``padded`` (0), ``prompts`` (0)
     - llama-cpp: ``type`` (ngram-mod), and ``first``, ``second``, ``third``, its three sizes
 
     A setting of arctic holds ``max_spec_factor``, ``max_spec_offset``, ``min_token_prob``, ``use_tree_spec`` and
-    ``depth``; one of sglang or llama-cpp holds options, and has a peer of its own.
+    ``depth``; one of prompt-lookup-hf ``ngram``; one of vllm-ngram its last two options; one of sglang or llama-cpp
+    options, and has a peer of its own.
     """
 
     versions: dict[str, str]

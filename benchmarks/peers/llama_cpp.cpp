@@ -5,7 +5,6 @@
 // slot. `lookup_*` is that of the program examples/lookup/lookup.cpp: a context cache for each request, merged into the
 // dynamic cache when the request has ended.
 
-#include <chrono>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -41,12 +40,6 @@ extern "C" void ggml_abort(const char * file, int line, const char * fmt, ...) {
 }
 
 namespace {
-
-using clock_type = std::chrono::steady_clock;
-
-int64_t ns_since(clock_type::time_point began) {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(clock_type::now() - began).count();
-}
 
 struct speculative {
     common_params_speculative params;
@@ -89,16 +82,13 @@ void speculative_begin(void * opened, const int32_t * text, size_t size) {
     common_speculative_begin(static_cast<speculative *>(opened)->state.get(), 0, llama_tokens(text, text + (size ? size - 1 : 0)));
 }
 
-// A draft of at most `most` tokens into `draft`; returns how many. `ns`: nanoseconds of common_speculative_draft.
-int32_t speculative_draft(
-        void * opened, const int32_t * text, size_t size, int32_t most, int32_t * draft, int64_t * ns) {
+// A draft of at most `most` tokens into `draft`; returns how many.
+int32_t speculative_draft(void * opened, const int32_t * text, size_t size, int32_t most, int32_t * draft) {
     auto * state = static_cast<speculative *>(opened)->state.get();
     const llama_tokens prompt(text, text + size - 1);
     llama_tokens result;
     common_speculative_get_draft_params(state, 0) = {true, most, (llama_pos) size - 1, text[size - 1], &prompt, &result};
-    const auto began = clock_type::now();
     common_speculative_draft(state);
-    *ns = ns_since(began);
     std::memcpy(draft, result.data(), result.size() * sizeof(int32_t));
     return (int32_t) result.size();
 }
@@ -109,8 +99,6 @@ void speculative_accept(void * opened, int32_t accepted) {
 }
 
 void * lookup_open() { return new lookup; }
-
-void lookup_close(void * opened) { delete static_cast<lookup *>(opened); }
 
 // A request begins: its context cache holds its prompt.
 void lookup_begin(void * opened, const int32_t * text, size_t size) {
@@ -130,14 +118,12 @@ void lookup_add(void * opened, const int32_t * tokens, size_t size) {
     }
 }
 
-// As speculative_draft; `ns` is of common_ngram_cache_draft.
-int32_t lookup_draft(void * opened, int32_t most, int32_t * draft, int64_t * ns) {
+// As speculative_draft.
+int32_t lookup_draft(void * opened, int32_t most, int32_t * draft) {
     auto * self = static_cast<lookup *>(opened);
     llama_tokens result = {self->text.back()};
-    const auto began = clock_type::now();
     common_ngram_cache_draft(
             self->text, result, most, LLAMA_NGRAM_MIN, LLAMA_NGRAM_MAX, self->context, self->dynamic, self->fixed);
-    *ns = ns_since(began);
     std::memcpy(draft, result.data() + 1, (result.size() - 1) * sizeof(int32_t));
     return (int32_t) result.size() - 1;
 }

@@ -85,18 +85,16 @@ class LlamaCpp:
 
     def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Proposal:
         if not len(context):
-            return Proposal(0, [])
-        ns, most = ctypes.c_int64(), ctypes.c_int32(min(max_tokens, _LONGEST))
+            return Proposal([])
+        most = ctypes.c_int32(min(max_tokens, _LONGEST))
         if self._type == _LOOKUP:
-            self._num_drafted = self._library.lookup_draft(
-                ctypes.c_void_p(self._state), most, _pointer(self._draft), ctypes.byref(ns)
-            )
+            self._num_drafted = self._library.lookup_draft(ctypes.c_void_p(self._state), most, _pointer(self._draft))
         else:
             text = np.ascontiguousarray(context)
             self._num_drafted = self._library.speculative_draft(
-                ctypes.c_void_p(self._state), *_sized(text), most, _pointer(self._draft), ctypes.byref(ns)
+                ctypes.c_void_p(self._state), *_sized(text), most, _pointer(self._draft)
             )
-        return Proposal(ns.value, self._draft[: self._num_drafted].tolist())
+        return Proposal(self._draft[: self._num_drafted].tolist())
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
         """What a step put out; all but its last token were drafted."""

@@ -4,7 +4,6 @@ peer drafts, ``python -m benchmarks.peers.process check NAME``, with which ``mak
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -51,30 +50,26 @@ class Server:
         Settings that share a state share a peer, because what is drafted depends on the text alone and not on earlier
         drafts.
         """
-        gc.disable()  # not inside a timed call
-        try:
-            peers = [self._of_setting(*setting) for setting in settings]
-            known = {id(peer): prompt_length for peer in peers}
-            distinct = {id(peer): peer for peer in peers}.values()
+        peers = [self._of_setting(*setting) for setting in settings]
+        known = {id(peer): prompt_length for peer in peers}
+        distinct = {id(peer): peer for peer in peers}.values()
 
-            def advance(peer: LocalPeer, position: int) -> None:
-                if position > known[id(peer)]:
-                    peer.add(request_id, text[known[id(peer)] : position])
-                    known[id(peer)] = position
+        def advance(peer: LocalPeer, position: int) -> None:
+            if position > known[id(peer)]:
+                peer.add(request_id, text[known[id(peer)] : position])
+                known[id(peer)] = position
 
-            def ask(peer: LocalPeer, asked: tuple[int, Setting], position: int) -> Proposal:
-                advance(peer, position)
-                return peer.speculate(request_id, text[:position], *asked)
+        def ask(peer: LocalPeer, asked: tuple[int, Setting], position: int) -> Proposal:
+            advance(peer, position)
+            return peer.speculate(request_id, text[:position], *asked)
 
-            for peer in distinct:
-                peer.start(request_id, text[:prompt_length])
-            askers = [partial(ask, peer, asked) for peer, asked in zip(peers, settings, strict=True)]
-            steps = walk(text.tolist(), prompt_length, askers)
-            for peer in distinct:
-                advance(peer, len(text))
-                peer.stop(request_id)
-        finally:
-            gc.enable()
+        for peer in distinct:
+            peer.start(request_id, text[:prompt_length])
+        askers = [partial(ask, peer, asked) for peer, asked in zip(peers, settings, strict=True)]
+        steps = walk(text.tolist(), prompt_length, askers)
+        for peer in distinct:
+            advance(peer, len(text))
+            peer.stop(request_id)
         return steps
 
     def _of_setting(self, max_tokens: int, setting: Setting) -> LocalPeer:

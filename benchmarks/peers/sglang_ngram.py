@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,9 @@ import numpy as np
 from benchmarks.peers.build import load_corpus_class
 from benchmarks.walk import Proposal, Setting, TokenIds
 
-_DRAFT_TOKENS, _DEPTH = 12, 18
+_DRAFT_TOKENS = 12
+DEPTH, CAPACITY = 18, 10_000_000
+"""Of the trie, tokens and nodes: its server's defaults."""
 _SHIFT = 1  # of token ids, so that no real one is the 0 that it fills drafts with
 
 
@@ -42,7 +43,7 @@ class SglangNgram:
 
     def __init__(
         self,
-        capacity: int = 10_000_000,
+        capacity: int = CAPACITY,
         match_type: str = "BFS",
         max_bfs_breadth: int = 10,
         draft_tokens: int = _DRAFT_TOKENS,
@@ -74,7 +75,7 @@ class SglangNgram:
         """Made when it is first needed: where `apart` is asked, that is never."""
         options = {name: value for name, value in self._options.items() if name not in ("padded", "prompts")}
         options["draft_token_num"] = options.pop("draft_tokens")
-        return load_corpus_class()(**options, min_bfs_breadth=1, max_trie_depth=_DEPTH)
+        return load_corpus_class()(**options, min_bfs_breadth=1, max_trie_depth=DEPTH)
 
     def apart(self, max_tokens: int, setting: Setting) -> SglangNgram:
         return SglangNgram(**{**self._options, "draft_tokens": max_tokens + 1, **setting})
@@ -90,17 +91,15 @@ class SglangNgram:
         """``max_tokens`` cuts the tree, whose nodes come level by level."""
         request = self._requests[request_id]
         if not len(context):
-            return Proposal(0, [])
-        tail = _shifted(context[-_DEPTH:])
+            return Proposal([])
+        tail = _shifted(context[-DEPTH:])
         request.asked_length = len(context)
-        began = perf_counter_ns()
         tokens, mask = self._corpus.batch_get([request_id], [tail], [len(context)])
-        took = perf_counter_ns() - began
         token_ids, parents = _tree(tokens.tolist(), mask)
         num_tokens = len(token_ids) if self._is_padded else _without_filling(token_ids)
         num_tokens = min(num_tokens, max_tokens)
         kept = [each - _SHIFT for each in token_ids[:num_tokens]]
-        return Proposal(took, kept, parents[:num_tokens])
+        return Proposal(kept, parents[:num_tokens])
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
         """The step has ended: what it drafted from enters the trie."""
@@ -115,7 +114,7 @@ class SglangNgram:
         self._corpus.erase_match_state([request_id])
 
     def _put_tail(self, request: _Request, end: int) -> None:
-        self._put(request.text[max(0, end - _DEPTH) : end])
+        self._put(request.text[max(0, end - DEPTH) : end])
         request.asked_length = 0
 
     def _put(self, tokens: list[int]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.child import ChildError
 from benchmarks.replay.digest import digests
-from benchmarks.replay.job import CONTENDER_NAMES, MEASURED_PATH, OURS, Plan, run, run_all
+from benchmarks.replay.job import CONTENDER_NAMES, FLAT_WIDTH, MEASURED_PATH, OURS, Plan, run, run_all
 from benchmarks.run import Option, Run
 from benchmarks.traces import all_traces, find_tokenizer, find_trace, trace_name
 from cache_builder.evaluation.costs import flat, read_step_costs
@@ -26,10 +26,9 @@ from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
 _UNDER = (
-    "benchmarks/peers", "benchmarks/replay/job.py", "benchmarks/walk.py", "cache_builder/evaluation", "ssd/compiled",
+    "benchmarks/peers", "benchmarks/traces.py", "benchmarks/walk.py", "cache_builder/evaluation", "ssd/compiled",
     "ssd/config.py", "ssd/drafting", "ssd/pricing", "ssd/retrieval",
 )  # fmt: skip
-_FLAT_WIDTH = 32
 _DIGESTED_TOKENS = 20_000
 """Of each trace, where --max-output-tokens says nothing."""
 
@@ -53,7 +52,6 @@ COLUMNS = (
     ("accepted", "{acceptance_rate:.3f}"),
     ("x flat", "{speed_up[flat 32]:.2f}"),
     ("x measured", "{speed_up[measured]:.2f}"),
-    ("us p50", "{propose_us_p50}"),
 )
 
 
@@ -66,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             drafters=list(dict.fromkeys(args.drafter)),
             draft=DraftConfig(num_speculative_tokens=args.max_draft),
             index=IndexConfig(),
-            costs=[flat(_FLAT_WIDTH), read_step_costs(MEASURED_PATH).curve],
+            costs=[flat(FLAT_WIDTH), read_step_costs(MEASURED_PATH).curve],
             tree=args.tree,
             max_output_tokens=args.max_output_tokens,
         )

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from benchmarks.child import ROOT
 from benchmarks.peers.client import Peer
 from benchmarks.peers.process import PEERS
+from benchmarks.peers.sglang_ngram import CAPACITY, DEPTH
 from benchmarks.traces import read_rows, trace_name
 from benchmarks.walk import Steps, together
 from cache_builder.evaluation.costs import CostCurve, StepCosts
@@ -26,14 +28,16 @@ from ssd.retrieval.cache import CacheSet
 T = TypeVar("T")
 
 OURS = "ssd"
-MEASURED_PATH = Path(__file__).parents[1] / "results" / "verify-cost.json"
+MEASURED_PATH = ROOT / "benchmarks" / "results" / "verify-cost.json"
 """The cost curve of passes that `benchmarks.evaluate --save-cost` measured."""
 CONTENDER_NAMES = (OURS, *PEERS)
 
 PRICED_BY = "priced by "
+FLAT_WIDTH = 32
+"""Positions of a pass that cost as much as one, by the curve that is not measured."""
 
-# Beyond a pass of 12 tokens, which a draft of 11 needs, the measured curve jumps.
-_LENGTHS = (2, 4, 6, 8, 11, 16)
+# Beyond a pass of 12 tokens, which a draft of 11 needs, the measured curve jumps; beyond one of 32 the flat one.
+_LENGTHS = (2, 4, 6, 8, 11, 16, 31)
 _FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0)
 _LEAST_PROBABILITIES = (0.1, 0.01)
 
@@ -42,9 +46,10 @@ DEFAULT = "default"
 ARCTIC_DEFAULT = "factor 1, p 0.1"
 _ARCTIC_WAYS = (
     (4, 3, 0, 64), (8, 3, 0, 64), (11, 2, 0, 64), (11, 3, 0, 64), (11, 4, 0, 64), (11, 2, 2, 64), (16, 3, 0, 64),
-    (11, 3, 0, 24), (24, 1, 0, 24),
+    (11, 3, 0, 24), (24, 1, 0, 24), (31, 4, 0, 64), (31, 4, 4, 64),
 )  # fmt: skip
-"""Most tokens, factor, offset, depth: the best of 76 tried on eight traces, and depth 24, the last as vLLM sets it."""
+"""Most tokens, factor, offset, depth: the best of 76 tried on eight traces, depth 24, once as vLLM sets it, and those
+for passes that are free up to 32 tokens."""
 
 _SGLANG_NODES = 11  # its 12 count the token that they follow
 _SGLANG_WAYS = (
@@ -68,7 +73,14 @@ _LLAMA_CPP_SIZES = (
 )  # fmt: skip
 """n_match, n_min, n_max of ngram-mod, size_n, size_m, min_hits of the others: the best tried, of 52 on agent_tools and
 of 35 on eight traces."""
-_LOOKUP_LENGTHS = (1, 2, 4, 6, 8, 11, 16)
+_LOOKUP_LENGTHS = (1, 2, 4, 6, 8, 11, 16, 31)
+
+_NGRAM_SIZES: dict[str, tuple[dict[str, float | str], ...]] = {
+    "prompt-lookup-hf": ({"ngram": 1}, {"ngram": 3}),
+    "vllm-ngram": ({"least": 1, "most": 5}, {"least": 3, "most": 5}),
+}
+"""Beside 2, and 2 to 5, at some lengths."""
+_NGRAM_LENGTHS = (4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +135,16 @@ def settings_of(drafter: str, max_draft: int, *, tree: bool, costs: Sequence[Cos
             found.append(known(title, max_draft, type=name, first=first, second=second, third=third))
         return found
     lengths = sorted({length for length in _LENGTHS if length < max_draft} | {max_draft})
-    return [known(f"draft {length}", length) for length in lengths]
+    found = [known(f"draft {length}", length) for length in lengths]
+    for knobs in _NGRAM_SIZES[drafter]:
+        title = ", ".join(f"{name} {value}" for name, value in knobs.items())
+        found += [known(f"draft {most}, {title}", most, **knobs) for most in _NGRAM_LENGTHS if most <= max_draft]
+    return found
 
 
 Result = dict[str, Any]
 
 _SGLANG_AT_ONCE = 4
-_SGLANG_DEPTH, _SGLANG_CAPACITY = 18, 10_000_000  # its server's defaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +175,10 @@ class OurDrafter(AbstractContextManager["OurDrafter"]):
         self._caches.close()
 
     def replay(self, request_id: str, row: Row) -> list[Steps]:
-        """``ns`` of each step is the mean of the output."""
         cache, found = self._caches.get(), []
         for decoder in self._decoders:
             steps = decoder.decode(row, cache.snapshot())
-            count = len(steps.drafted)
-            found.append(Steps(steps.drafted, steps.accepted, np.full(count, steps.ns // max(1, count), np.int32)))
+            found.append(Steps(steps.drafted, steps.accepted))
         cache.append(row.text(), prompt_length=len(row.context))
         cache.maintain()
         return found
@@ -203,7 +216,8 @@ def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
     """All drafters under all settings on one trace, which is tokenized once."""
     rows = read_rows(trace, tokenizer, plan.max_output_tokens)
     results: dict[str, list[Result]] = {}
-    oracle = oracle_of(rows, plan.draft.num_speculative_tokens)
+    # As long as drafts of ours where they are free.
+    oracle = oracle_of(rows, min(plan.draft.num_speculative_tokens, FLAT_WIDTH - 1))
     for contender in _contenders(plan, rows):
         with contender:
             for setting, steps in zip(contender.settings, replay_stream(rows, contender), strict=True):
@@ -268,8 +282,8 @@ def _sglang(settings: Sequence[Setting], rows: Sequence[Row]) -> Iterator[PeerDr
     for first in range(0, len(settings), _SGLANG_AT_ONCE):
         some = settings[first : first + _SGLANG_AT_ONCE]
         has_prompts = any(each.knobs.get("prompts") for each in some)
-        num_tokens = sum(_new_tokens(rows) if has_prompts else (_SGLANG_DEPTH + len(row.output) for row in rows))
-        yield PeerDrafter(some, capacity=min(_SGLANG_DEPTH * (num_tokens + 1), _SGLANG_CAPACITY))
+        num_tokens = sum(_new_tokens(rows) if has_prompts else (DEPTH + len(row.output) for row in rows))
+        yield PeerDrafter(some, capacity=min(DEPTH * (num_tokens + 1), CAPACITY))
 
 
 def _new_tokens(rows: Sequence[Row]) -> Iterator[int]:
@@ -286,7 +300,6 @@ def summary(steps: Steps, costs: Sequence[CostCurve]) -> Result:
     """The figures of one setting, as they stand in the JSON; steps counts as 1 where there is none."""
     num_steps, num_drafted, num_accepted = len(steps.drafted), int(steps.drafted.sum()), int(steps.accepted.sum())
     num_output, at_least_one = num_steps + num_accepted, max(1, num_steps)
-    times_us = steps.ns / 1e3 if num_steps else np.zeros(1)
     by_drafted = np.bincount(steps.drafted, minlength=1)
     return {
         "output_tokens": num_output,
@@ -298,6 +311,4 @@ def summary(steps: Steps, costs: Sequence[CostCurve]) -> Result:
         "accepted_per_step": num_accepted / at_least_one,
         "acceptance_rate": num_accepted / max(1, num_drafted),
         "speed_up": {cost.name: StepCosts(cost, "").speed_up(num_output, by_drafted) for cost in costs},
-        "propose_us_p50": round(float(np.percentile(times_us, 50)), 1),
-        "propose_us_p99": round(float(np.percentile(times_us, 99)), 1),
     }

@@ -16,17 +16,18 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import gpu_check
+from benchmarks.child import ROOT
 from benchmarks.report import replay
 from benchmarks.report.code import api_section, constants_section, flags_section
 from benchmarks.run import cells_of, git, table
 
-ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 Result = Mapping[str, Any]
@@ -46,6 +47,7 @@ SECTIONS: Final = {
     "docs/clients.md": {"clients": ("clients", "clients")},
     "docs/coupled-sampling.md": {"coupled": ("coupled", "coupled coupled-gemma")},
     "docs/engines.md": {"vllm": ("vllm", "vllm"), "vllm-runners": ("vllm", "vllm-runners")},
+    "docs/tuning.md": {"mechanisms": ("contenders", "mechanisms")},
     "docs/exact.md": {"exact": ("exact", "exact exact-gemma"), "vllm-changes": ("vllm.changes", "vllm-changes")},
 }
 """By page and marker: the program whose columns are shown, and the results, of which some may be missing."""
@@ -86,14 +88,23 @@ def pages() -> dict[str, str]:
     for page, sections in SECTIONS.items():
         for marker, (program, names) in sections.items():
             if given := list(_results(names)):
-                found[page, marker] = section(import_module(_module(program)), given)
+                found |= _written((page, marker), names, partial(section, import_module(_module(program)), given))
     for place, (write, names) in _REPLAYS.items():
         if len(results := list(_results(names))) == len(names.split()):
-            found[place] = write(*results)
+            found |= _written(place, names, partial(write, *results))
     texts = {page: (ROOT / page).read_text() for page, _ in found}
     for (page, marker), text in found.items():
         texts[page] = spliced(texts[page], marker, text)
     return texts
+
+
+def _written(place: tuple[str, str], names: str, write: Callable[[], str]) -> dict[tuple[str, str], str]:
+    """A section; none where a result is of a program that did not say yet what is shown: the page stays as it is."""
+    try:
+        return {place: write()}
+    except (KeyError, TypeError) as error:
+        print(f"{place[0]} {place[1]}: one of {names} lacks {error}: measure it again", file=sys.stderr)
+        return {}
 
 
 def _module(program: str) -> str:
@@ -115,8 +126,8 @@ def _results(names: str) -> Iterator[dict[str, Any]]:
 def section(program: Any, results: Sequence[Result]) -> str:
     """The rows of all results in the columns of their program, what it says of each result, and its note.
 
-    A program may declare ``is_shown``, which rows are, and ``RUN``, what of each run's parameters is said behind its
-    date. A result without rows is one itself.
+    A program may declare ``is_shown``, which rows are, ``EACH``, what is said of each result, and ``RUN``, what is said
+    of each behind its date. A result without rows is one itself.
     """
     is_shown = getattr(program, "is_shown", lambda row: True)
     rows = [
@@ -128,13 +139,19 @@ def section(program: Any, results: Sequence[Result]) -> str:
     # Not what all rows have alike, unless it is that nothing went wrong, nor a figure that none has.
     said = {each: {cells_of([each], row)[0] for row in rows} for each in program.COLUMNS}
     columns = [each for each, cells in said.items() if len(cells) > 1 or cells == {"0"}]
-    run = getattr(program, "RUN", "")
-    measured = "; ".join(
-        f"{each.get('model', 'bundled model')} {each.get('date')}{run.format_map(each)}" for each in results
-    )
+    measured = _measured(results, getattr(program, "RUN", ""))
     each = " ".join(getattr(program, "EACH", "").format_map(result) for result in results).strip()
     note = " ".join(filter(None, (each, program.NOTE.format_map({**results[0], "measured": measured}))))
     return "\n".join([*table(columns, rows), "", note]) if columns else note
+
+
+def _measured(results: Sequence[Result], run: str) -> str:
+    """What was run when, and on which machines."""
+    on: dict[str, dict[str, None]] = {}
+    for each in results:
+        said = " ".join(filter(None, (each.get("model"), each["date"], run and f"({run.format_map(each)})")))
+        on.setdefault("{environment[cpu]}, {environment[cores]} cores".format_map(each), {})[said] = None
+    return "; ".join(f"{machine}: {', '.join(those)}" for machine, those in on.items())
 
 
 def spliced(text: str, name: str, section: str) -> str:

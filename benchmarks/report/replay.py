@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
 
 from benchmarks.gpu_check import device_of, is_whole, rows_of
-from benchmarks.replay.job import ARCTIC_DEFAULT, DEFAULT, OURS, PRICED_BY
+from benchmarks.replay.job import ARCTIC_DEFAULT, DEFAULT, FLAT_WIDTH, OURS, PRICED_BY
 from benchmarks.run import Columns, table
 
 Result = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
 _MEASURED: Final = "measured"
-_FREE: Final = "flat 32"
+_FREE: Final = f"flat {FLAT_WIDTH}"
 _NAMES: Final = {
     OURS: "ours",
     "vllm-ngram": "vLLM n-gram",
@@ -25,15 +26,15 @@ _NAMES: Final = {
 }
 
 
-def best_speed_up(rows: Rows, drafter: str, trace: str | None = None) -> float:
-    """Over plain decoding at the measured cost, ours priced by it, another's the best; ``trace`` : None for all."""
+def best_speed_up(rows: Rows, drafter: str, cost: str = _MEASURED, trace: str | None = None) -> float:
+    """Over plain decoding at a cost, ours priced by it, another's the best; ``trace`` : None for all."""
     some = [row for row in rows if row["drafter"] == drafter and trace in (None, row["trace"])]
     if drafter == OURS:
-        some = [row for row in some if row["setting"] == f"{PRICED_BY}{_MEASURED}"]
+        some = [row for row in some if row["setting"] == f"{PRICED_BY}{cost}"]
     best: dict[tuple[str, str], float] = {}
     for row in some:
         key = row["trace"], row["tokenizer"]
-        best[key] = max(best.get(key, 0.0), row["speed_up"][_MEASURED])
+        best[key] = max(best.get(key, 0.0), row["speed_up"][cost])
     return _mean(best.values())
 
 
@@ -48,27 +49,38 @@ def _traces(result: Result) -> list[str]:
 def curve_section(path: Result, tree: Result) -> str:
     """Against the strongest other drafter at the best of its settings."""
     rows = []
-    for kind, found in (("paths", path["rows"]), ("trees", tree["rows"])):
-        ours, theirs = (best_speed_up(found, drafter) for drafter in (OURS, "arctic"))
+    for (kind, found), cost in product((("paths", path["rows"]), ("trees", tree["rows"])), (_MEASURED, _FREE)):
+        ours, theirs = (best_speed_up(found, drafter, cost) for drafter in (OURS, "arctic"))
         over = {
-            trace: best_speed_up(found, OURS, trace) / best_speed_up(found, "arctic", trace) for trace in _traces(path)
+            trace: best_speed_up(found, OURS, cost, trace) / best_speed_up(found, "arctic", cost, trace)
+            for trace in _traces(path)
         }
         (worst, least), *_, (best, most) = sorted(over.items(), key=lambda item: item[1])
-        ends = f"{least:.2f}x ({worst}) ... {most:.2f}x ({best})"
-        shares = [row["of_oracle"] for row in found if row["setting"] == f"{PRICED_BY}{_FREE}"]
-        row = {"kind": kind, "ours": ours, "theirs": theirs, "ends": ends}
-        rows.append({**row, "least_share": min(shares), "most_share": max(shares)})
+        row = {"kind": kind, "cost": cost, "ours": ours, "theirs": theirs}
+        row["ends"] = f"{least:.2f}x ({worst}) ... {most:.2f}x ({best})"
+        if cost == _FREE:
+            shares = [each["of_oracle"] for each in found if each["setting"] == f"{PRICED_BY}{cost}"]
+            row |= {"least_share": min(shares), "most_share": max(shares)}
+        rows.append(row)
     columns: Columns = (
-        ("", "{kind}"), (">ours", "{ours:.2f}x"), (">arctic's", "{theirs:.2f}x"), (">ratio by trace", "{ends}"),
-        (">of the best choice, where drafts are nearly free", "{least_share:.0%} ... {most_share:.0%}"),
+        ("", "{kind}"), ("cost of a pass", "{cost}"), (">ours", "{ours:.2f}x"), (">arctic's", "{theirs:.2f}x"),
+        (">ratio by trace", "{ends}"), (">of the best choice", "{least_share:.0%} ... {most_share:.0%}"),
     )  # fmt: skip
     parameters = path["parameters"]
     note = (
-        "Speed-up over plain decoding at the measured cost of a pass, proposals left out; arctic at the best of its "
-        f"settings in hindsight. Geometric means: {len(_traces(path))} traces, {', '.join(parameters['tokenizers'])}, "
-        f"{parameters['max_output_tokens']:,} output tokens, drafts of {parameters['draft']['num_speculative_tokens']}."
+        f"Speed-up over plain decoding, proposals left out. {_COSTS} Ours knows the cost of a pass and drafts by it; "
+        "arctic is at the best of its settings for each, in hindsight. Of the best choice: tokens a step over those "
+        f"of the best {FLAT_WIDTH - 1} tokens among all earlier text, in hindsight. Geometric means: "
+        f"{len(_traces(path))} traces, {', '.join(parameters['tokenizers'])}, {parameters['max_output_tokens']:,} "
+        f"output tokens, drafts of at most {parameters['draft']['num_speculative_tokens']}. {_origins((path, tree))}."
     )
     return "\n".join([*table(columns, rows), "", note])
+
+
+_COSTS: Final = (
+    f"Cost measured: of the bundled model, 5.4M parameters, on two cores; {_FREE}: a pass of up to {FLAT_WIDTH} "
+    "positions costs what a plain one does, as on a device that waits for memory."
+)
 
 
 def others_section(path: Result, tree: Result) -> str:
@@ -84,33 +96,35 @@ def others_section(path: Result, tree: Result) -> str:
                 [r for r in of_it if r["setting"] == each] for each in dict.fromkeys(r["setting"] for r in of_it)
             ]
             ups = [(_mean(row["speed_up"][_MEASURED] for row in some), some) for some in by_setting]
-            row: dict[str, Any] = {"drafter": name, "best": best_speed_up(result["rows"], drafter)}
+            row: dict[str, Any] = {"drafter": name}
+            row |= {cost: best_speed_up(result["rows"], drafter, cost) for cost in (_MEASURED, _FREE)}
             if ups:
                 up, some = max(ups, key=lambda each: each[0])
                 tokens = _mean(each["mean_acceptance_length"] for each in some)
-                us = np.median([each["propose_us_p50"] for each in some])
-                row |= {"setting": some[0]["setting"], "up": up, "tokens": tokens, "us": us}
+                row |= {"setting": some[0]["setting"], "up": up, "tokens": tokens}
             rows.append(row)
-            over = {
-                trace: best_speed_up(result["rows"], drafter, trace) / best_speed_up(result["rows"], OURS, trace)
-                for trace in _traces(path)
-            }
-            if those := [trace for trace, ratio in over.items() if ratio > 1]:
-                ahead.append(f"{name} by up to {max(over.values()):.2f}x on {', '.join(those)}")
+            for cost in (_MEASURED, _FREE):
+                over = {
+                    trace: best_speed_up(result["rows"], drafter, cost, trace)
+                    / best_speed_up(result["rows"], OURS, cost, trace)
+                    for trace in _traces(path)
+                }
+                if those := [trace for trace, ratio in over.items() if ratio > 1]:
+                    ahead.append(f"{name}, {cost}, by up to {max(over.values()):.2f}x on {', '.join(those)}")
     columns: Columns = (
         ("drafter", "{drafter}"),
-        (">speed-up, best settings in hindsight", "{best:.2f}x"),
+        (">speed-up, best settings in hindsight", "{measured:.2f}x"),
+        (f">at {_FREE}", f"{{{_FREE}:.2f}}x"),
         ("default", "{setting}"),
         (">speed-up", "{up:.2f}x"),
         (">tokens a step", "{tokens:.2f}"),
-        (">us", "{us:.1f}"),
     )
     note = (
-        "Default: as its makers set it, of several the best; other settings are the best of many tried on some of "
-        "these traces. Ours looks up other requests' prompts, SGLang's too in some settings, Arctic's answers. us: "
-        "of the middle trace, ours in a compiled loop, others by the call. "
+        f"{_COSTS} Where nothing is said it is the measured one. Default: as its makers set it, of several the best; "
+        "vLLM and transformers set no length of drafts. Other settings are the best of many tried on some of these "
+        "traces. Ours looks up other requests' prompts, SGLang's too in some settings, Arctic's answers. "
         f"Ahead of ours: {'; '.join(ahead) or 'none'}. {', '.join(path['parameters']['tokenizers'])}, the first "
-        f"{path['parameters']['max_output_tokens']:,} output tokens of each trace."
+        f"{path['parameters']['max_output_tokens']:,} output tokens of each trace. {_origins((path, tree))}."
     )
     return "\n".join([*table(columns, rows), "", note])
 
@@ -122,7 +136,11 @@ def _is_default(drafter: str, setting: str) -> bool:
 
 
 _STREAMS: Final = {"mixed": "requests of which some recur", "no repeats": "requests that never recur"}
-_NO_GAIN: Final = {"cold": "nothing to gain", "adversarial": "other answers known"}
+_NO_GAIN: Final = {
+    "cold": "nothing to gain",
+    "adversarial": "other answers known",
+    "full": "1M tokens of shuffled text known",
+}
 _COUPLED: Final = (4, 0.7)
 """Streams and temperature."""
 
@@ -146,25 +164,22 @@ def gains_section(
     def shape(part: str) -> str:
         return f"{device_of(gpu, part)}, 8B shape"
 
-    for asked in gpu["repeats"]["results"] if "repeats" in shown else ():
-        some = asked["repeated_requests"]
-        what = f"{shape('repeats')}: the same {some['requests']} greedy requests again"
-        add(what, off, some["speedup_second"])
-    for traffic, about in _NO_GAIN.items() if "overhead-large" in shown else ():
-        some = [row for row in rows_of(gpu, "overhead-large", "overhead") if row["traffic"] == traffic]
-        what = f"{shape('overhead-large')}: {about}, temperature 1, batch {' / '.join(str(r['batch']) for r in some)}"
-        add(what, off, *(row["over_off"][0] for row in some))
-    for cost in rows_of(gpu, "exact-cost", "exact") if "exact-cost" in shown else ():
-        kind = "decoding 8 rows"
-        add(f"{shape('exact-cost')}: equal to the bit, {kind}", "`--exact off`", cost["rates"][kind][0])
+    def no_gain(where: str, found: Rows) -> None:
+        for traffic, about in _NO_GAIN.items():
+            if some := [row for row in found if row["traffic"] == traffic]:
+                what = f"{where}{about}, temperature 1, batch {' / '.join(str(row['batch']) for row in some)}"
+                add(what, off, *(row["over_off"][0] for row in some))
+
     for grown, model in ((growth, ""), (pretrained, f"{pretrained['model']}: ")):
         for run in sorted(grown["rows"], key=lambda run: bool(run["sampling"] == "greedy")):  # as most ask, first
-            what = f"{model}{_STREAMS[run['stream']]}, {run['sampling']}: nothing known / after "
-            add(f"{what}{grown['parameters']['requests']}", off, run["speedup_last_anew"], run["speedup_last"])
-    for traffic, about in _NO_GAIN.items():
-        some = [row for row in overhead["rows"] if row["traffic"] == traffic]
-        what = f"{about}, temperature 1, batch {' / '.join(str(row['batch']) for row in some)}"
-        add(what, off, *(row["over_off"][0] for row in some))
+            what = f"{model}{_STREAMS[run['stream']]}, {run['sampling']}: from nothing / after "
+            add(f"{what}{grown['parameters']['requests']}", off, run["speedup_last_anew"][0], run["speedup_last"][0])
+    no_gain("", overhead["rows"])
+    if "overhead-large" in shown:
+        no_gain(f"{shape('overhead-large')}: ", rows_of(gpu, "overhead-large", "overhead"))
+    for cost in rows_of(gpu, "exact-cost", "exact") if "exact-cost" in shown else ():
+        for kind, rates in cost["rates"].items():
+            add(f"{shape('exact-cost')}: equal to the bit, {kind}", "`--exact off`", rates[0])
     add(f"the same {again['requests']} greedy requests again, tokens/s", off, again["speedup_second"])
     for row in coupled["rows"]:
         if (row["streams"], row["temperature"]) == _COUPLED and row["workload"] in ("asked again", "near-variants"):
@@ -174,20 +189,27 @@ def gains_section(
     what = f"our drafter inside vLLM, batch {' / '.join(str(row['batch']) for row in inside)}"
     add(what, "vLLM's suffix as vLLM sets it", *(row["against_suffix"][0] for row in inside))
     ours = best_speed_up(curve["rows"], OURS)
-    what = f"{len(_traces(curve))} recorded traces, at the measured cost of a pass, drafting's time left out"
+    what = f"{len(_traces(curve))} recorded traces, at the bundled model's cost of a pass, drafting's time left out"
     add(what, "plain decoding", ours)
     add("the same", "Arctic Inference at the best setting tried", ours / best_speed_up(curve["rows"], "arctic"))
     for result, drafter, against in ((chains, "llama-cpp", "llama.cpp's"), (trees, "sglang", "SGLang's trie")):
         ratio = best_speed_up(result["rows"], OURS) / best_speed_up(result["rows"], drafter)
-        what = f"their first {result['parameters']['max_output_tokens']:,} output tokens"
+        what = f"their first {result['parameters']['max_output_tokens']:,} output tokens, at the same cost"
         add(what, f"{against} at the best setting tried", ratio)
-    environment = growth["environment"]
+    for asked in gpu["repeats"]["results"] if "repeats" in shown else ():
+        some = asked["repeated_requests"]
+        what = f"{shape('repeats')} whose every token names the next: the same {some['requests']} greedy requests again"
+        add(what, off, some["speedup_second"])
+    machines = dict.fromkeys(
+        "{environment[cpu]}, {environment[cores]} cores".format_map(each)
+        for each in (growth, pretrained, coupled, overhead, vllm, curve, chains, trees)
+    )
     when = _origins((growth, pretrained, coupled, overhead, vllm, curve, chains, trees, *(gpu[part] for part in shown)))
     note = (
-        "8B shape: random weights that name each next token clearly, bfloat16, `python -m benchmarks.gpu_check --call "
-        f"1`. The rest: bundled model unless named, float32, {environment['cpu']}, {environment['cores']} cores; "
-        "ratios of rates, above 1 is good for us. The traces are other models' outputs, replayed. "
-        f"Commits: {when}."
+        "8B shape: random weights, made so that each token clearly names the next, bfloat16, `python -m "
+        f"benchmarks.gpu_check --call 1`. The rest: bundled model unless named, float32, {' and '.join(machines)}; "
+        "ratios of rates, above 1 is good for us. Prompts are pieces of numpy's code, on which the bundled model was "
+        f"not trained. The traces are other models' outputs, replayed. Commits: {when}."
     )
     columns = (("what", "{what}"), ("against", "{against}"), (">", "{ratio}"))
     return "\n".join([*table(columns, rows), "", note])

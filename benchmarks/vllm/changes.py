@@ -33,7 +33,6 @@ OPTIONS: dict[str, Any] = {
     "dtype": Option(default=["float32", "bfloat16"], choices=("float32", "bfloat16")),
     "seed": 0,
 }
-UNDER = (*ENGINE, "ssd/integrations")
 COLUMNS = (
     ("engine", "{engine}"),
     ("type", "{dtype}"),
@@ -50,7 +49,8 @@ NOTE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Both engines in every type. Returns the exit status: 1 where a token of ours changes."""
-    run = Run("vllm_changes", __doc__, argv, OPTIONS, COLUMNS, under=UNDER, program="vllm.changes")
+    under = (*ENGINE, "benchmarks/vllm", "ssd/integrations")
+    run = Run("vllm_changes", __doc__, argv, OPTIONS, COLUMNS, under=under, program="vllm.changes")
     args, codec = run.args, TextCodec.load(str(MODEL_PATH))
     prompts = [codec.encode_prompt(text)[-192:] for text in snippets(args.seed)[: args.prompts]]
     for dtype in args.dtype:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 where = {"engine": name, "dtype": dtype, "what": what}
                 run.row({**where, "answers": len(plain), "different": different, "tokens": tokens})
     is_wrong = any(row["different"] for row in run.rows if row["engine"] == "ssd")
-    return run.end(environment={**describe(UNDER), "vllm": versions()}, is_wrong=is_wrong)
+    return run.end(environment={**describe(run.under), "vllm": versions()}, is_wrong=is_wrong)
 
 
 def of_vllm(prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> dict[str, Answers]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import serve
+from benchmarks.child import ROOT, serve
 
 _NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
@@ -314,8 +314,7 @@ def in_every_process(folder: Path) -> dict[str, str]:
     metadata = folder / "vllm-0.32.0.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    root = Path(__file__).resolve().parents[2]
-    return {"PYTHONPATH": f"{folder}{os.pathsep}{root}"}
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
 
 
 if __name__ == "__main__":
