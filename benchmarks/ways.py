@@ -86,23 +86,48 @@ class Tally:
         return self.tokens / self.passes
 
 
-def ask(engine: Engine, requests: Sequence[Request], tally: Tally | None = None) -> list[list[int]]:
-    """What ``engine`` answers, as many requests at a time as it has slots; adds to ``tally`` what that took."""
-    tally = Tally() if tally is None else tally
-    passes, drafted = engine.metrics.num_verify_steps, engine.metrics.num_draft_tokens
-    outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    began, cpu = time.perf_counter(), time.process_time()
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work():
-        for part in engine.step():
-            outputs[part.request_id] += part.token_ids
-    tally.seconds += time.perf_counter() - began
-    tally.cpu_s += time.process_time() - cpu
-    tally.tokens += sum(map(len, outputs.values()))
-    tally.passes += engine.metrics.num_verify_steps - passes
-    tally.drafted += engine.metrics.num_draft_tokens - drafted
-    return list(outputs.values())
+_TURN_STEPS = 8
+"""Of one engine, before the next one goes on: what slows the machine for a moment slows all."""
+
+
+class _Asked:
+    """Requests that an engine answers; ``outputs`` : tokens so far, in order."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], tally: Tally) -> None:
+        """``tally`` : what it takes is added to that."""
+        self._engine, self._tally = engine, tally
+        self._said: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        self._waiting = list(requests)
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        return list(self._said.values())
+
+    def go_on(self) -> bool:
+        """A few steps; whether there is more to do."""
+        engine, tally = self._engine, self._tally
+        passes, drafted = engine.metrics.num_verify_steps, engine.metrics.num_draft_tokens
+        began, cpu = time.perf_counter(), time.process_time()
+        for request in self._waiting:
+            engine.submit(request)
+        self._waiting.clear()
+        parts = [part for _ in range(_TURN_STEPS) if engine.has_work() for part in engine.step()]
+        tally.seconds += time.perf_counter() - began
+        tally.cpu_s += time.process_time() - cpu
+        for part in parts:
+            self._said[part.request_id] += part.token_ids
+        tally.tokens += sum(len(part.token_ids) for part in parts)
+        tally.passes += engine.metrics.num_verify_steps - passes
+        tally.drafted += engine.metrics.num_draft_tokens - drafted
+        return engine.has_work()
+
+
+def ask(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """What ``engine`` answers, as many requests at a time as it has slots."""
+    asked = _Asked(engine, requests, Tally())
+    while asked.go_on():
+        pass
+    return asked.outputs
 
 
 @dataclass(slots=True)
@@ -136,15 +161,19 @@ def contest(
     comparison: Comparison,
     tallies: Mapping[str, Tally] | None = None,
 ) -> Mapping[str, Tally]:
-    """What the same requests take of each engine, another one leading each ``number``; adds to ``tallies`` if given.
+    """What the same requests take of each engine, a few steps in turn; adds to ``tallies`` if given.
 
-    The last of ``engines`` is speculation off: all outputs are compared with what it says.
+    Another engine leads each ``number``. The last of ``engines`` is speculation off: all outputs are compared with what
+    it says.
     """
     tallies = {name: Tally() for name in engines} if tallies is None else tallies
-    said = {name: ask(engines[name], requests, tallies[name]) for name in in_turn(list(engines), number)}
+    asked = {name: _Asked(engines[name], requests, tallies[name]) for name in in_turn(list(engines), number)}
+    going = list(asked.values())
+    while going:
+        going = [each for each in going if each.go_on()]
     *others, off = engines
     for name in others:
-        for request, got, want in zip(requests, said[name], said[off], strict=True):
+        for request, got, want in zip(requests, asked[name].outputs, asked[off].outputs, strict=True):
             comparison.add(engines[off], request, got, want)
     return tallies
 
