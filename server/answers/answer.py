@@ -117,7 +117,7 @@ class LogprobsWriter:
             offsets.append(written.length)
             if token_id is None:
                 continue
-            if self._texts.shown_length(token_id):
+            if self._texts.is_shown(token_id):
                 written.length += len(written.decoder.decode(self._texts.bytes_of(token_id)))
             else:
                 written.length += self._spelled_length(token_id, text, written.length - begin)

@@ -337,9 +337,9 @@ class TokenTexts:
         """The token as text; bytes that are no whole character become U+FFFD."""
         return self.bytes_of(token_id).decode("utf-8", "replace")
 
-    def shown_length(self, token_id: int) -> int:
-        """Characters of the token in an output's text, which leaves special tokens out."""
-        return 0 if token_id in self._codec.special_ids else len(self.text_of(token_id))
+    def is_shown(self, token_id: int) -> bool:
+        """Whether an output's text has the token: it leaves special ones out."""
+        return token_id not in self._codec.special_ids
 
     def _bytes_of(self, token_id: int) -> bytes:
         piece = self._codec.piece(token_id)
