@@ -123,7 +123,7 @@ def test_the_published_score_holds_and_every_failure_has_its_reason() -> None:
             failed[fixture.id] = CUT if fixture.truncated and apart == "pass" else NAMED.get(fixture.id, "unknown")
     said = " ".join(Path("docs/tools.md").read_text().split())
     total, total_whole = (sum(scores.values(), Counter[str]()) for scores in (streamed, whole))
-    assert f"/canitoolcall/) {version('canitoolcall')} has {total.total()} recorded outputs" in said
+    assert f"canitoolcall {version('canitoolcall')} has {total.total()} recorded outputs" in said
     assert f"streamed {score(total)}, not streamed {score(total_whole)}." in said
     assert f"Of no family are more than {max(scores['fail'] for scores in streamed.values())} wrong" in said
     assert "unknown" not in failed.values(), failed
