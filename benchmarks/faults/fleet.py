@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 KEYS: Final[tuple[str, ...]] = ("key-of-the-first-tenant", "key-of-the-second-tenant")
 _BASE = "fleet"
 _SECRET = b"the secret of the fleet"
-_CACHE_TOKENS = 1 << 20
+_CACHE_TOKENS = 1 << 22  # some times what all rounds say: what is lost must not be what is old
 _PROBE_TOKENS = 16
 _DRAFTED = 8  # of them: what a server drafts that never saw the text is one or two
 _PERSISTENT = ("--appendonly", "yes", "--appendfsync", "always")
 
 
-_DISK_BYTES: Final = 32 << 20
+_DISK_BYTES: Final = 128 << 20
 _SERVER: Final = (
     *SERVER_OPTIONS,
     *("--max-num-seqs", "4", "--max-model-len", "256", "--num-speculative-tokens", "16"),
