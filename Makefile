@@ -86,7 +86,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Reproduces the README's figures: some 90 minutes on two cores, 2 GB of disk for the largest index. The replay needs
+# Reproduces the README's figures: some 110 minutes on two cores, 2 GB of disk for the largest index. The replay needs
 # recorded traces and tokenizers; other people's drafters are asked where `make bench-peers` installed them.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.growth --out benchmarks/results/growth.json
