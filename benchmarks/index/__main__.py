@@ -4,8 +4,8 @@
 
 A real cache (its threads, files in a temporary directory) is filled with N tokens in completions
 of 200 to 2,000, and measured as ingest leaves it: segments of all sizes, the tail not empty. Half the contexts asked
-for are present in full; of the other half only the last 1 to 10 tokens occur. Then 10,000 tokens a second arrive while
-a thread proposes, and fresh processes open the directory again, the static one too, and must draft what is stored. The
+for are present in full; of the other half only the last 1 to 10 tokens occur. Then 10,000 tokens a second arrive, and
+fresh processes open the directory again, the static one too, and must draft what is stored. The
 last line of stdout is one JSON object.
 """
 
@@ -36,7 +36,6 @@ from benchmarks.index.measures import (
     drafted_contexts,
     fill,
     measure,
-    sample_contexts,
     warm_up,
     watch_traffic,
 )
@@ -46,7 +45,6 @@ from ssd.drafting import DraftRequest, make_drafter
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.static import StaticWriter
 
-_CONTEXTS: Final = 1000
 _REOPENINGS: Final = 3
 _STORED: Final = 8  # contexts of static text, and as many others, that a reopened cache must draft from
 _LEAST_TOKENS: Final = 50_000
@@ -72,8 +70,7 @@ def measure_index(options: argparse.Namespace, say: Callable[[str], None]) -> di
             say(f"ingest: {json.dumps(filled)}")
             proposing = measure(snapshot, random)
             say(f"propose: {json.dumps(proposing)}")
-            contexts = sample_contexts(snapshot, _CONTEXTS, random)
-            traffic = watch_traffic(cache, stream, contexts, options.seconds, options.vocab)
+            traffic = watch_traffic(cache, stream, options.seconds, options.vocab)
             say(f"traffic: {json.dumps(traffic)}")
             caches.flush()
             stored = drafted_contexts(cache.snapshot(), _STORED, random)
@@ -137,13 +134,12 @@ COLUMNS = (
     (">a row of the engine's, us p50", "{row_us_p50:.0f}"),
     (">fresh after, ms p99", "{freshness_ms_p99:.1f}"),
     (">upkeep, of a core", "{maintenance_core_share:.1%}"),
-    (">p99 while merging", "{propose_us_p99_merging:.0f}"),
     (">reopened, s", "{reopen_s:.2f}"),
 )
 NOTE = (
     "`python -m benchmarks.index`, {measured}; made text of {parameters[vocab]:,} ids, one thread; contexts of 64 "
     "tokens never asked before, half of them present, of the other half only the last 1 to 10 tokens. Bytes: all that "
-    "a process grew by. Upkeep at 10,000 new tokens a second. No p99 of fewer than 300 proposals."
+    "a process grew by. Upkeep at 10,000 new tokens a second."
 )
 OPTIONS: dict[str, Any] = {
     "tokens": Option(default=1_000_000, least=_LEAST_TOKENS, help="size of the ring, filled"),

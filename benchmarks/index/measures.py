@@ -283,8 +283,6 @@ _SETTLED_S: Final = 1.5  # longer than the interval in which the cache looks for
 _PAGE_BYTES: Final = 4096
 _PATIENCE_S: Final = 10.0
 _MARK_TOKENS: Final = 3
-_LEAST_MERGING: Final = 300
-"""Proposals beside a merge, below which their 99th percentile would be that of two or three."""
 
 
 def resident_bytes() -> int:
@@ -397,18 +395,15 @@ def _settle(cache: SuffixCache) -> None:
             generation, since = stats.generation, time.monotonic()
 
 
-def watch_traffic(
-    cache: SuffixCache, stream: Iterator[Tokens], contexts: Sequence[Context], seconds: float, vocabulary: int
-) -> dict[str, Any]:
-    """`TOKENS_PER_S` for ``seconds``: until when new text is drafted, what upkeep takes of a core, whom it delays.
+def watch_traffic(cache: SuffixCache, stream: Iterator[Tokens], seconds: float, vocabulary: int) -> dict[str, Any]:
+    """`TOKENS_PER_S` for ``seconds``: until when new text is drafted, what upkeep takes of a core.
 
     Every completion holds three ids beyond ``vocabulary`` that no other has: what follows them can come from nowhere
-    else. Between two completions ``contexts`` are asked for, one a millisecond or so. Raises AssertionError where new
-    text is not drafted.
+    else. Raises AssertionError where new text is not drafted.
     """
     prober = Prober()
-    fresh_ms, merging_us = list[float](), list[float]()
-    append_s, arrived, marked, turns = 0.0, 0, 0, 0
+    fresh_ms = list[float]()
+    append_s, arrived, marked = 0.0, 0, 0
     before = _upkeep_s()
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -425,19 +420,10 @@ def watch_traffic(
                 raise AssertionError("new text was not drafted")
         fresh_ms.append((time.perf_counter() - at) * 1e3)
         arrived += len(tokens)
-        while time.perf_counter() < began + arrived / TOKENS_PER_S:
-            turns += 1
-            was_working = _is_merging()
-            took = prober.one(contexts[turns % len(contexts)].tokens, cache.snapshot())[0]
-            if was_working and _is_merging():
-                merging_us.append(took)
-            time.sleep(0.001)
+        time.sleep(max(0.0, began + arrived / TOKENS_PER_S - time.perf_counter()))
     elapsed = time.perf_counter() - began
     share = (_upkeep_s() - before + append_s) / elapsed
-    p99 = round(float(np.percentile(merging_us or [0.0], 99)), 1)
     return {
         "freshness_ms_p99": round(float(np.percentile(fresh_ms, 99)), 3),
         "maintenance_core_share": round(share, 4),
-        "num_merging": len(merging_us),
-        "propose_us_p99_merging": p99 if len(merging_us) >= _LEAST_MERGING else None,
     }

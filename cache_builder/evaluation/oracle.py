@@ -67,7 +67,8 @@ def oracle_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: int) 
     """Steps that each request would take if every draft were the best that earlier text could give, in hindsight.
 
     At each step the last token is looked for in all that stands before it, in earlier requests and its own; of the
-    places where it stands the one is taken that goes on as the output does for longest, up to ``limit`` tokens.
+    places where it stands the one is taken that goes on as the output does for longest, up to ``limit`` tokens. Of
+    choices of one request (``n`` > 1) each counts as earlier than the next: an upper limit there.
     ``texts`` : prompt and output of each, in order. ``prompt_lengths`` : int64[n]; where there is no prompt the first
     token counts as one. Returns int64[n]; None for more than 64 million tokens. O(n log n) in all tokens.
     """
