@@ -5,6 +5,7 @@ Where Anthropic's API is spoken: ``{"type": "error", "error": {"type", "message"
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from server.base.record import current_record, refusal_of
-from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, shown
+from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, SSDError, shown
+
+log = logging.getLogger(__name__)
 
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
@@ -91,6 +94,8 @@ def as_api_error(error: Exception) -> ApiError:
     for kind, (status, code_of_it) in _OURS.items():
         if isinstance(error, kind):
             return ApiError(status, str(error), kind="server_error", code=code_of_it)
+    if isinstance(error, SSDError):  # all others were logged where they were caught
+        log.error("unforeseen error in request %s", current_record().request_id, exc_info=error)
     return ApiError(500, "internal error; the server's log has it", kind="server_error")
 
 

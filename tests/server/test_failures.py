@@ -11,7 +11,7 @@ from server.base.errors import ServerNotReady
 from server.running.engine_thread import Inbox, Worker, WorkerState
 from ssd.config import SamplingParams
 from ssd.engine import Request
-from ssd.errors import ModelError
+from ssd.errors import ModelError, StoreUnavailable
 from tests.server.client import get, post, wait_until
 from tests.server.failing_engine import FailingEngine, serving
 
@@ -70,6 +70,22 @@ def test_failure_to_load_is_kept_and_resources_are_closed() -> None:
         server.wait_until(WorkerState.FAILED)
         assert server.engine_thread.load_error is engine.load_error
         wait_until(lambda: engine.closed)
+
+
+@pytest.mark.parametrize("kind", [StoreUnavailable, RuntimeError])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_what_nobody_foresaw_is_in_the_log_and_not_in_the_answer(
+    kind: type[Exception], is_streamed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: Request) -> None:
+        raise kind(why)
+
+    engine, why = FailingEngine(), "what only the log may say"
+    monkeypatch.setattr(engine, "submit", refuse)
+    with serving(lambda _: engine) as server:
+        answer = post(server.port, COMPLETIONS, {"prompt": "abc", "stream": is_streamed})
+    assert (answer.status, answer.error["message"]) == (500, "internal error; the server's log has it")
+    assert caplog.text.count(why) == 1
 
 
 def test_full_queue_answers_503_with_retry_after_and_keeps_no_choice() -> None:
