@@ -31,7 +31,7 @@ class Server:
         self.port = free_port()
         self.num_deaths = 0
         """Ends that nobody asked for."""
-        self._log = log
+        self._log, self._log_read = log, 0
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -101,6 +101,14 @@ class Server:
         self.num_deaths += 1
         self.start()
         return True
+
+    def new_log(self) -> str:
+        """What its log has got since this was asked last."""
+        with contextlib.suppress(FileNotFoundError):
+            said = self._log.read_bytes()[self._log_read :]
+            self._log_read += len(said)
+            return said.decode(errors="replace")
+        return ""
 
     def memory_mib(self) -> float:
         """Resident memory, 0 where it does not run."""

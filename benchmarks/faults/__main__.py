@@ -46,6 +46,7 @@ PROBLEMS: Final = ("failed", "changed", "died", "lost", "twice", "elsewhere", "d
 """A request failed; an answer changed; a server ended by itself; a promised note is gone, is there twice, or lies in
 another namespace; a text did not reach all servers in time after the fault."""
 _QUESTIONS: Final = 27
+_LOG_CHARACTERS: Final = 8000  # of each server, where a request failed
 OPTIONS: dict[str, Any] = {
     "servers": 1,
     "rounds": Option(default=18, help="of one fault, or of one of each kind"),
@@ -174,6 +175,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             run.row(row.facts())
             for reason in row.reasons[:5]:
                 run.say(f"    {reason}")
+            for member in fleet.members:
+                log = member.server.new_log()
+                if row.counts["failed"] or row.counts["died"]:
+                    run.say(f"log of {member.directory.name}:\n{log[-_LOG_CHARACTERS:]}")
     sums = {name: sum(row[name] or 0 for row in run.rows) for name in (*OUTCOMES, *PROBLEMS, "promised")}
     if not sums["promised"]:
         run.say("nothing was promised, so that nothing was verified on disk")
