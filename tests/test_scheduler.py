@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence as Several
 from typing import Any
 
@@ -52,6 +53,7 @@ def test_who_runs_is_what_ageing_step_by_step_says(
         twin.step()
         assert {int(s.request.request_id) for s in scheduler.running} == {r[2] for r in twin.running}
         assert {int(s.request.request_id) for s in scheduler.waiting} == {r[2] for r in twin.waiting}
+        assert scheduler.num_waiting == len(twin.waiting)
         assert len({s.slot for s in scheduler.running} | scheduler.free_slots) == num_slots
         for place in ending:
             if place < len(scheduler.running):
@@ -83,11 +85,32 @@ def test_tenants_take_turns_and_none_runs_more_than_it_may(
         twin.step()
         assert {int(s.request.request_id) for s in scheduler.running} == {n for _, n in twin.running}
         assert {int(s.request.request_id) for s in scheduler.waiting} == {n for _, n in twin.waiting}
+        assert scheduler.num_waiting == len(twin.waiting)
         for place in ending:
             if place < len(scheduler.running):
                 ended = scheduler.running[place]
                 scheduler.release(ended)
                 twin.running = [each for each in twin.running if each[1] != int(ended.request.request_id)]
+
+
+def test_how_many_wait_may_be_asked_while_they_change() -> None:
+    """Another thread may go on within any allocation: what the collector frees there runs code."""
+    scheduler, arriving = Scheduler(1, PrefixReuse(target_of())), [sequence_of(n, 0, tenant=str(n)) for n in range(30)]
+    thresholds = gc.get_threshold()
+
+    def arrive(phase: str, _info: object) -> None:
+        if phase == "start" and arriving:
+            scheduler.enqueue([arriving.pop()])
+
+    gc.callbacks.append(arrive)
+    gc.set_threshold(1)
+    try:
+        for _ in range(1000):
+            assert 0 <= scheduler.num_waiting <= 30
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(arrive)
+    assert scheduler.num_waiting + len(arriving) == 30
 
 
 def test_an_urgent_request_takes_no_slot_from_another_tenant() -> None:

@@ -241,7 +241,7 @@ class ServerMetrics(Collector):
             "http_requests", "HTTP requests that ended, by path, method and class of status.",
             labels=["handler", "method", "status"],
         )  # fmt: skip
-        for labels, number in list(http.requests.items()):
+        for labels, number in dict(http.requests).items():
             requests.add_metric(labels, number)
         yield requests
         yield by(

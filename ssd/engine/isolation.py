@@ -136,7 +136,7 @@ def violations(
         *_slots(target, scheduler),
         *_places([*arriving, *scheduler.waiting, *scheduler.running]),
         *_running(target, [] if is_under_way else scheduler.running),
-        *_waiting(scheduler.waiting),
+        *_waiting(scheduler),
         *_kept(target, scheduler, reuse),
     ]
 
@@ -178,7 +178,10 @@ def _running(target: Target, running: list[Sequence]) -> Iterator[str]:
             yield f"request {name} has ended and still has slot {sequence.slot}"
 
 
-def _waiting(waiting: list[Sequence]) -> Iterator[str]:
+def _waiting(scheduler: Scheduler) -> Iterator[str]:
+    waiting = scheduler.waiting
+    if len(waiting) != scheduler.num_waiting:
+        yield f"{len(waiting)} requests wait, and {scheduler.num_waiting} are counted"
     for sequence in waiting:
         if sequence.slot >= 0:
             yield f"request {sequence.request.request_id} waits and has slot {sequence.slot}"

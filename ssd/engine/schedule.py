@@ -289,7 +289,8 @@ AGEING_STEPS = 64
 
 
 class Scheduler:
-    """Slots, the sequences in them, and those that wait. Touched by the thread that steps the engine only.
+    """Slots, the sequences in them, and those that wait. Touched by the thread that steps the engine only; any may ask
+    how many wait and run.
 
     Tenants take turns: of those that have somebody waiting and may run more (``Request.max_running``), the one that was
     given a slot longest ago is next. All requests without a tenant are one. What follows holds among those of one.
@@ -309,6 +310,8 @@ class Scheduler:
         self._lines: dict[str | None, list[Sequence]] = {}  # by tenant: the next first; each in the order of turns
         self.running: list[Sequence] = []
         """In the order of their slots."""
+        self.num_waiting = 0
+        """How many have no slot."""
         self._free_slots = set(range(num_slots))
         self._reuse = reuse
         self._ageing_steps = ageing_steps
@@ -319,11 +322,6 @@ class Scheduler:
     def waiting(self) -> list[Sequence]:
         """Those without a slot; of each tenant in the order of their turns. O(waiting)."""
         return [sequence for line in self._lines.values() for sequence in line]
-
-    @property
-    def num_waiting(self) -> int:
-        """How many have no slot. O(tenants)."""
-        return sum(map(len, self._lines.values()))
 
     @property
     def free_slots(self) -> frozenset[int]:
@@ -345,9 +343,8 @@ class Scheduler:
         preempted = []
         while (found := self._next()) is not None:
             sequence, victim = found
-            line = self._lines.pop(sequence.request.tenant)
-            line.remove(sequence)
-            if line:
+            self._leave_line(sequence)
+            if (line := self._lines.pop(sequence.request.tenant, None)) is not None:
                 self._lines[sequence.request.tenant] = line  # the other tenants come first now
             if victim is not None:
                 self.release(victim)
@@ -394,10 +391,12 @@ class Scheduler:
 
     def _line_up(self, sequence: Sequence) -> None:
         insort(self._lines.setdefault(sequence.request.tenant, []), sequence, key=_turn)
+        self.num_waiting += 1
 
     def _leave_line(self, sequence: Sequence) -> None:
         line = self._lines[sequence.request.tenant]
         line.remove(sequence)
+        self.num_waiting -= 1
         if not line:
             del self._lines[sequence.request.tenant]
 
