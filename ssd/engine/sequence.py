@@ -141,10 +141,10 @@ class Sequence:
             noise=noise,
             held_back_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
         )
-        self.is_plain = sampling.greedy and grammar is None and not needs_prefix(sampling)
+        is_free = grammar is None and not needs_prefix(sampling)
+        self.is_plain = sampling.greedy and is_free
         """Whether its tokens are the most probable ones, whatever its text."""
-        is_drawn = is_by_temperature(self.sampling) and not needs_prefix(sampling)
-        self.is_drawn_by_position = is_drawn and grammar is None and not noise.is_coupled
+        self.is_drawn_by_position = is_free and not noise.is_coupled and is_by_temperature(self.sampling)
         """Whether its tokens are the most probable ones with noise of their positions, whatever its text."""
         self.slot = -1
         self.turn = (0, 0)
