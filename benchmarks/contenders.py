@@ -7,7 +7,7 @@
 - overhead: is speculation ever slower? At temperature 1, cold (empty caches, no prompt twice), adversarial (the cache
   holds another answer to each prompt, so that long matches lie) and full (a million tokens of such code are known,
   shuffled, so that every lookup finds much and all of it lies), at every batch size. Text that lies all the time is
-  soon not drafted from: "drafted a pass" says how much of it was. Several rows are counted until one of them ends.
+  soon not drafted from: "drafted a pass" says how much of it was. Counted while all rows are busy.
 
 Requests are pieces of code (`benchmarks.workloads`), a seed for each, other ones each round where none comes twice. A
 round begins with caches of its own; within it all ways answer a group of requests in turn, another one leading each

@@ -93,12 +93,13 @@ _TURN_STEPS = 8
 class _Asked:
     """Requests that an engine answers; ``outputs`` : tokens so far, in order.
 
-    What they take is counted until the first of them ends: a service would fill its row then, here the batch shrinks.
+    What they take is counted while all rows are busy: a service would fill those that the last requests leave.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request], tally: Tally) -> None:
         """``tally`` : what they take is added to that."""
-        self._engine, self._tally, self._is_full = engine, tally, True
+        self._engine, self._tally = engine, tally
+        self._num_left, self._num_rows = len(requests), min(len(requests), engine.target.num_slots)
         self._said: dict[str, list[int]] = {request.request_id: [] for request in requests}
         self._waiting = list(requests)
 
@@ -108,7 +109,7 @@ class _Asked:
 
     def go_on(self) -> bool:
         """A few steps; whether there is more to do."""
-        engine, tally = self._engine, self._tally if self._is_full else Tally()
+        engine, tally = self._engine, self._tally if self._num_left >= self._num_rows else Tally()
         passes, drafted = engine.metrics.num_verify_steps, engine.metrics.num_draft_tokens
         began, cpu = time.perf_counter(), time.process_time()
         for request in self._waiting:
@@ -119,7 +120,7 @@ class _Asked:
         tally.cpu_s += time.process_time() - cpu
         for part in parts:
             self._said[part.request_id] += part.token_ids
-            self._is_full &= part.finish_reason is None
+            self._num_left -= part.finish_reason is not None
         tally.tokens += sum(len(part.token_ids) for part in parts)
         tally.passes += engine.metrics.num_verify_steps - passes
         tally.drafted += engine.metrics.num_draft_tokens - drafted
