@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import uuid
 from collections.abc import Callable, Collection
@@ -19,8 +18,6 @@ from server.base.errors import ApiError, ServerNotReady, error_response, speaks_
 from server.base.limits import SMALL_BODY_BYTES
 from server.base.record import current_record
 from ssd.errors import QueueFull, RequestError, shown
-
-log = logging.getLogger(__name__)
 
 
 def path_below_root(scope: Scope) -> str:
@@ -92,10 +89,9 @@ class Gate:
         try:
             await self._admit(scope, receive, send_with_id)
         except Exception as error:
-            # The request's content stays out of the log: the traceback shows code, not values.
-            log.exception("unforeseen error in request %s", current_record().request_id)
+            answer = error_response(error, scope)  # which logs it
             if not started:
-                await error_response(error, scope)(scope, receive, send_with_id)
+                await answer(scope, receive, send_with_id)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         if path_below_root(scope) in _ALWAYS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -18,14 +17,12 @@ from server.base.record import current_record
 from server.base.settings import ServerSettings
 from server.running.generation import Choice, Generation, Usage
 from server.schema.generate import StreamOptions
-from ssd.errors import SSDError
 from ssd.text.codec import TokenTexts
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput, RequestStats, TokenLogprobs, VerifiedDraft
     from ssd.text.stream import TextStream
 
-log = logging.getLogger(__name__)
 
 _FEW_CHOICES = 16
 _GOING_ON = Choice()
@@ -302,11 +299,6 @@ class Answer(ABC):
         last = {**self._chunk([]), "usage": self.generation.usage.body(), **self._draft_metrics()}
         return encode_events([("", last)], pad=self.pad)
 
-    def failure(self, error: Exception) -> bytes:
-        if not isinstance(error, SSDError):
-            log.error("a stream failed", exc_info=error)
-        return self.failed(error)
-
     def failed(self, error: Exception) -> bytes:
         return encode_events([("", error_body(error))], pad=False)
 
@@ -355,7 +347,7 @@ async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, N
                 ready.clear()
         ready += await answer.closing()
     except Exception as error:
-        ready += answer.failure(error)
+        ready += answer.failed(error)
     yield bytes(ready + answer.end)
 
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from server.base.record import current_record, refusal_of
-from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, SSDError, shown
+from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, shown
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ _OURS: Mapping[type[Exception], tuple[int, str]] = {
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Status, type, param and code of any exception; what is not ours becomes a 500 that tells nothing."""
+    """Status, type, param and code of any exception; what is none of these is logged, and a 500 that tells nothing."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -94,8 +94,8 @@ def as_api_error(error: Exception) -> ApiError:
     for kind, (status, code_of_it) in _OURS.items():
         if isinstance(error, kind):
             return ApiError(status, str(error), kind="server_error", code=code_of_it)
-    if isinstance(error, SSDError):  # all others were logged where they were caught
-        log.error("unforeseen error in request %s", current_record().request_id, exc_info=error)
+    # The request's content stays out of the log: the traceback shows code, not values.
+    log.error("unforeseen error in request %s", current_record().request_id, exc_info=error)
     return ApiError(500, "internal error; the server's log has it", kind="server_error")
 
 
