@@ -38,7 +38,7 @@ def opened(kind: str) -> Any:
         model = load_model(MODEL_PATH, dtype="float32", device="cuda" if kind == "device" else "cpu")
     else:
         model = tiny_model()
-    target: Any = open_target(model, num_slots=3, max_length=128, max_draft_tokens=4, exact="on")
+    target: Any = open_target(model, num_slots=3, max_length=128, max_draft_tokens=4, keeps_top=True, exact="on")
     if kind == "static":
         target.steps = StaticSteps(target, eagerly, tolerance=1e-4, sampler=formula, keeps_top=True)
     return target

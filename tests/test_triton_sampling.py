@@ -94,6 +94,11 @@ def test_the_most_probable_tokens_are_those_of_a_sweep(scores: torch.Tensor, dty
         assert np.array_equal(got, want)
 
 
+def test_of_a_pass_whose_logits_are_gone_no_token_is_known() -> None:
+    ids, values = unpacked(triton_top(torch.zeros(2, 3, 5, device=DEVICE)[:, :, :0]))
+    assert (ids == -1).all() and np.isneginf(values).all()
+
+
 @runs_loops
 def test_the_kernel_passes_the_probe() -> None:
     assert samples_rightly(triton_sampler, DEVICE)

@@ -105,10 +105,13 @@ _LOW = tl.constexpr((1 << 31) - 1)
 
 
 def triton_top(logits: torch.Tensor) -> torch.Tensor:
-    """`packed_top` of [..., V]; of equals the lower id comes first. O(V) per row, by two launches."""
-    rows = logits.reshape(-1, logits.shape[-1])
+    """`packed_top` of [..., V]; of equals the lower id comes first. O(V) per row, by two launches.
+
+    None are possible where V is 0: in what is held of a pass that did not look for them.
+    """
+    rows = logits.flatten(0, -2)
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    splits = triton.cdiv(rows.shape[1], _BLOCK)
+    splits = max(1, triton.cdiv(rows.shape[1], _BLOCK))
     found = torch.empty(len(rows), splits, SUCCESSORS, dtype=torch.int64, device=logits.device)
     out = torch.empty(*logits.shape[:-1], 2, SUCCESSORS, dtype=torch.int32, device=logits.device)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
