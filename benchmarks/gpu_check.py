@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -228,6 +229,8 @@ _MOST_SHARE = 2.0
 _SECONDS = 8.5 * 60
 """Of one call."""
 _KEPT_CHARACTERS = 2000
+_LAST_SECONDS = 15
+"""That tests have to say which failed, once their time is over."""
 
 _STEPS = "benchmarks.decode --no-baselines --context 1024 --rounds 16 --copy-mb 2048"
 _GROWTH = "benchmarks.growth --streams mixed --sampling greedy --requests 40 --repeated 12 --max-tokens 64"
@@ -242,7 +245,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     # The drafter's kernels are compiled for the CPU, once a machine.
     "kernels": (90, ("benchmarks.growth --requests 2 --repeated 2 --max-tokens 8",)),
     "right": (
-        75,
+        120,
         (
             f"{_EXACT} --dtype float32 --prompts 12 --max-tokens 24",
             f"{_EXACT} --dtype bfloat16",
@@ -250,7 +253,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
             f"{_EXACT} --dtype bfloat16 --shape 8b --prompts 24",
             f"{_GROWTH} --dtype float32",
             # Of versions that are not ours no warning shall fail. What is cut has said where it was.
-            f"pytest -v -p no:cacheprovider -W default -o faulthandler_timeout=60 -n 6 {_TEST_FILES}",
+            f"pytest -v -o addopts= -p no:cacheprovider -W default -o faulthandler_timeout=60 -n 9 {_TEST_FILES}",
         ),
     ),
     "speed-large": (
@@ -370,22 +373,30 @@ def _run(words: Sequence[str], log: Path, device: str, ends: float) -> tuple[str
 
     It leads a group: what it starts ends with it, and a fault on the device too.
     """
-    # Where there is a device, kernels are compiled, whatever tells the tests so.
+    # Where there is a device, kernels are compiled, whatever tells the tests so; tests take a core each.
     environment = os.environ | ({} if device == "cpu" else {"TRITON_INTERPRET": "0"})
+    is_test = words[0] == "pytest"
+    environment |= {"OMP_NUM_THREADS": "1"} if is_test else {}
     with log.open("wb") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", *words], cwd=ROOT, env=environment, stdout=said, stderr=said, start_new_session=True
         )
     try:
-        process.wait(max(0.0, ends - time.monotonic()))
+        process.wait(max(0.0, ends - time.monotonic() - _LAST_SECONDS * is_test))
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        if is_test:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return "cut", "its time was over; what it had found stands"
+        if not (is_test and re.search(r"\b\d+ failed\b", log.read_text(errors="replace"))):
+            return "cut", "its time was over; what it had found stands"
     text = log.read_text(errors="replace").strip()
     if process.returncode:
         return "failures", f"status {process.returncode}\n{text[-_KEPT_CHARACTERS:]}"
-    if words[0] == "pytest" and not re.search(r"\b\d+ passed\b", text):
+    if is_test and not re.search(r"\b\d+ passed\b", text):
         return "failures", "no test passed, all were skipped"
     return None
 
