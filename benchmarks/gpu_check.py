@@ -245,7 +245,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     # The drafter's kernels are compiled for the CPU, once a machine.
     "kernels": (90, ("benchmarks.growth --requests 2 --repeated 2 --max-tokens 8",)),
     "right": (
-        120,
+        90,
         (
             f"{_EXACT} --dtype float32 --prompts 12 --max-tokens 24",
             f"{_EXACT} --dtype bfloat16",
