@@ -269,7 +269,8 @@ def _product(  # type: ignore[no-untyped-def]
     if IS_TURNED:
         total = tl.trans(total)
     if HAS_BIAS:
-        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        # Subtracted: what is added to a product of few inputs the compiler may have its sum begin with, in some tiles.
+        total -= -tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     tl.store(
         out + row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :],
         total.to(out.dtype.element_ty),
