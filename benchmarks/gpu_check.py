@@ -381,9 +381,11 @@ def _run(words: Sequence[str], log: Path, device: str, ends: float) -> tuple[str
         process = subprocess.Popen(
             [sys.executable, "-m", *words], cwd=ROOT, env=environment, stdout=said, stderr=said, start_new_session=True
         )
+    is_over = False
     try:
         process.wait(max(0.0, ends - time.monotonic() - _LAST_SECONDS * is_test))
     except subprocess.TimeoutExpired:
+        is_over = True
         if is_test:
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
@@ -391,9 +393,9 @@ def _run(words: Sequence[str], log: Path, device: str, ends: float) -> tuple[str
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        if not (is_test and re.search(r"\b\d+ failed\b", log.read_text(errors="replace"))):
-            return "cut", "its time was over; what it had found stands"
     text = log.read_text(errors="replace").strip()
+    if is_over and not (is_test and re.search(r"\b\d+ failed\b", text)):
+        return "cut", "its time was over; what it had found stands"
     if process.returncode:
         return "failures", f"status {process.returncode}\n{text[-_KEPT_CHARACTERS:]}"
     if is_test and not re.search(r"\b\d+ passed\b", text):

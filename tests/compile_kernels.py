@@ -49,8 +49,6 @@ _SAMPLING_POINTERS = {"keys": "i64", "temperatures": "fp32", "scores": "fp64", "
 _VALUES = ("query", "keys", "values", "out", "sinks", "logits", "x", "weight", "q", "k", "cos", "sin", "query_out",
            "key_out", "gate", "up", "stored_keys", "stored_values", "key", "value", "more", "total")  # fmt: skip
 _NUMBERS = {"scale": "fp32", "softcap": "fp32", "eps": "fp32", "offset": "fp32"}
-_ONE_STEP = 32
-"""Inputs that a product with a bias takes in one step."""
 _ODD = ("width", "splits", "heads", "size", "num_rows", "query_row", "query_head", "query_position")
 """Numbers that need not be multiples of 16."""
 
@@ -107,7 +105,7 @@ def variants() -> Iterator[Variant]:
         for num_outputs in (4096, 6144, 128256):
             for num_rows in (FEW_ROWS, FEW_ROWS + 1):
                 yield _linear(element, num_rows, num_outputs)
-        yield _linear(element, FEW_ROWS + 1, 70, _ONE_STEP)
+        yield _linear(element, FEW_ROWS + 1, 70, size=32, has_bias=True)  # in one step
         stored = {"HEADS": 8, "DIM": 128, "VALUE_DIM": 128, "BLOCK_HEADS": 8, "BLOCK_DIM": 128, "BLOCK_VALUE": 128}
         yield Variant(f"write {element}", _write, element, stored, {"slots": "i64", "places": "i64"})
         yield Variant(f"gate {element}", _gate, element, {"BLOCK": GATE_BLOCK}, {})
@@ -139,10 +137,10 @@ def _attention(
     return Variant(name, _attend_split, element, constants, pointers, tiles.num_warps)
 
 
-def _linear(element: str, num_rows: int, num_outputs: int, size: int = 4096) -> Variant:
+def _linear(element: str, num_rows: int, num_outputs: int, *, size: int = 4096, has_bias: bool = False) -> Variant:
     tiles = linear_tiles_of(num_rows, num_outputs, _DTYPES[element])
     constants = {
-        "SIZE": size, "NUM_OUTPUTS": num_outputs, "HAS_BIAS": size == _ONE_STEP, "IS_TURNED": tiles.outputs >= 64,
+        "SIZE": size, "NUM_OUTPUTS": num_outputs, "HAS_BIAS": has_bias, "IS_TURNED": tiles.outputs >= 64,
         "BLOCK_ROWS": tiles.rows, "BLOCK_OUTPUTS": tiles.outputs, "BLOCK_INPUTS": tiles.inputs,
         "ASKED": 512,
     }  # fmt: skip
@@ -167,7 +165,7 @@ def compiled(variant: Variant, capability: int) -> Compiled:
     source = ASTSource(variant.kernel, types, values, aligned)
     options = {"num_stages": variant.num_stages, "num_warps": variant.num_warps, "launch_pdl": is_early}
     found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    if variant.constants.get("SIZE") == _ONE_STEP and not re.search(r"dot (%\w+, ){2}%cst", found.asm["ttgir"]):
+    if variant.constants.get("HAS_BIAS") and not re.search(r"dot (%\w+, ){2}%cst", found.asm["ttgir"]):
         raise ValueError(f"{variant.name}: its sum begins with the bias, and not so in all tiles")
     with TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.cubin"
