@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from server.__main__ import main as serve
 from ssd.engine import proposals
-from ssd.engine.proposals import Proposals, timed_passes
+from ssd.engine.pass_timing import Size, timed_passes
+from ssd.engine.proposals import Proposals
 from ssd.model.target import Target
 
 _FIXED_S = 1e-3
@@ -42,9 +42,8 @@ def fix_times(patch: pytest.MonkeyPatch) -> None:
     def observe_fixed(self: Proposals, num_rows: int, width: int, num_tokens: int, _seconds: float) -> None:
         observe(self, num_rows, width, num_tokens, seconds_of(num_rows * width))
 
-    def timed(target: Target, max_width: int) -> Iterator[tuple[int, int, float]]:
-        for num_rows, width, _ in unfixed_passes(target, max_width):
-            yield num_rows, width, seconds_of(num_rows * width)
+    def timed(target: Target, max_width: int) -> dict[Size, float]:
+        return {size: seconds_of(size[0] * size[1]) for size in unfixed_passes(target, max_width)}
 
     patch.setattr(Proposals, "_observe_pass", observe_fixed)
     patch.setattr(proposals, "timed_passes", timed)

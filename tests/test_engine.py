@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -20,12 +21,12 @@ from ssd.config import CacheConfig
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Drafter, NoDrafter
-from ssd.engine import FinishReason, proposals
+from ssd.engine import FinishReason, pass_timing, proposals
 from ssd.engine.metrics import Histogram
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 from ssd.retrieval.cache import CacheSet
 from tests.engines import EOS, FINGERPRINT, ask, make_engine, prompt_of, target_of
-from tests.fixed_times import measure_asking, unfixed_passes
+from tests.fixed_times import measure_asking, seconds_of, unfixed_passes
 from tests.models import VOCAB, tiny_model
 from tests.reference.scheduling import plain_decode
 from tests.sharing_replica import eventually
@@ -72,11 +73,12 @@ def test_a_pass_that_was_interrupted_while_sizes_are_timed_costs_no_draft(monkey
         return forward(slots, tokens, counts)
 
     monkeypatch.setattr(target, "forward", interrupted)
-    monkeypatch.setattr(proposals, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(proposals, "_MOST_S", 100.0)
-    times = list(unfixed_passes(target, 5))
-    assert len(times) == 4 * 2 * 3 and {rows for rows, *_ in times} == {1, 3}
-    for num_rows, width, seconds in times:
+    monkeypatch.setattr(pass_timing, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(pass_timing, "_USUAL_S", 100.0)
+    monkeypatch.setattr(pass_timing, "_LONGEST_S", 100.0)
+    times = unfixed_passes(target, 5)
+    assert set(times) == set(itertools.product((1, 3), (1, 2, 5)))
+    for (num_rows, width), seconds in times.items():
         assert seconds == pytest.approx(1e-3 * num_rows * width)
 
 
@@ -154,6 +156,24 @@ def test_what_times_passes_may_fail_while_requests_are_served(monkeypatch: pytes
     engine.calibrate()
     engine.submit(ask("a", prompt_of(3)))
     assert tokens_of(finish_all(engine)["a"]) == expected
+
+
+@pytest.mark.parametrize("factor", [0.01, 30.0, 100.0])
+def test_repeated_requests_are_drafted_however_wrong_passes_were_timed(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(_target: object, max_width: int) -> dict[pass_timing.Size, float]:
+        sizes = itertools.product((1, 4), (1, 2, max_width))
+        return {(rows, width): seconds_of(rows * width) * (factor if width > 1 else 1.0) for rows, width in sizes}
+
+    monkeypatch.setattr(proposals, "timed_passes", wrong)
+    with CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
+        engine = make_engine(SuffixDrafter(), caches=caches, limit=16)
+        engine.calibrate()
+        for number in range(20):
+            engine.submit(ask(str(number), PROMPT, max_tokens=40, ignore_eos=True))
+            last = finish_all(engine)[str(number)][-1]
+    assert last.stats.num_verify_steps <= 6
 
 
 def test_warm_up_leaves_no_trace_in_the_counts() -> None:

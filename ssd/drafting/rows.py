@@ -170,7 +170,7 @@ def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float
     batch = _batch_at(batch_address)
     num_asked = _ask(batch, snapshot, num_rows)
     if seconds > 0.0 and 0 < num_asked == num_rows == batch.last_asked:
-        observe_pass(batch.cost, batch.last_positions, False, batch.num_new, seconds)
+        observe_pass(batch.cost, batch.last_positions, batch.last_positions > num_rows, batch.num_new, seconds)
     batch.num_new = 0
     price = token_price(batch.cost, num_asked)
     texts, asked = int64_array(batch.texts, num_rows), int64_array(batch.asked, num_asked)

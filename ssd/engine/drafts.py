@@ -19,7 +19,7 @@ from ssd.pricing.calibration import (
     kept_share,
     shares_at,
 )
-from ssd.pricing.pass_costs import costs_at, num_paying, token_price
+from ssd.pricing.pass_costs import costs_at, num_verified, token_price
 from ssd.pricing.price_list import PriceList
 
 _PASSES_AHEAD: Final = 3
@@ -143,7 +143,7 @@ def _cut(frame: Frame, rows: Int64s, turn: int, costs: int, shares: SharesRecord
             gains[i] += chances[i]
         widest = max(widest, draft.size)
     if widest > 0 and costs_at(costs).is_known == 1:
-        width = num_paying(costs, len(rows), len(rows), gains[:widest])
+        width = num_verified(costs, len(rows), len(rows), gains[:widest])
         for b in range(len(rows)):
             draft = row_at(rows[b]).verified[turn]
             draft.size = min(draft.size, width)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from itertools import product
 from threading import Thread
 
 import numpy as np
@@ -30,65 +28,16 @@ from ssd.engine.drafts import (
     warm_up_drafts,
 )
 from ssd.engine.metrics import BestEffort
+from ssd.engine.pass_timing import timed_passes
 from ssd.engine.sequence import Sequence
 from ssd.engine.verify import Pass
 from ssd.model.kv.tree import is_tree, leading_chain
 from ssd.model.target import Target
 from ssd.pricing.calibration import KeptShares, Throttle
-from ssd.pricing.pass_costs import fit_nonnegative
-from ssd.pricing.price_list import Floats, PriceList
+from ssd.pricing.price_list import PriceList
 from ssd.retrieval.cache_state import LearnedState
 
 log = logging.getLogger(__name__)
-_ROWS = 8
-_WIDTHS = (1, 2, 5)
-_TIMES = 4
-_MOST_S = 2.0
-"""After which no size is timed again: what long passes take shows in one."""
-_INTERRUPTED = 2.0
-_SHORTEST_S = 1e-9
-
-
-def timed_passes(target: Target, max_width: int) -> Iterator[tuple[int, int, float]]:
-    """Rows, positions of each row and seconds of passes of several widths at two batch sizes, each at least once.
-
-    All of a size take what the fastest took, and no more than `uninterrupted` leaves: other work on a machine only
-    makes them slower, and where passes with drafts seem too slow none are made that would say otherwise.
-    """
-    sizes = list(product({1, min(_ROWS, target.num_slots)}, {*(w for w in _WIDTHS if w < max_width), max_width}))
-    taken: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
-    began = time.perf_counter()
-    for attempt in range(_TIMES + 1):
-        for num_rows, width in sizes:
-            slots, tokens = list(range(num_rows)), np.ones((num_rows, width), np.int64)
-            started = time.perf_counter()
-            target.forward(slots, tokens, [width] * num_rows).logits.argmax(-1).cpu()
-            seconds = time.perf_counter() - started
-            for slot in slots:
-                target.rollback(slot, 0)
-            if attempt:  # the first one allocates
-                taken[num_rows, width].append(seconds)
-        if attempt and time.perf_counter() - began > _MOST_S:
-            break
-    positions = np.array([rows * width for rows, width in taken], np.float64)
-    are_wide = np.array([width > 1 for _, width in taken], np.float64)
-    fastest = np.array([min(times) for times in taken.values()])
-    believed = uninterrupted(np.column_stack((np.ones(len(taken)), positions, are_wide)), fastest).tolist()
-    for ((num_rows, width), times), seconds in zip(taken.items(), believed, strict=True):
-        for _ in times:
-            yield num_rows, width, seconds
-
-
-def uninterrupted(features: Floats, seconds: Floats) -> Floats:
-    """Seconds of passes, none more than twice what all let expect of it: that one was interrupted.
-
-    Least squares of absolute errors would bow to it, and say that a pass costs nothing and each position a pass. Of the
-    relative errors none counts for more than 1, however long it took. ``features`` : float64[n, 3], see `PassCosts`.
-    """
-    relative = features / np.maximum(seconds, _SHORTEST_S)[:, None]
-    moments = relative.T @ np.column_stack((relative, np.ones(len(seconds))))
-    believed: Floats = np.minimum(seconds, _INTERRUPTED * features @ np.array(fit_nonnegative(moments)))
-    return believed
 
 
 def possible_shape(shape: DraftShape, target: Target) -> DraftShape:
@@ -205,7 +154,7 @@ class Proposals:
     def calibrate(self) -> None:
         """Time passes of several sizes, on free slots."""
         if self._limit > 0:
-            for num_rows, width, seconds in timed_passes(self._target, self._limit + 1):
+            for (num_rows, width), seconds in timed_passes(self._target, self._limit + 1).items():
                 self._price_list.calibrate(num_rows * width, seconds, is_wide=width > 1)
             self._price_list.begin()
 

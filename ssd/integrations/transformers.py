@@ -185,7 +185,8 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """``input_ids`` : int64[1, m], with what this step gave. ``num_matches`` : of the draft, accepted."""
         num_positions = len(self._draft.token_ids) + 1
-        self._price_list.observe(num_positions, int(num_matches) + 1, time.perf_counter() - self._drafted_at)
+        seconds = time.perf_counter() - self._drafted_at
+        self._price_list.observe(num_positions, int(num_matches) + 1, seconds, is_wide=num_positions > 1)
         try:
             self._drafter.observe(self._request_id, self._draft, int(num_matches))
         except Exception:

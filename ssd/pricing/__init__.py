@@ -5,13 +5,14 @@ seconds become tokens at the rate at which tokens come. Who estimates what, from
 
 - ``pass_costs``, ``price_list``: the **seconds of a pass**, with what telling of its drafts takes, from its positions,
   by least squares over recent passes and those timed at start-up. Read by the price and the cut; of a costly source's
-  passes, by the arbiter.
+  passes, by the arbiter. A likely draft that is withheld because of its estimated cost is verified now and then all the
+  same, as a **probe**, so that a wrong estimate is corrected.
 - ``rate.RateRecord``: the **tokens and seconds of a pass of late**. Read by the price and the cut: a token is worth the
   time that it would take in this pass and one like the recent ones, (G + T) / (C + K).
 - ``PriceList.price``: the **price of a drafted token**, from both. Told to every drafter, which ends a draft, or does
   not begin one, where no token can pay any more.
 - ``PriceList.paying_width`` (rows padded to the widest) and ``cut_rows`` (no padding): the **cut**, from both and all
-  drafts of a pass together. Read by the engine, and by the row drafter that vLLM is given.
+  drafts of a pass together, or the width of a probe. Read by the engine, and by the row drafter that vLLM is given.
 - ``rate.StepRate``: the **tokens and seconds of whole steps**, drafting included. The arbiter turns seconds of a
   costly source into tokens by it.
 - ``rate.Excess``: the **tokens that asking a source brings** beyond the draft that is there, by what that draft
@@ -30,6 +31,7 @@ seconds become tokens at the rate at which tokens come. Who estimates what, from
 acceptance model (``ssd/drafting/acceptance.py``: a mixer weighs views, one of which is the mood of the
 request, how its drafts fared lately; a fitted curve corrects the mix), a draft model's by Platt scaling. What is
 still wrong with them for all requests sampled alike is corrected once, behind all drafters, by calibration. Times are
-corrected by later times alone: older ones are forgotten exponentially, and a pass that was interrupted does not
-count. Nothing here changes a token: a wrong price makes drafts too long or too short.
+corrected by later times alone: older ones are forgotten exponentially, or at once if a later one contradicts them; a
+pass that was interrupted does not count. Nothing here changes a token: a wrong price makes drafts too
+long or too short.
 """

@@ -21,18 +21,21 @@ NUM_FEATURES: Final = 3
 _SINGULAR: Final = 1e-9
 """A feature of which less is left once the others are taken out says nothing of its own."""
 _TIE: Final = 1e-12
+_NO_TIME: Final = 1e-9
 
 
 @inlined
 def add_observation(moments: Floats, keep: float, features: tuple[float, float, float], seconds: float) -> None:
     """Count one observation, and those before it ``keep`` times what they counted.
 
-    ``moments`` : float64[3, 4], sums of products of two features and, last, of a feature and the seconds.
+    Its weight is 1 / seconds^2, so that relative errors count: long passes and interrupted ones do not dominate.
+    ``moments`` : float64[3, 4], weighted sums of products of two features and, last, of a feature and the seconds.
     """
+    weight = 1.0 / max(seconds, _NO_TIME) ** 2
     for i in range(NUM_FEATURES):
         for j in range(NUM_FEATURES):
-            moments[i, j] = keep * moments[i, j] + features[i] * features[j]
-        moments[i, NUM_FEATURES] = keep * moments[i, NUM_FEATURES] + features[i] * seconds
+            moments[i, j] = keep * moments[i, j] + weight * features[i] * features[j]
+        moments[i, NUM_FEATURES] = keep * moments[i, NUM_FEATURES] + weight * features[i] * seconds
 
 
 @kernel
@@ -81,26 +84,59 @@ def _solve(moments: Floats, chosen: int, rows: Floats, solution: Floats) -> floa
 
 FORGETTING: Final = 0.98
 OUTLIER: Final = 5.0
-"""A pass that takes so many times what it should was interrupted, and says nothing about its size."""
-_MIN_PASSES: Final = 8.0
+"""A pass that takes so many times its estimate was probably interrupted. It is ignored unless the next are slow."""
+_MIN_PASSES: Final = 8
 _MIN_VARIANCE: Final = 0.05
-"""Of the positions of passes: where they vary less, they do not tell what a position costs."""
-_LASTING_SHARE: Final = 0.05
+"""Of the positions of passes: if they vary less, they do not tell what a position costs."""
+_CALIBRATED_FORGETTING: Final = 0.8
+_LEAST_WEIGHT: Final = 1e-6
+"""The weight that passes timed at start-up keep: they still decide what later passes leave open."""
+_CONTRADICTION: Final = 2.0
+"""The ratio of a measured time to its estimate, in either direction, from which the estimate is considered wrong."""
+_CONFIRMATIONS: Final = 3
+"""Slow passes in a row that refute an estimate. One fast pass suffices, because no interruption makes a pass faster."""
+LIKELY: Final = 0.5
+"""The expected accepted tokens of each row from which a draft is worth a probe."""
+_PROBE_WIDTH: Final = 16
+PROBE_EVERY: Final = 64
+"""The least number of passes from one probe to the next."""
+_PROBE_SHARE: Final = 0.01
+"""The largest share of the time that probes may cost."""
 
 
 class PassCosts(Record):
-    """Seconds of a pass: ``fixed + per_position * positions``, and ``wide`` more with several positions of a row.
+    """The estimated seconds of a pass: ``fixed + per_position * positions``, and ``wide`` more if it verifies drafts.
 
-    ``is_known`` : whether passes of different size have been seen. ``recent``, ``lasting`` : float64[3, 4], what least
-    squares needs of passes: those of late, and those of the warm-up, kept for the sizes not seen lately.
+    ``is_known`` : whether passes of different size have been measured. ``num_observed`` : how many have been.
+
+    The estimate is fitted to passes of two kinds, without drafts and with drafts. ``recent`` : float64[2, 3, 4], the
+    moments of least squares for each kind. A pass forgets only passes of its own kind, so a long time without drafts
+    does not erase what passes with drafts cost. ``calibrated`` : the same for the passes timed at start-up. ``weight``
+    : float64[2], theirs, which falls with every later pass of the kind. ``num_slow`` : int64[2], the number of last
+    passes in a row that took over `_CONTRADICTION` times their estimate. ``least_slow`` : float64[2], the least of
+    these ratios.
+
+    A **probe** is a pass that verifies a likely draft although its estimated cost exceeds its gain, so that a wrong
+    estimate is corrected. ``since_probe`` : passes since the last probe. ``probe_pause`` : passes from one probe to the
+    next. ``probe_lost`` : the cost of the last probe, in recent passes. ``is_probing`` : whether a probe has been
+    decided and not been measured yet. ``num_withheld`` : passes since likely drafts were first withheld; 0 if none are.
     """
 
     fixed: Float64
     per_position: Float64
     wide: Float64
     is_known: Int64
-    recent: Annotated[Floats, np.float64, (NUM_FEATURES, NUM_FEATURES + 1)]
-    lasting: Annotated[Floats, np.float64, (NUM_FEATURES, NUM_FEATURES + 1)]
+    num_observed: Int64
+    recent: Annotated[Floats, np.float64, (2, NUM_FEATURES, NUM_FEATURES + 1)]
+    calibrated: Annotated[Floats, np.float64, (2, NUM_FEATURES, NUM_FEATURES + 1)]
+    weight: Annotated[Floats, np.float64, (2,)]
+    num_slow: Annotated[Int64s, np.int64, (2,)]
+    least_slow: Annotated[Floats, np.float64, (2,)]
+    since_probe: Int64
+    probe_pause: Int64
+    probe_lost: Float64
+    is_probing: Int64
+    num_withheld: Int64
     rate: RateRecord
 
 
@@ -119,11 +155,12 @@ def _features(num_positions: int, is_wide: bool) -> tuple[float, float, float]:
 
 @inlined
 def _fit(costs: PassCosts) -> None:
-    """Least squares over recent passes and, with little weight, those of the warm-up."""
-    moments = np.empty((NUM_FEATURES, NUM_FEATURES + 1))
-    for i in range(NUM_FEATURES):
-        for j in range(NUM_FEATURES + 1):
-            moments[i, j] = costs.recent[i, j] + _LASTING_SHARE * costs.lasting[i, j]
+    """Fit the estimate to the recent passes and to those timed at start-up."""
+    moments = np.zeros((NUM_FEATURES, NUM_FEATURES + 1))
+    for kind in range(2):
+        for i in range(NUM_FEATURES):
+            for j in range(NUM_FEATURES + 1):
+                moments[i, j] += costs.recent[kind, i, j] + costs.weight[kind] * costs.calibrated[kind, i, j]
     passes, positions, wide, seconds = moments[0, 0], moments[0, 1], moments[0, 2], moments[0, 3]
     if passes * moments[1, 1] - positions * positions >= _MIN_VARIANCE * passes * passes:
         costs.fixed, costs.per_position, costs.wide = fit_nonnegative(moments)
@@ -135,29 +172,81 @@ def _fit(costs: PassCosts) -> None:
 
 @kernel
 def calibrate_pass(address: int, num_positions: int, is_wide: bool, seconds: float) -> None:
-    """Count a pass of the warm-up."""
-    add_observation(costs_at(address).lasting, 1.0, _features(num_positions, is_wide), seconds)
+    """Record a pass timed at start-up."""
+    moments = costs_at(address).calibrated[1 if is_wide else 0]
+    add_observation(moments, 1.0, _features(num_positions, is_wide), seconds)
 
 
 @kernel
 def begin_serving(address: int) -> None:
-    """Learn from the warm-up's timed passes alone: what others took and put out says nothing about requests to come."""
+    """Start from the passes timed at start-up alone; the first likely draft that is withheld is probed at once."""
     costs = costs_at(address)
-    costs.recent[:, :] = 0.0
+    costs.recent[:, :, :] = 0.0
+    costs.weight[:] = 1.0
+    costs.num_slow[:] = 0
+    costs.since_probe = costs.probe_pause = PROBE_EVERY
+    costs.is_probing = costs.num_withheld = 0
+    costs.probe_lost = 0.0
     costs.rate.passes = costs.rate.tokens = costs.rate.seconds = 0.0
-    if costs.lasting[0, 0] > 0.0:
+    if costs.calibrated[0, 0, 0] + costs.calibrated[1, 0, 0] > 0.0:
         _fit(costs)
+
+
+@inlined
+def _credible_seconds(costs: PassCosts, kind: int, seconds: float, expected: float) -> float:
+    """Return the seconds to learn from; -1 for a pass that was probably interrupted.
+
+    Forget the passes of its kind if it shows that their estimate is wrong: if it was fast, or the last of several slow
+    ones, of which the fastest counts.
+    """
+    if seconds > _CONTRADICTION * expected:
+        ratio = seconds / max(expected, _NO_TIME)
+        costs.least_slow[kind] = min(ratio, costs.least_slow[kind]) if costs.num_slow[kind] > 0 else ratio
+        costs.num_slow[kind] += 1
+        if costs.num_slow[kind] < _CONFIRMATIONS:
+            return -1.0 if seconds > OUTLIER * expected else seconds
+        seconds = costs.least_slow[kind] * expected
+    elif expected <= _CONTRADICTION * seconds:
+        costs.num_slow[kind] = 0
+        return seconds
+    costs.num_slow[kind] = 0
+    costs.recent[kind, :, :] = 0.0
+    costs.calibrated[kind, :, :] = 0.0
+    return seconds
+
+
+@inlined
+def _end_probe(costs: PassCosts, num_tokens: int, seconds: float) -> None:
+    """Set the pause after a probe so that probes cost about `_PROBE_SHARE` of the time at most.
+
+    The cheaper of the last two probes counts, because one may have been interrupted.
+    """
+    tokens, time = recent_pass(costs.rate)
+    lost = 0.0
+    if tokens > 0.0 and time > 0.0:
+        lost = seconds / time - num_tokens / tokens  # in recent passes; accepted tokens save some later
+    costs.is_probing, costs.since_probe = 0, 0
+    costs.probe_pause = max(PROBE_EVERY, int(min(lost, costs.probe_lost, 1e4) / _PROBE_SHARE))
+    costs.probe_lost = lost
 
 
 @kernel
 def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: int, seconds: float) -> None:
-    """Learn from a pass that put out ``num_tokens``."""
-    costs = costs_at(address)
-    if costs.is_known and seconds > OUTLIER * _seconds(costs, num_positions, is_wide):
-        return
+    """Learn from a pass that put out ``num_tokens``; ``is_wide`` says whether it verified drafts."""
+    costs, kind = costs_at(address), 1 if is_wide else 0
+    costs.since_probe += 1
+    costs.num_withheld += costs.num_withheld > 0
+    if is_wide and costs.is_probing == 1:
+        _end_probe(costs, num_tokens, seconds)
+    if costs.is_known:
+        seconds = _credible_seconds(costs, kind, seconds, _seconds(costs, num_positions, is_wide))
+        if seconds < 0.0:
+            return
     add_pass(costs.rate, num_tokens, seconds)
-    add_observation(costs.recent, FORGETTING, _features(num_positions, is_wide), seconds)
-    if costs.recent[0, 0] >= _MIN_PASSES:
+    add_observation(costs.recent[kind], FORGETTING, _features(num_positions, is_wide), seconds)
+    costs.weight[kind] = max(_LEAST_WEIGHT, _CALIBRATED_FORGETTING * costs.weight[kind])
+    costs.num_observed += 1
+    if costs.is_known or costs.num_observed >= _MIN_PASSES:
         _fit(costs)
 
 
@@ -169,14 +258,18 @@ def pass_seconds(address: int, num_positions: int, is_wide: bool) -> float:
 
 @kernel
 def token_price(address: int, num_rows: int) -> float:
-    """What a drafted token costs in output tokens; 0 while that is not known."""
+    """Return the cost of a draft token in output tokens; 0 while it is not known.
+
+    At most `LIKELY` if a probe is due: above it drafters return nothing, and it is not seen what there is to probe.
+    """
     costs = costs_at(address)
-    return price_at(costs.rate, num_rows, _seconds(costs, num_rows, False), costs.per_position)
+    price = price_at(costs.rate, num_rows, _seconds(costs, num_rows, False), costs.per_position)
+    return min(price, LIKELY) if costs.since_probe >= costs.probe_pause else price
 
 
 @kernel
 def num_paying(address: int, num_rows: int, step: int, gains: Floats) -> int:
-    """How many steps of drafting give most, each of which adds ``step`` positions to a pass of ``num_rows`` rows.
+    """Return how many steps of drafting give most. Each step adds ``step`` positions to a pass of ``num_rows`` rows.
 
     ``gains`` : float64[n], the output tokens that the i-th step is expected to add. O(n).
     """
@@ -189,6 +282,29 @@ def num_paying(address: int, num_rows: int, step: int, gains: Floats) -> int:
         together = joint_rate(recent, expected, _seconds(costs, num_rows + step * (i + 1), True))
         if together > most:
             best, most = i + 1, together
+    return best
+
+
+@kernel
+def num_verified(address: int, num_rows: int, step: int, gains: Floats) -> int:
+    """Return how many steps of drafting to verify: those of ``num_paying``, or more if a probe is due.
+
+    A probe verifies up to `_PROBE_WIDTH` tokens of each row, or four times what pays: wrong costs of long drafts do
+    not show in short ones. Calling it again before the pass is measured returns the same.
+    """
+    costs = costs_at(address)
+    best = num_paying(address, num_rows, step, gains)
+    is_due, left_out = costs.since_probe >= costs.probe_pause, 0.0
+    for i in range(best, len(gains)):
+        left_out += gains[i]
+    is_withheld = left_out >= LIKELY * num_rows
+    if best > 0 or (is_due and not is_withheld):
+        costs.num_withheld = 0
+    elif is_withheld and costs.num_withheld == 0:
+        costs.num_withheld = 1
+    if is_due and is_withheld:
+        costs.is_probing = 1
+        return min(len(gains), max(_PROBE_WIDTH * num_rows // step, 4 * best))
     return best
 
 
@@ -214,7 +330,7 @@ def cut_rows(address: int, probabilities: Floats, sizes: Int64s, best_first: Flo
     gains = best_first[:count]
     gains.sort()
     gains *= -1.0
-    kept = num_paying(address, num_rows, 1, gains)
+    kept = num_verified(address, num_rows, 1, gains)
     least = gains[kept - 1] if kept > 0 else 2.0
     for row in range(num_rows):
         chance, size = 1.0, 0

@@ -12,7 +12,7 @@ from ssd.pricing.pass_costs import (
     PassCosts,
     begin_serving,
     calibrate_pass,
-    num_paying,
+    num_verified,
     observe_pass,
     pass_seconds,
     token_price,
@@ -35,10 +35,11 @@ class PriceList:
 
     A pass computes positions: one for each row and one for each draft token, padding included where rows are padded. On
     a CPU time is close to linear in them, but for a step from one position of a row to two, where products of a matrix
-    and a vector become products of matrices; where a GPU is flat, both come out near 0 and nothing is cut. Least
-    squares over the recent passes, which are forgotten exponentially, and with little weight those of the warm-up,
-    which are kept for the sizes not seen lately: a change of load or context length is followed within some fifty
-    passes. What gives most is said by `joint_rate`. Only speed depends on it, never a token.
+    and a vector become products of matrices; where a GPU is flat, both come out near 0 and nothing is cut. The estimate
+    is a least squares fit over recent passes, which are forgotten exponentially, so a change of load or context length
+    is followed within some fifty passes. A measured time that contradicts the estimate replaces it at once. While a
+    likely draft is withheld because of its cost, it is verified now and then all the same, see `PassCosts`: a wrong
+    estimate does not last. `joint_rate` says which width gives most. Only speed depends on it, never a token.
     """
 
     def __init__(self) -> None:
@@ -62,14 +63,14 @@ class PriceList:
         return pass_seconds(self.address, num_positions, is_wide)
 
     def calibrate(self, num_positions: int, seconds: float, *, is_wide: bool) -> None:
-        """Count a pass of the warm-up, which is never forgotten."""
+        """Record a pass timed at start-up."""
         calibrate_pass(self.address, num_positions, is_wide, seconds)
 
     def begin(self) -> None:
         """End the warm-up: of all that it did, only what was calibrated says something about requests to come."""
         begin_serving(self.address)
         # Compiled before the first request needs it.
-        num_paying(self.address, 1, 1, np.zeros(1))
+        num_verified(self.address, 1, 1, np.zeros(1))
 
     def observe(self, num_positions: int, num_tokens: int, seconds: float, *, is_wide: bool = False) -> None:
         """Learn from a pass that put out ``num_tokens``. O(1).
@@ -87,9 +88,20 @@ class PriceList:
         return token_price(self.address, num_rows)
 
     def paying_width(self, gains: Floats, num_rows: int = 1) -> int:
-        """How many draft tokens per row give most in a pass of ``num_rows``, all of them padded to as many.
+        """Return how many draft tokens of each row to verify in a pass of ``num_rows``, all padded to as many.
 
-        ``gains`` : float64[n], output tokens that the i-th drafted token of the rows is expected to add: the chance, in
-        all rows together, that it and all before it are accepted. All n before it is known what passes take. O(n).
+        Those that give most, or more if the cost of longer drafts is to be measured again. ``gains`` : float64[n],
+        output tokens that the i-th drafted token of the rows is expected to add: the chance, in all rows together, that
+        it and all before it are accepted. All n before it is known what passes take. O(n).
         """
-        return num_paying(self.address, num_rows, num_rows, gains) if self._costs.is_known else len(gains)
+        return num_verified(self.address, num_rows, num_rows, gains) if self._costs.is_known else len(gains)
+
+    @property
+    def num_withheld(self) -> int:
+        """Passes since likely drafts were first withheld because of their estimated cost; 0 if none are."""
+        return self._costs.num_withheld
+
+    def relative_cost(self, width: int) -> float:
+        """Return the estimated time of a pass of ``width`` tokens of one row, in passes of one token; 0 if unknown."""
+        plain = self.seconds(1)
+        return self.seconds(width, is_wide=width > 1) / plain if plain > 0.0 else 0.0

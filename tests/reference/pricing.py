@@ -13,17 +13,16 @@ Floats = npt.NDArray[np.float64]
 
 def fit_nonnegative(features: Floats, seconds: Floats, weights: Floats) -> Floats:
     """Coefficients >= 0 with the least weighted squared error: float64[k] of float64[n, k], float64[n], float64[n]."""
-    best, least = np.zeros(features.shape[1]), np.inf
-    for size in range(features.shape[1] + 1):
-        for chosen in itertools.combinations(range(features.shape[1]), size):
-            found = np.zeros(features.shape[1])
-            scale = np.sqrt(weights)
-            found[list(chosen)] = np.linalg.lstsq(
-                features[:, list(chosen)] * scale[:, None], seconds * scale, rcond=None
-            )[0]
-            error = squared_error(found, features, seconds, weights)
-            if found.min() >= 0.0 and error < least:
-                best, least = found, error
+    num, scale = features.shape[1], np.sqrt(weights)
+    best, everything = np.zeros(num), squared_error(np.zeros(num), features, seconds, weights)
+    least = everything
+    for bits in range(1, 1 << num):  # of equal fits the first counts
+        chosen = [i for i in range(num) if bits >> i & 1]
+        found = np.zeros(num)
+        found[chosen] = np.linalg.lstsq(features[:, chosen] * scale[:, None], seconds * scale, rcond=None)[0]
+        error = squared_error(found, features, seconds, weights)
+        if found.min() >= 0.0 and error < least - 1e-12 * everything:
+            best, least = found, error
     return best
 
 
@@ -47,47 +46,87 @@ def joint_rate(
 
 
 class SlowRowPrices:
-    """Prices and cuts of a batch without padding: `PriceList` and ``cut_rows`` by all that was ever told."""
+    """Twin of `PriceList` and ``cut_rows`` for a batch without padding: it keeps every pass it was ever told of."""
 
     def __init__(self) -> None:
-        self.fixed = self.per_position = 0.0
+        self.fixed = self.per_position = self.wide = 0.0
         self.is_known = False
-        self.seen: list[tuple[int, int, float]] = []
+        self.counted: list[tuple[int, float]] = []  # tokens and seconds of the passes that count for the rate
+        self.kinds: dict[bool, list[tuple[int, float]]] = {
+            False: [],
+            True: [],
+        }  # positions and seconds, by whether wide
+        self.slow: dict[bool, list[float]] = {
+            False: [],
+            True: [],
+        }  # how many times too slow the last passes in a row were
+        self.since_probe = self.pause = 0
+        self.lost = 0.0
+        self.is_probing = False
 
-    def observe(self, num_positions: int, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_positions: int, num_tokens: int, seconds: float, is_wide: bool) -> None:
         """One step."""
-        if self.is_known and seconds > 5 * (self.fixed + self.per_position * num_positions):
+        self.since_probe += 1
+        if is_wide and self.is_probing:
+            self.end_probe(num_tokens, seconds)
+        if self.is_known:
+            expected = self.seconds(num_positions, is_wide)
+            slow = self.slow[is_wide]
+            if seconds > 2 * expected:
+                slow.append(seconds / max(expected, 1e-9))
+            else:
+                slow.clear()
+            if len(slow) == 3 or expected > 2 * seconds:
+                seconds = min(slow) * expected if slow else seconds
+                slow.clear()
+                self.kinds[is_wide].clear()
+            elif seconds > 5 * expected:
+                return
+        self.counted.append((num_tokens, seconds))
+        self.kinds[is_wide].append((num_positions, seconds))
+        self.fit()
+
+    def end_probe(self, num_tokens: int, seconds: float) -> None:
+        """Set the pause until the next probe: what this one or the last one lost is at most one hundredth of it."""
+        self.is_probing, self.since_probe = False, 0
+        tokens, time = self.recent()
+        lost = seconds / time - num_tokens / tokens if tokens > 0 and time > 0 else 0.0
+        self.pause, self.lost = max(64, int(min(lost, self.lost, 1e4) / 0.01)), lost
+
+    def fit(self) -> None:
+        """The line through all passes that count."""
+        positions = np.array([each[0] for kind in self.kinds.values() for each in kind], np.float64)
+        took = np.array([each[1] for kind in self.kinds.values() for each in kind])
+        wide = np.repeat([0.0, 1.0], [len(kind) for kind in self.kinds.values()])
+        weights = np.concatenate([fading(len(kind), 0.98) for kind in self.kinds.values()]) / took**2
+        if len(self.counted) < 8:
             return
-        self.seen.append((num_positions, num_tokens, seconds))
-        weights = fading(len(self.seen), 0.98)
-        positions = np.array([each[0] for each in self.seen], np.float64)
-        took = np.array([each[2] for each in self.seen])
-        if weights.sum() < 8:
-            return
-        mean = float(np.average(positions, weights=weights))
+        mean, seconds = float(np.average(positions, weights=weights)), float(np.average(took, weights=weights))
         if np.average((positions - mean) ** 2, weights=weights) >= 0.05:
-            features = np.stack([np.ones_like(positions), positions], axis=1)
-            self.fixed, self.per_position = map(float, fit_nonnegative(features, took, weights))
+            features = np.stack([np.ones_like(positions), positions, wide], axis=1)
+            self.fixed, self.per_position, self.wide = map(float, fit_nonnegative(features, took, weights))
             self.is_known = True
         else:
-            self.per_position = min(self.per_position, float(np.average(took, weights=weights)) / mean)
-            self.fixed = max(0.0, float(np.average(took, weights=weights)) - self.per_position * mean)
+            self.per_position = min(self.per_position, seconds / mean)
+            share = float(np.average(wide, weights=weights))
+            self.fixed = max(0.0, seconds - self.per_position * mean - self.wide * share)
+
+    def seconds(self, num_positions: int, is_wide: bool) -> float:
+        """Of a pass."""
+        return self.fixed + self.per_position * num_positions + self.wide * is_wide
 
     def recent(self) -> tuple[float, float]:
         """Tokens and seconds of an average step of late."""
-        if not self.seen:
+        if not self.counted:
             return 0.0, 0.0
-        weights = fading(len(self.seen), 0.99)
-        return (
-            float(np.average([each[1] for each in self.seen], weights=weights)),
-            float(np.average([each[2] for each in self.seen], weights=weights)),
-        )
+        tokens, seconds = np.average(self.counted, axis=0, weights=fading(len(self.counted), 0.99))
+        return float(tokens), float(seconds)
 
     def price(self, num_rows: int) -> float:
         """Of a drafted token, in output tokens; 0 while it is not known."""
         tokens, seconds = self.recent()
-        plain = self.fixed + self.per_position * num_rows
-        return self.per_position * (num_rows + tokens) / max(plain + seconds, 1e-9)
+        price = self.per_position * (num_rows + tokens) / max(self.seconds(num_rows, False) + seconds, 1e-9)
+        return min(price, 0.5) if self.since_probe >= self.pause else price
 
     def sizes(self, probabilities: Sequence[Sequence[float]]) -> list[int]:
         """How much of each draft pays."""
@@ -99,10 +138,12 @@ class SlowRowPrices:
         tokens, seconds = self.recent()
         best, most = 0, -1.0
         for count in range(len(ordered) + 1):
-            took = self.fixed + self.per_position * (len(rows) + count)
+            took = self.seconds(len(rows) + count, count > 0)
             rate = (len(rows) + sum(ordered[:count]) + tokens) / max(took + seconds, 1e-9)
             if rate > most * (1 + 1e-12):
                 best, most = count, rate
+        if self.since_probe >= self.pause and sum(ordered[best:]) >= 0.5 * len(rows):
+            self.is_probing, best = True, min(len(ordered), max(16 * len(rows), 4 * best))
         least = ordered[best - 1] if best else np.inf
         return [sum(1 for _ in itertools.takewhile(lambda gain: gain >= least, row)) for row in rows]
 

@@ -38,7 +38,7 @@ class SlowRowDrafter:
         rows = [row for row, new in enumerate(num_new) if new]
         asked = [names[row] for row in rows]
         if asked == self.asked and len(asked) == len(names):
-            self.prices.observe(self.num_positions, sum(num_new), seconds)
+            self.prices.observe(self.num_positions, sum(num_new), seconds, self.num_positions > len(names))
         price = self.prices.price(len(asked))
         requests = [
             DraftRequest(

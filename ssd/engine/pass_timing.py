@@ -1,0 +1,67 @@
+"""How long passes of several sizes take, measured at start-up before any request has been served."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from itertools import product
+
+import numpy as np
+
+from ssd.model.target import Target
+
+Size = tuple[int, int]
+"""Rows of a pass, and positions of each row."""
+
+_ROWS = 8
+_WIDTHS = (1, 2, 5)
+_SAMPLES = 3
+"""The least number of samples of each size, unless passes are very long."""
+_USUAL_SAMPLES = 5
+_USUAL_S = 2.0
+"""The time after which no more than `_SAMPLES` are taken."""
+_LONGEST_S = 10.0
+"""The time after which no size is measured again: an interruption is short beside passes that take seconds."""
+
+
+def timed_passes(target: Target, max_width: int) -> dict[Size, float]:
+    """Return the seconds of passes of several widths at two batch sizes.
+
+    All sizes are measured alternately several times. The fastest sample counts, because other work on a machine only
+    makes passes slower. Uses the target's slots, which must be free.
+    """
+    sizes = list(product({1, min(_ROWS, target.num_slots)}, {*(w for w in _WIDTHS if w < max_width), max_width}))
+    fastest = dict.fromkeys(sizes, math.inf)
+    began = time.perf_counter()
+    for sample in range(1 + _USUAL_SAMPLES):
+        for num_rows, width in sizes:
+            seconds = _time_pass(target, num_rows, width)
+            if sample:  # the first one allocates
+                fastest[num_rows, width] = min(fastest[num_rows, width], seconds)
+        passed = time.perf_counter() - began
+        if sample and passed > (_USUAL_S if sample >= _SAMPLES else _LONGEST_S):
+            break
+    return plausible_times(fastest)
+
+
+def _time_pass(target: Target, num_rows: int, width: int) -> float:
+    slots, tokens = list(range(num_rows)), np.ones((num_rows, width), np.int64)
+    started = time.perf_counter()
+    target.forward(slots, tokens, [width] * num_rows).logits.argmax(-1).cpu()
+    seconds = time.perf_counter() - started
+    for slot in slots:
+        target.rollback(slot, 0)
+    return seconds
+
+
+def plausible_times(seconds: Mapping[Size, float]) -> dict[Size, float]:
+    """Return the times without what cannot be: a pass never takes longer than larger or several smaller passes do.
+
+    So a size of which every sample was interrupted is bounded by the other sizes. O(sizes squared).
+    """
+
+    def num_passes(size: Size, other: Size) -> int:
+        return math.ceil(size[0] / other[0]) * math.ceil(size[1] / other[1])
+
+    return {size: min(num_passes(size, other) * s for other, s in seconds.items()) for size in seconds}
