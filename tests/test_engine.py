@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import threading
 import time
 from collections.abc import Sequence as Rows
@@ -25,6 +26,7 @@ from ssd.engine import FinishReason, pass_timing, proposals
 from ssd.engine.metrics import Histogram
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 from ssd.retrieval.cache import CacheSet
+from tests import fixed_times
 from tests.engines import EOS, FINGERPRINT, ask, make_engine, prompt_of, target_of
 from tests.fixed_times import measure_asking, seconds_of, unfixed_passes
 from tests.models import VOCAB, tiny_model
@@ -174,6 +176,30 @@ def test_repeated_requests_are_drafted_however_wrong_passes_were_timed(
             engine.submit(ask(str(number), PROMPT, max_tokens=40, ignore_eos=True))
             last = finish_all(engine)[str(number)][-1]
     assert last.stats.num_verify_steps <= 6
+
+
+def test_what_withholds_drafts_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A drafted token costs more than a pass here, so nothing is drafted, and that is reported."""
+    monkeypatch.setattr(fixed_times, "seconds_of", lambda positions: 1e-3 if positions == 1 else 1.5e-3 * positions)
+    with CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
+        engine = make_engine(SuffixDrafter(), caches=caches, limit=16)
+        engine.calibrate()
+        assert engine.speculation.active
+        for number in range(16):
+            engine.submit(ask(str(number), PROMPT, max_tokens=40, ignore_eos=True))
+            finish_all(engine)
+    is_active, reason = engine.speculation
+    assert not is_active and re.fullmatch(
+        r"withheld: a 16-token pass is estimated at \d\d\.\d single-token passes", reason
+    )
+    assert 16 <= engine.relative_pass_cost(16) <= 24
+    (record,) = caplog.records
+    assert record.message.startswith("likely drafts have been withheld for 200 steps (withheld: a 16-token pass")
+
+
+def test_what_never_drafts_says_why() -> None:
+    assert make_engine(limit=0).speculation == (False, "disabled by num_speculative_tokens=0")
+    assert make_engine(NoDrafter()).speculation == (False, "disabled by num_speculative_tokens=0")
 
 
 def test_warm_up_leaves_no_trace_in_the_counts() -> None:

@@ -284,6 +284,21 @@ def test_drafts_come_back_within_twenty_repeated_requests_however_wrong_the_cali
     assert (got >= 0.9 * want).all(), f"tokens per step and per second: {got}, with correct costs {want}"
 
 
+@pytest.mark.parametrize("factor", [0.02, 50.0])
+def test_drafts_come_back_where_nothing_is_calibrated_and_the_first_passes_were_slow(factor: float) -> None:
+    """As inside vLLM and transformers' ``generate``, which measure passes only while they serve."""
+    law = np.array([1e-3, 1e-4, 6e-4])
+    prices = PriceList()
+    for positions in range(2, 14):
+        prices.observe(1, 1, float(law @ (1, 1, 0)))
+        prices.observe(positions, positions, factor * float(law @ (1, positions, 1)), is_wide=True)
+    wrong, right = Repeats(prices, law, 1, 0), Repeats(calibrated(law, [1.0] * 8), law, 1, 0)
+    for _ in range(20):
+        wrong.request()
+        right.request()
+    assert (wrong.rates() >= 0.9 * right.rates()).all()
+
+
 # -- what a token is worth --
 
 

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def _drafting(engine: Engine) -> str:
+    active, reason = engine.speculation
+    return "speculation is active" if active else f"no speculation yet: {reason}" if engine.is_speculating else reason
+
+
 BACKLOG = 2048
 """Connections that the system holds until they are accepted."""
 
@@ -205,8 +210,9 @@ class HttpServer(uvicorn.Server):
         if not self._announced and self._worker.state is WorkerState.READY:
             self._announced = True
             gc.freeze()  # libraries and model stay: collections need not look at them again
-            facts = self._summary(self._worker.engine)
-            log.info(Fields(f"ready after {time.monotonic() - self._began:.1f} s: {self._address}", **facts))
+            engine = self._worker.engine
+            log.info("ready after %.1f s: %s (%s)", time.monotonic() - self._began, self._address, _drafting(engine))
+            log.debug(Fields("configuration", **self._summary(engine)))
         return await super().on_tick(counter) or self._worker.state is WorkerState.FAILED
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -186,10 +186,9 @@ class EngineLoader:
             draw_seed=None if seed is None else partial(random.Random(seed).getrandbits, 63),
             noise_root=self.noise.root,
         )
-        reach("compiling kernels, once on each machine")
+        reach("warming up")
         num_values(b"[]")  # so that no request waits for them
         common_tokens([0], [0])
-        reach("warming up, and compiling kernels once on each machine")
         if self.noise.shared is not None:
             self.noise.shared.wait(_LONGEST_LOOK_S)
         return engine

@@ -103,13 +103,14 @@ def add_models(app: FastAPI, service: Service) -> None:
     settings = service.settings
 
     def model_body(name: str) -> dict[str, Any]:
-        target = service.worker.engine.target
+        engine = service.worker.engine
+        target = engine.target
         return {
             "id": name, "object": "model", "created": settings.created, "owned_by": "ssd",
             "root": settings.adapters.get(name, settings.model),
             "parent": settings.model_name if name in settings.adapters else None,
-            "max_model_len": service.worker.engine.max_model_len, "permission": [],
-            "decoding": target.way, "can_speculate": target.can_roll_back,
+            "max_model_len": engine.max_model_len, "permission": [],
+            "decoding": target.way, "can_speculate": target.can_roll_back, "speculation": engine.speculation._asdict(),
         }  # fmt: skip
 
     @app.get("/v1/models")
@@ -164,8 +165,8 @@ def add_state(app: FastAPI, service: Service) -> None:
         if worker.state is WorkerState.READY and engine is not None:
             exactness = engine.target.exactness
             why = {} if exactness.holds else {"reason": str(exactness)}
-            drafts = {} if engine.is_drafting else {"drafts": "their kernels are being compiled, once on each machine"}
-            return JSONResponse({"status": "ok", "exact": exactness.holds, **why, **drafts})
+            speculation = engine.speculation._asdict()
+            return JSONResponse({"status": "ok", "exact": exactness.holds, **why, "speculation": speculation})
         headers = {} if worker.state is WorkerState.FAILED else {"retry-after": str(RETRY_AFTER_S)}
         return JSONResponse({"status": worker.state.value}, 503, headers)
 

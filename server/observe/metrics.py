@@ -263,7 +263,8 @@ class ServerMetrics(Collector):
 
     def _of_engine(self, engine: Engine) -> Iterator[Metric]:
         families, target, counts = self._families, engine.target, engine.metrics
-        speculates = str(target.can_roll_back).lower()
+        status = engine.speculation
+        speculates = str(engine.is_speculating).lower()
         yield families.info("ssd:target_info", "How the model is driven.", way=target.way, speculates=speculates)
         yield families.info(
             "vllm:cache_config_info",
@@ -272,6 +273,10 @@ class ServerMetrics(Collector):
             num_gpu_blocks=str(target.num_slots),
             enable_prefix_caching=str(engine.config.enable_prefix_caching),
         )
+        text = "1 while drafts are verified; 0 if speculation is off, withheld or not ready: /health says why."
+        yield families.of(GAUGE, "ssd:speculation_active", text, float(status.active))
+        text = "Estimated time of a pass of 16 tokens of one sequence, in single-token passes; 0 while unknown."
+        yield families.of(GAUGE, "ssd:pass_cost_16_tokens", text, engine.relative_pass_cost(16))
         for name, (kind, count, text) in _ENGINE_NUMBERS.items():
             yield families.of(kind, name, text, getattr(counts, count))
         for name, (histogram, text) in _ENGINE_HISTOGRAMS.items():

@@ -20,7 +20,7 @@ from ssd.engine.batch import LEFT, Batch, append_said, warm_up_rows
 from ssd.engine.isolation import Isolation, settle, violations
 from ssd.engine.metrics import BestEffort, EngineMetrics
 from ssd.engine.passes import Passes
-from ssd.engine.proposals import Proposals
+from ssd.engine.proposals import Proposals, SpeculationStatus
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.schedule import Prefill, PrefixReuse, Scheduler
 from ssd.engine.sequence import Coupling, Sequence, open_sequence
@@ -294,6 +294,20 @@ class Engine:
     def is_drafting(self) -> bool:
         """Whether drafts are made by now: False while their kernels are compiled beside the passes, see ``warm_up``."""
         return self._proposals.is_ready
+
+    @property
+    def speculation(self) -> SpeculationStatus:
+        """Whether drafts are verified now, and why or why not."""
+        return self._proposals.status
+
+    @property
+    def is_speculating(self) -> bool:
+        """Whether drafts are ever made; constant for the life of the engine."""
+        return self._proposals.is_enabled
+
+    def relative_pass_cost(self, width: int) -> float:
+        """Return the estimated time of a pass of ``width`` tokens of one row, in passes of one token; 0 if unknown."""
+        return self._proposals.relative_cost(width)
 
     def warm_up(self, patience_s: float | None = None) -> None:
         """Compile every kernel and run every kind of pass once, so that the first request compiles nothing.

@@ -251,7 +251,7 @@ def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheSet:
     try:
         return CacheSet(CacheConfig(directory=Path(directory)), codec.fingerprint)
     except CacheLocked as error:
-        log.info("%s; its text is drafted from here, and what is learned here is kept in memory", error)
+        log.warning("%s. This process drafts from the text that is there now, but what it learns is not kept", error)
     caches = CacheSet(CacheConfig(), codec.fingerprint)
     try:
         caches.add_static_directory(Path(directory) / caches.namespace)

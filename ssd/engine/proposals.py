@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from threading import Thread
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,19 @@ from ssd.pricing.price_list import PriceList
 from ssd.retrieval.cache_state import LearnedState
 
 log = logging.getLogger(__name__)
+
+
+_REPORTED_WIDTH = 16
+"""Tokens of the pass whose cost is reported."""
+_WITHHELD_STEPS = 200
+"""Steps after which likely drafts that are withheld because of their cost are reported."""
+
+
+class SpeculationStatus(NamedTuple):
+    """Whether drafts are verified, and the reason in one sentence."""
+
+    active: bool
+    reason: str
 
 
 def possible_shape(shape: DraftShape, target: Target) -> DraftShape:
@@ -112,6 +126,36 @@ class Proposals:
         self._telling_s = 0.0
         self._is_asked = True
         self._compiling: Thread | None = None
+        self._disabled = ""
+        """Why nothing is ever drafted; empty if drafts are made."""
+        if not target.can_roll_back:
+            self._disabled = f"the model runs {target.way}, which cannot undo rejected draft tokens"
+        elif not self._limit:
+            self._disabled = "disabled by num_speculative_tokens=0"
+        self._is_withheld = False
+        self._num_withholdings = 0
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether drafts are ever made."""
+        return not self._disabled
+
+    @property
+    def status(self) -> SpeculationStatus:
+        """Whether drafts are verified now, and why or why not. May be asked from any thread."""
+        if self._disabled:
+            return SpeculationStatus(False, self._disabled)
+        if not self.is_ready:
+            return SpeculationStatus(False, "kernels are being compiled, once on each machine")
+        if self._price_list.num_withheld >= _WITHHELD_STEPS:
+            cost = self.relative_cost(_REPORTED_WIDTH)
+            what = f"a {_REPORTED_WIDTH}-token pass is estimated at {cost:.1f} single-token passes"
+            return SpeculationStatus(False, f"withheld: {what}")
+        return SpeculationStatus(True, "drafts are verified if their expected gain exceeds their cost")
+
+    def relative_cost(self, width: int) -> float:
+        """Return the estimated time of a pass of ``width`` tokens of one row, in passes of one token; 0 if unknown."""
+        return self._price_list.relative_cost(width)
 
     @property
     def is_ready(self) -> bool:
@@ -351,6 +395,12 @@ class Proposals:
     def _observe_pass(self, num_rows: int, width: int, num_tokens: int, seconds: float) -> None:
         self._throttle.observe_pass(seconds)
         self._price_list.observe(num_rows * width, num_tokens, seconds, is_wide=width > 1)
+        is_withheld = self._price_list.num_withheld >= _WITHHELD_STEPS
+        if is_withheld and not self._is_withheld:
+            self._num_withholdings += 1
+            if self._num_withholdings.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
+                log.warning("likely drafts have been withheld for %d steps (%s)", _WITHHELD_STEPS, self.status.reason)
+        self._is_withheld = is_withheld
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a request: nothing of it will be asked for, or all of it anew."""

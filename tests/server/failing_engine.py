@@ -25,6 +25,7 @@ from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker, WorkerState
 from ssd.config import EngineConfig
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
+from ssd.engine.proposals import SpeculationStatus
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull
 from ssd.model.target import Exactness
 from tests.waiting import PATIENCE_S, START_S, wait_until
@@ -64,7 +65,8 @@ class FailingEngine:
         self.metrics = EngineMetrics()
         self.caches = None
         self.closed = False
-        self.is_drafting = True
+        self.is_drafting = self.is_speculating = True
+        self.speculation = SpeculationStatus(True, "in tests")
         self.warm_up_gate: threading.Event | None = None
         self.load_error: Exception | None = None
         self._step_s, self._max_waiting, self._fail_at_step = step_s, max_waiting, fail_at_step
@@ -134,6 +136,10 @@ class FailingEngine:
             finish_reason=FinishReason.CANCELLED if is_cancelled else reason if is_whole else None,
             stats=stats,
         )
+
+    def relative_pass_cost(self, width: int) -> float:
+        """What a pass of ``width`` tokens costs: as many passes."""
+        return float(width)
 
     def calibrate(self) -> None:
         """Nothing is timed."""

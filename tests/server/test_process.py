@@ -97,17 +97,20 @@ def test_a_checkpoint_that_lacks_layers_is_not_served(tmp_path: Path) -> None:
 
 def test_a_start_says_what_it_is(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    arguments = ("--host", "::1", "--port", "0", *SMALL, "--cache-dir", str(tmp_path / "c"))
+    arguments = ("--host", "::1", "--port", "0", *SMALL, "--cache-dir", str(tmp_path / "c"), "--log-level", "debug")
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-m", "server", *arguments], cwd=ROOT, stderr=file)
     try:
         wait_until(lambda: "ready after" in log.read_text() or process.poll() is not None, START_S)
         if "--host ::1" in log.read_text() or "cannot listen" in log.read_text():
             pytest.skip("a machine without IPv6")
+        wait_until(lambda: "configuration" in log.read_text() or process.poll() is not None, START_S)
         ready = next(line for line in log.read_text().splitlines() if "ready after" in line)
-        facts = ("http://[::1]:", "device=cpu", "dtype=float32", "slots=2", "context=256", "cache_tokens=64K")
+        assert "http://[::1]:" in ready and len(ready) < 160
+        configuration = next(line for line in log.read_text().splitlines() if "configuration" in line)
+        facts = ("device=cpu", "dtype=float32", "slots=2", "context=256", "cache_tokens=64K")
         for fact in (*facts, f"cache_dir={tmp_path}", "redis=none", "tenants=none"):
-            assert fact in ready
+            assert fact in configuration
     finally:
         process.kill()
         process.wait()
