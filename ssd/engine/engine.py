@@ -26,14 +26,7 @@ from ssd.engine.schedule import Prefill, PrefixReuse, Scheduler
 from ssd.engine.sequence import Coupling, Sequence, open_sequence
 from ssd.engine.verify import Pass, Taken, warm_up_verification
 from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
-from ssd.model.draft.drafter import HeadDrafter, load_draft_model, tapped_by
-from ssd.model.heads.layouts import load_head
-from ssd.model.loading.adapters import load_adapters
-from ssd.model.loading.load_target import load_model, open_target
-from ssd.model.loading.take_weights import take_weights
-from ssd.model.loading.threads import settle_threads
 from ssd.model.target import Target
-from ssd.model.ways.exactness import settle_exactness
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from ssd.text.grammar_compiler import GrammarCompiler
@@ -136,6 +129,14 @@ class Engine:
         if not draft.num_speculative_tokens:  # nobody would ask them
             draft_model = draft_head = None
         codec = codec or TextCodec.load(str(model), hub)
+        # These modules import the whole of transformers, which takes longer than everything else together.
+        from ssd.model.draft.drafter import HeadDrafter, load_draft_model, tapped_by
+        from ssd.model.heads.layouts import load_head
+        from ssd.model.loading.adapters import load_adapters
+        from ssd.model.loading.load_target import load_model, open_target
+        from ssd.model.loading.threads import settle_threads
+        from ssd.model.ways.exactness import settle_exactness
+
         report(f"reading the weights of {model}")
         loaded = load_model(model, dtype=dtype, device=device, hub=hub)
         if adapters:
@@ -356,6 +357,8 @@ class Engine:
         a draft model does too, and accepts less the further the weights move from what it was trained for.
         Raises EngineError while requests run or wait, and ModelError, nothing changed, for weights that do not fit.
         """
+        from ssd.model.loading.take_weights import take_weights
+
         if self.has_work() or self._passes.first is not None:
             raise EngineError("requests run or wait, and would go on with other weights: let them end, or cancel them")
         self._reuse.forget_all()

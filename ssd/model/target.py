@@ -6,17 +6,19 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedModel
 
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
 from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.sampler import Noise, PassOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TokenMatrix = npt.NDArray[np.int64]
 Integers = Sequence[int] | Int64s

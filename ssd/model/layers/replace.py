@@ -7,15 +7,17 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ssd.errors import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROBE_LENGTH = 14
 """Positions of a slot that holds a text of the probe and one token more."""
