@@ -31,23 +31,28 @@ TREES := sglang --tree
 
 .PHONY: serve wheel quick test kernels fuzz bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
 
-# Torch by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries. Python compiles
-# what is imported when it is; pip would compile all of it, which took as long as everything else.
+# Torch by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries.
 INSTALL = $(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch==2.13.0 --editable
+# Compiles the modules that a server imports: pip would compile all modules, which took as long as everything else, and
+# where PYTHONDONTWRITEBYTECODE is set, every process would compile them again, which took half of a server's start.
+COMPILE = PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import server.command.start, ssd.model.draft.drafter'
 
 $(SERVES): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) '.[server,structured]'
+	$(COMPILE)
 	touch $@
 
 $(TESTS): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) '.[test]'
+	$(COMPILE)
 	touch $(SERVES) $@
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) '.[dev]'
+	$(COMPILE)
 	touch $(SERVES) $(TESTS) $@
 
 serve: $(SERVES)
