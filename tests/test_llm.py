@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,55 @@ def test_one_prompt_that_is_too_long_ends_the_call_and_nothing_else(llm: LLM) ->
         llm.generate([[1], [1] * (llm.engine.max_model_len + 1)], GREEDY)
     assert llm.generate(PROMPT, GREEDY)[0].text
     assert not llm.engine.has_work()
+
+
+class Terminal(io.StringIO):
+    """Text that is written to what says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_the_stages_of_a_load_and_the_progress_of_many_outputs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    messages = [{"role": "user", "content": "What is a list?"}]
+
+    def shown(*calls: Callable[[], object]) -> str:
+        terminal.truncate(terminal.seek(0))
+        for call in calls:
+            call()
+        return terminal.getvalue()
+
+    def load() -> LLM:
+        return LLM(config=EngineConfig(max_num_seqs=2, max_waiting=1))
+
+    loaded = list[LLM]()
+    assert "reading the weights of" in shown(lambda: loaded.append(load()))
+    with loaded[0] as llm:
+        found = shown(lambda: llm.generate([PROMPT] * 5, GREEDY))  # more than there are slots and places in the queue
+        last = found.rstrip().rpartition("\r")[2]
+        assert last.startswith("Processed prompts: 100%") and " 5/5 " in last, last
+        assert re.search(r"est. speed input: [\d.]+ toks/s, output: [1-9][\d.]+ toks/s", last), last
+        assert " 3/3 " in shown(lambda: llm.generate(PROMPT, GREEDY, n=3))
+        if llm.codec.has_chat_template:
+            assert " 2/2 " in shown(lambda: llm.chat([messages] * 2, GREEDY))
+            assert not shown(lambda: llm.chat([messages] * 2, GREEDY, use_tqdm=False))
+        assert not shown(
+            lambda: llm.generate(PROMPT, GREEDY),
+            lambda: llm.generate([PROMPT], GREEDY),
+            lambda: llm.generate([PROMPT] * 2, GREEDY, use_tqdm=False),
+            lambda: list(llm.stream(PROMPT, GREEDY)),
+            lambda: llm.generate([]),
+        )
+        other = llm.stream(PROMPT, GREEDY)
+        next(other)
+        assert " 2/2 " in shown(lambda: llm.generate([PROMPT] * 2, GREEDY), other.close)  # type: ignore[attr-defined]
+        monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+        llm.generate([PROMPT] * 2, GREEDY)
+        assert log.getvalue() == ""
+    assert capsys.readouterr().out == ""
 
 
 OTHER = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,6 +14,8 @@ from pathlib import Path
 from threading import Timer
 from types import TracebackType
 from typing import Any, Self
+
+from tqdm.auto import tqdm
 
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, SamplingParams
@@ -88,19 +91,23 @@ class LLM:
         directory, this one drafts from what is there now and keeps what it learns itself in memory. ``warm`` :
         directories of ``ssd-cache build`` to draft from as well. ``learn`` : whether answers are learned from.
         ``options`` : further arguments of `Engine.from_pretrained`. Kernels are compiled once on each machine, for a
-        minute or so.
+        minute or so. A terminal shows the current stage of the load, unless ``report`` is given.
         Raises ModelError, ConfigError, and CacheError for a directory that cannot be used.
         """
         self._learn = learn
         self._numbers = itertools.count()
         self._arrived: dict[str, deque[RequestOutput]] = {}
-        self.codec = TextCodec.load(str(model), options.get("hub"))
-        with ExitStack() as opened:
+        self._progress = _Progress([], use_tqdm=False)
+        stage = tqdm(desc=f"loading {model}", bar_format="{desc}", leave=False, disable=None)
+        with stage, ExitStack() as opened:
+            self.codec = TextCodec.load(str(model), options.get("hub"))
             self.caches = opened.enter_context(_open_caches(cache_dir, self.codec))
             for directory in warm:
                 self.caches.add_static_directory(Path(directory))
+            options = {"report": stage.set_description_str, **options}
             self.engine = Engine.from_pretrained(model, caches=self.caches, codec=self.codec, **options)
             opened.callback(self.engine.close)
+            stage.close()
             _said_if_long(self.engine.warm_up)
             self._opened = opened.pop_all()
 
@@ -118,14 +125,17 @@ class LLM:
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, n: int = 1,
+        *, n: int = 1, use_tqdm: bool = True,
     ) -> list[Completion]:  # fmt: skip
         """One `Completion` a prompt, in order; all are decoded together.
 
         ``prompts`` : a text, token ids, or a list of either. ``sampling`` : for all, or one for each. ``n`` : outputs
-        of each prompt. Raises RequestError for a prompt or a setting that cannot be used, with nothing computed.
+        of each prompt. ``use_tqdm`` : show a progress bar if several outputs are requested and stderr is a terminal, or
+        in a notebook.
+        Raises RequestError for a prompt or a setting that cannot be used, with nothing computed.
         """
-        return self._complete([self._ids_of(prompt) for prompt in _as_list(prompts)], sampling, n, goes_on=True)
+        ids = [self._ids_of(prompt) for prompt in _as_list(prompts)]
+        return self._complete(ids, sampling, n, goes_on=True, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -133,6 +143,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
+        use_tqdm: bool = True,
         **template: Any,
     ) -> list[Completion]:
         """As `generate`, for a conversation as OpenAI's API has it, or a list of them, by the model's chat template.
@@ -141,7 +152,8 @@ class LLM:
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.codec.encode_chat(each, template_kwargs=template) for each in conversations]
-        return self._complete([tuple(prompt) for prompt in prompts], sampling, n, goes_on=False)
+        ids = [tuple(prompt) for prompt in prompts]
+        return self._complete(ids, sampling, n, goes_on=False, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The pieces of one prompt's output as they come; one that is begun and not read to its end is cancelled.
@@ -159,7 +171,7 @@ class LLM:
 
     def _complete(
         self, prompts: list[tuple[int, ...]], sampling: SamplingParams | Sequence[SamplingParams] | None, n: int,
-        *, goes_on: bool,
+        *, goes_on: bool, use_tqdm: bool,
     ) -> list[Completion]:  # fmt: skip
         if isinstance(sampling, Sequence):
             settings = [_settings(each) for each in sampling]
@@ -171,15 +183,16 @@ class LLM:
             raise RequestError(f"n must be a whole number from 1 on, got {n!r}", param="n")
         requests = self._requests(prompts, settings, int(n), goes_on=goes_on)
         names, said = [request.request_id for request in requests], list[Choice]()
-        try:
-            for request in requests:
-                self._submit(request)
-            for place, name in enumerate(names):
-                said.append(_joined(place % n, list(self._pieces(name))))
-        except BaseException:
-            for name in names:
-                self._drop(name)
-            raise
+        with _Progress(requests, use_tqdm=use_tqdm) as self._progress:
+            try:
+                for request in requests:
+                    self._submit(request)
+                for place, name in enumerate(names):
+                    said.append(_joined(place % n, list(self._pieces(name))))
+            except BaseException:
+                for name in names:
+                    self._drop(name)
+                raise
         return [Completion(prompt, tuple(said[n * place : n * place + n])) for place, prompt in enumerate(prompts)]
 
     def _requests(
@@ -218,7 +231,9 @@ class LLM:
                 return
 
     def _step(self) -> None:
-        for output in self.engine.step():
+        outputs = self.engine.step()
+        self._progress.update(outputs)
+        for output in outputs:
             if (arrived := self._arrived.get(output.request_id)) is not None:
                 arrived.append(output)
 
@@ -243,6 +258,41 @@ class LLM:
     def _drop(self, name: str) -> None:
         if self._arrived.pop(name, None) is not None:
             self.engine.cancel(name)
+
+
+class _Progress:
+    """A progress bar for the requests of one call, with the tokens per second of their prompts and outputs."""
+
+    def __init__(self, requests: Sequence[Request], *, use_tqdm: bool) -> None:
+        self._request_ids = {request.request_id for request in requests}
+        self._num_prompt_tokens = self._num_output_tokens = 0
+        self._began = time.monotonic()
+        self._bar = tqdm(
+            total=len(requests), desc="Processed prompts", dynamic_ncols=True, miniters=0,
+            disable=None if use_tqdm and len(requests) > 1 else True,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, outputs: Iterable[RequestOutput]) -> None:
+        """Count the outputs of one step, and redraw the bar if a tenth of a second has passed since it was drawn."""
+        if self._bar.disable:
+            return
+        num_ended = 0
+        for output in outputs:
+            if output.request_id in self._request_ids:
+                self._num_output_tokens += len(output.token_ids)
+                if output.finish_reason is not None:
+                    self._num_prompt_tokens += output.stats.num_prompt_tokens
+                    num_ended += 1
+        seconds = time.monotonic() - self._began
+        read, generated = self._num_prompt_tokens / seconds, self._num_output_tokens / seconds
+        self._bar.set_postfix_str(f"est. speed input: {read:.2f} toks/s, output: {generated:.2f} toks/s", refresh=False)
+        self._bar.update(num_ended)
 
 
 def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheSet:
