@@ -1,5 +1,5 @@
 # make serve | quick | test | fuzz | bench | bench-vllm | bench-clients | lint: each sets up .venv in the checkout first.
-# make wheel: what `pip install` takes, into dist/.
+# make wheel: what `pip install` takes, into dist/, with prebuilt kernels.
 # make real-model | bench-real: a pretrained model under terms of its own, and what was measured on it.
 
 PYTHON ?= python3
@@ -58,8 +58,16 @@ $(READY): pyproject.toml constraints.txt
 serve: $(SERVES)
 	exec $(BIN)/ssd-serve --port $(PORT) $(ARGS)
 
-wheel:
-	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+# The wheel contains machine code of the kernels for this Python and platform: two minutes. It is compiled in a copy of
+# the sources, so that the checkout stays without.
+TAGS = import sys, sysconfig; print("--python-tag cp%d%d --plat-name" % sys.version_info[:2], sysconfig.get_platform())
+
+wheel: $(SERVES)
+	rm -rf build/wheel && mkdir -p build/wheel
+	tar c --exclude __pycache__ --exclude prebuilt pyproject.toml README.md LICENSE ssd server cache_builder | tar x -C build/wheel
+	cd build/wheel && $(abspath $(BIN))/python -m server.command.prebuild
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist \
+		--config-settings "--build-option=$$($(BIN)/python -c '$(TAGS)')" ./build/wheel
 	@ls dist/*.whl
 
 # One thread for each of JOBS processes.

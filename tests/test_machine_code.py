@@ -6,6 +6,8 @@ import importlib.util
 import logging
 import os
 import pickle
+import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,19 +17,22 @@ from typing import Any
 
 import numba
 import pytest
+from llvmlite import binding
 from numba.core import caching
 
 from ssd.compiled import machine_code
-from ssd.compiled.addresses import kernel
+from ssd.compiled.addresses import inlined, kernel
+from ssd.compiled.machine_code import kernel_counts
 
 ROOT = Path(__file__).resolve().parents[1]
+TWICE = "def twice(number):\n    return 2 * number\n"
 
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     """A fresh dispatcher of the same small function at every call, as a process that starts has it."""
     source = tmp_path / "twice.py"
-    source.write_text("def twice(number):\n    return 2 * number\n")
+    source.write_text(TWICE)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.setattr(machine_code, "_complained", set())
 
@@ -156,6 +161,150 @@ def test_a_directory_that_becomes_unusable_costs_a_warning(
     assert len(caplog.records) <= 2 and "compiled kernels" in caplog.text
 
 
+# Prebuilt machine code
+
+
+PREBUILD = """
+import sys
+from pathlib import Path
+from ssd.compiled import machine_code
+machine_code.PREBUILT = Path(sys.argv[1])
+assert machine_code.prebuild()
+from ssd.compiled.addresses import kernel
+import twice
+assert kernel(twice.twice)(21) == 42
+"""
+IS_X86 = binding.get_process_triple().startswith("x86_64")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the prebuilt code of `twice`, compiled from a file at another path than the one under test."""
+    source, directory = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("package") / "prebuilt"
+    (source / "twice.py").write_text(TWICE)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(source)))}
+    subprocess.run([sys.executable, "-c", PREBUILD, str(directory)], env=environment, check=True)
+    return directory
+
+
+@pytest.fixture
+def prebuilt(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that directory, in which this process looks."""
+    copy = shutil.copytree(built, tmp_path / "prebuilt")
+    monkeypatch.setattr(machine_code, "PREBUILT", copy)
+    return copy
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def kept_files(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "kept").rglob("twice.*.nb?"))
+
+
+def counted(work: Callable[[], Any]) -> tuple[float, ...]:
+    """What ``work`` adds to the kernels compiled, cached and prebuilt, and to the seconds spent compiling."""
+    before = kernel_counts()
+    work()
+    return tuple(new - old for new, old in zip(kernel_counts(), before, strict=True))
+
+
+def test_prebuilt_code_is_loaded_and_nothing_is_compiled_or_kept(
+    compiled: Callable[[], Any], tmp_path: Path, prebuilt: Path
+) -> None:
+    assert counted(lambda: num_compiled(compiled())) == (0, 0, 1, 0.0)
+    assert num_compiled(compiled()) == 0 and not kept_files(tmp_path)
+
+
+def test_prebuilt_code_is_loaded_where_nothing_can_be_written(
+    compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, prebuilt: Path
+) -> None:
+    _nowhere_to_write(monkeypatch)
+    assert num_compiled(compiled()) == 0
+
+
+def test_the_counts_tell_what_was_compiled_from_what_was_kept(compiled: Callable[[], Any]) -> None:
+    first, second = (counted(lambda: num_compiled(compiled())) for _ in range(2))
+    assert first[:3] == (1, 0, 0) and first[3] > 0
+    assert second == (0, 1, 0, 0.0)
+
+
+@pytest.mark.skipif(not IS_X86, reason="elsewhere every processor runs the baseline")
+@pytest.mark.parametrize("feature", ["avx2", "fma", "bmi2"])
+def test_a_processor_without_a_feature_of_the_baseline_refuses_prebuilt_code(
+    compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, prebuilt: Path, feature: str
+) -> None:
+    features = dict(binding.get_host_cpu_features()) | {feature: False}
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: features)
+    assert counted(lambda: num_compiled(compiled()))[:3] == (1, 0, 0)
+    assert not machine_code.prebuild()
+
+
+def test_a_processor_that_numba_was_told_refuses_prebuilt_code(
+    compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, prebuilt: Path
+) -> None:
+    monkeypatch.setattr(numba.config, "CPU_NAME", "another")
+    assert num_compiled(compiled()) == 1
+
+
+def _truncated(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _foreign(content: bytes) -> bytes:
+    return content.replace(numba.__version__.encode(), b"9.99.9", 1)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change"),
+    [
+        *product(
+            (".nbi", ".nbc"), (_truncated, lambda _: b"", lambda content: random.Random(0).randbytes(len(content)))
+        ),
+        (".nbi", _foreign),
+        (".nbi", lambda _: pickle.dumps(numba.__version__) + b"cssd\nTypeThatIsGone\n."),
+    ],
+)
+def test_torn_or_foreign_prebuilt_files_are_left_alone_and_the_kernel_is_compiled(
+    compiled: Callable[[], Any],
+    tmp_path: Path,
+    prebuilt: Path,
+    caplog: pytest.LogCaptureFixture,
+    suffix: str,
+    change: Callable[[bytes], bytes],
+) -> None:
+    for path in prebuilt.glob(f"*{suffix}"):
+        before = path.read_bytes()
+        path.write_bytes(change(before))
+        assert path.read_bytes() != before
+    left = contents(prebuilt)
+    assert [num_compiled(compiled()), num_compiled(compiled())] == [1, 0]
+    for path in kept_files(tmp_path):  # flushes the user's cache
+        path.write_bytes(b"torn")
+    assert [num_compiled(compiled()), num_compiled(compiled())] == [1, 0]
+    assert contents(prebuilt) == left and not caplog.records
+
+
+def test_prebuilt_code_of_other_sources_is_not_loaded(
+    compiled: Callable[[], Any], tmp_path: Path, prebuilt: Path
+) -> None:
+    with (tmp_path / "twice.py").open("a") as file:
+        file.write("# changed\n")
+    assert num_compiled(compiled()) == 1
+
+
+def test_inlined_kernels_are_not_prebuilt(compiled: Callable[[], Any]) -> None:
+    dispatcher = compiled()
+    assert dispatcher._cache._prebuilt is not None
+    assert inlined(dispatcher.py_func)._cache._prebuilt is None
+
+
+def test_kernels_that_are_made_of_vectors_are_not_prebuilt(compiled: Callable[[], Any], tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(f"from ssd.compiled.vectors import LANES\n{TWICE}")
+    assert compiled()._cache._prebuilt is None
+
+
 # Addresses are checked where that is asked for
 
 
@@ -232,6 +381,47 @@ def test_wrong_addresses_and_indices_are_refused(tmp_path: Path) -> None:
     script.write_text(WRONG)
     done = run_checked(str(script))
     assert done.returncode == 0, done.stderr
+
+
+STARTED = """
+import sys
+from contextlib import ExitStack
+from ssd.compiled.machine_code import PREBUILT, kernel_counts
+from tests.server.bundled_engine import load_bundled
+
+assert PREBUILT.is_relative_to(sys.argv[1]), PREBUILT
+with ExitStack() as resources:
+    engine = load_bundled(resources)
+    native = kernel_counts()  # attention and the other layers
+    engine.warm_up()
+    counts = kernel_counts()
+assert counts.prebuilt > 30 and counts.compiled == native.compiled, (native, counts)
+"""
+
+
+@pytest.mark.slow
+def test_a_package_with_prebuilt_kernels_starts_without_compiling_what_drafts_and_drafts_as_the_twins_do(
+    tmp_path: Path,
+) -> None:
+    """It is moved after it was built, as an installed wheel is."""
+    built, package = tmp_path / "built", tmp_path / "package"
+    for name in ("ssd", "server", "cache_builder", "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, built / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
+    shutil.copy(ROOT / "pyproject.toml", built)
+
+    def run_in(directory: Path, *arguments: str) -> None:
+        kept = {"NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": str(directory)}
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=directory, env=os.environ | kept, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+    run_in(built, "-m", "server.command.prebuild")
+    built.rename(package)
+    before = {path: path.read_bytes() for path in (package / "ssd" / "compiled" / "prebuilt").rglob("*.nb?")}
+    run_in(package, "-c", STARTED, str(package))
+    run_in(package, "-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNELS)
+    assert before and all(path.read_bytes() == content for path, content in before.items())
 
 
 @pytest.mark.slow

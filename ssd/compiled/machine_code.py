@@ -7,6 +7,9 @@ imports, directly or through others: what a kernel is made of, it imports.
 Keeping it is all that may fail: a directory that cannot be written, a torn file, a numba that does this in another
 way. Then kernels are compiled in every process, some seconds each time.
 
+A wheel and a container come with machine code for the drafting kernels, in ``prebuilt/``: see `prebuild`. A kernel
+looks there first. If nothing there matches its sources, numba, Python or this processor, the kernel is compiled.
+
 There is a build that finds wrong addresses: set SSD_CHECK_ADDRESSES=1 before the process starts. In it every view made
 from an address, and every load from one, must lie inside one piece of memory that Python named and still holds, and
 indices of arrays must lie within them; else the kernel raises IndexError. It takes several times as long, and its
@@ -20,6 +23,8 @@ import ctypes
 import logging
 import os
 import re
+import shutil
+import sysconfig
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
@@ -27,13 +32,14 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from threading import RLock
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 from llvmlite import binding, ir
-from numba import types
+from numba import config, types
+from numba.core import event
 from numba.extending import intrinsic
 
 CHECKED: Final = os.environ.get("SSD_CHECK_ADDRESSES", "") not in ("", "0")
@@ -150,30 +156,131 @@ def _text_of(path: Path) -> bytes:
     return path.read_bytes()
 
 
+class KernelCounts(NamedTuple):
+    """How this process got the machine code of its kernels, in overloads: one function for one list of types."""
+
+    compiled: int
+    cached: int
+    """Overloads loaded from `machine_code_directory`, where an earlier process kept them."""
+    prebuilt: int
+    """Overloads loaded from the package."""
+    compile_seconds: float
+
+
+_counts: Counter[str] = Counter()
+_compile_timer = event.TimingListener()
+event.register("numba:compile", _compile_timer)
+
+
+def kernel_counts() -> KernelCounts:
+    """Return the counts since this process began; a compilation that is still running is not in them."""
+    seconds = _compile_timer.duration if _compile_timer.done else 0.0
+    return KernelCounts(_counts["compiled"], _counts["cached"], _counts["prebuilt"], seconds)
+
+
+PREBUILT: Final = Path(__file__).with_name("prebuilt") / str(sysconfig.get_config_var("SOABI"))
+"""The directory of machine code in this package for this Python; only a process that called `prebuild` writes there."""
+_TRIPLE: Final = binding.get_process_triple()
+_BASELINES: Final = {
+    "x86_64": ("x86-64-v3", ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")),
+    "aarch64": ("generic", ()),
+}
+"""By architecture: the processor that prebuilt code is compiled for, in LLVM's words, and the features it requires."""
+_VECTORS: Final = Path(__file__).with_name("vectors.py")
+"""Kernels whose files import this one are never prebuilt: their tiles have the size of this processor's registers."""
+_is_prebuilding = False
+
+
+def prebuild() -> bool:
+    """Compile kernels for the baseline processor from now on, and keep them in `PREBUILT` and nowhere else.
+
+    Call it before any kernel is imported. Returns False and changes nothing if this processor is below the baseline, or
+    if its architecture has none.
+    """
+    global _is_prebuilding
+    baseline = _baseline()
+    if baseline is None:
+        return False
+    config.CPU_NAME, config.CPU_FEATURES = baseline, ""
+    shutil.rmtree(PREBUILT, ignore_errors=True)
+    _is_prebuilding = True
+    return True
+
+
+def _baseline() -> str | None:
+    """Return the processor that prebuilt code is for; None if this one lacks a feature, or numba was told another."""
+    baseline, required = _BASELINES.get(_TRIPLE.partition("-")[0], (None, ()))
+    features = binding.get_host_cpu_features()
+    return baseline if config.CPU_NAME is None and all(features.get(name) for name in required) else None
+
+
+class PrebuiltKernel:
+    """The prebuilt machine code of one function, in files that numba's own cache could have written.
+
+    An index names numba's version and the stamp of the sources. Its keys are signatures and processors.
+    """
+
+    def __init__(self, function: Callable[..., Any], stamp: str) -> None:
+        self._name, self._stamp = f"{function.__module__}.{function.__qualname__}", stamp
+
+    def _file(self) -> Any:
+        from numba.core.caching import IndexDataCacheFile
+
+        return IndexDataCacheFile(str(PREBUILT), self._name, self._stamp)
+
+    def load(self, signature: Any, target: Any) -> Any:
+        """Return the code for ``signature``; None if there is none, if its files are torn or foreign, or on failure."""
+        baseline = _baseline()
+        if baseline is None:
+            return None
+        try:
+            from numba.core.compiler import CompileResult
+
+            data = self._file().load((signature, (_TRIPLE, baseline, "")))
+            target.refresh()
+            return data and CompileResult._rebuild(target, *data)
+        except Exception:
+            return None
+
+    def save(self, signature: Any, compiled: Any) -> None:
+        """Write the code that was compiled for ``signature``."""
+        if not compiled.library.has_dynamic_globals:  # addresses of this process
+            PREBUILT.mkdir(parents=True, exist_ok=True)
+            self._file().save((signature, compiled.codegen.magic_tuple()), compiled._reduce())
+
+
 class KernelCache:
-    """The machine code of one function, as numba's dispatcher asks for it; never raises.
+    """The machine code of one function, as numba's dispatcher asks for it; loading and saving never raise.
 
     Wraps numba's own cache of a function, made with the stamp of all its sources in the place of the one file's.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises whatever a numba of another make, or one that finds no directory to write, raises."""
-        from numba.core.caching import (
-            FunctionCache,
-            IndexDataCacheFile,
-        )  # here: that it is not there must not fail more than this
-
-        self._kept = FunctionCache(function)
-        self.cache_path: str = self._kept.cache_path
-        if CHECKED:
-            name = f"{self._kept._impl.filename_base}.checked"
-            self._kept._cache_file = IndexDataCacheFile(self.cache_path, name, None)
-        if not hasattr(self._kept._cache_file, "_source_stamp"):
-            raise AttributeError("it has no stamp of its sources that could be replaced")
-        self._kept._cache_file._source_stamp = source_stamp(Path(function.__code__.co_filename).resolve())
+    def __init__(self, function: Callable[..., Any], *, is_inlined: bool) -> None:
+        """``is_inlined`` : only other kernels call it, whose prebuilt code contains it."""
+        path = Path(function.__code__.co_filename).resolve()
+        stamp = source_stamp(path)
+        is_native = is_inlined or CHECKED or _VECTORS in _imports_of(path, _PACKAGE)
+        self._prebuilt = None if is_native else PrebuiltKernel(function, stamp)
+        self._kept: Any = None
+        self.cache_path: str | None = None
+        """The directory that this process keeps the code in; None if there is none, or while prebuilding."""
+        if not _is_prebuilding:
+            try:
+                self._kept = _kept_by_numba(function, stamp)
+                self.cache_path = self._kept.cache_path
+            except Exception as error:
+                _complain("cannot be kept", error)
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         """The code compiled for ``signature``, None when there is none that can be used."""
+        found = None if self._prebuilt is None else self._prebuilt.load(signature, target)
+        _counts["prebuilt"] += found is not None
+        if found is None and self._kept is not None:
+            found = self._load_kept(signature, target)
+            _counts["cached"] += found is not None
+        return found
+
+    def _load_kept(self, signature: Any, target: Any) -> Any:
         try:
             return self._kept.load_overload(signature, target)
         except Exception as error:
@@ -186,14 +293,36 @@ class KernelCache:
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
         """Keep what was compiled for ``signature``, if that is possible."""
-        try:
-            self._kept.save_overload(signature, compiled)
-        except Exception as error:
-            _complain("cannot be kept", error)
+        _counts["compiled"] += 1
+        if _is_prebuilding:
+            if self._prebuilt is not None:
+                self._prebuilt.save(signature, compiled)
+        elif self._kept is not None:
+            try:
+                self._kept.save_overload(signature, compiled)
+            except Exception as error:
+                _complain("cannot be kept", error)
 
     def flush(self) -> None:
-        """Forget all of it."""
-        self._kept.flush()
+        """Forget all of it that an earlier process kept; prebuilt code stays."""
+        if self._kept is not None:
+            self._kept.flush()
+
+
+def _kept_by_numba(function: Callable[..., Any], stamp: str) -> Any:
+    """Return numba's cache of ``function``; raises whatever another numba raises, or one without a place to write."""
+    from numba.core.caching import (
+        FunctionCache,
+        IndexDataCacheFile,
+    )  # here: that it is not there must not fail more than this
+
+    kept = FunctionCache(function)
+    if CHECKED:
+        kept._cache_file = IndexDataCacheFile(kept.cache_path, f"{kept._impl.filename_base}.checked", None)
+    if not hasattr(kept._cache_file, "_source_stamp"):
+        raise AttributeError("it has no stamp of its sources that could be replaced")
+    kept._cache_file._source_stamp = stamp
+    return kept
 
 
 def machine_code_directory() -> Path | None:
@@ -205,9 +334,10 @@ def keep_machine_code(dispatcher: Any) -> None:
     """Have numba's ``dispatcher`` look for its machine code on disk before it compiles, and keep what it compiles."""
     try:
         # An attribute that another numba does not know is one that it does not look at: then nothing is kept.
-        kept = KernelCache(dispatcher.py_func)
+        kept = KernelCache(dispatcher.py_func, is_inlined="forceinline" in dispatcher.targetoptions)
         dispatcher._cache = kept
-        _directories[:] = [Path(kept.cache_path)]
+        if kept.cache_path is not None:
+            _directories[:] = [Path(kept.cache_path)]
     except Exception as error:
         _complain("cannot be kept", error)
 

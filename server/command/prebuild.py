@@ -1,0 +1,34 @@
+"""Prebuild the kernels that a server compiles at its start: ``python -m server.command.prebuild``.
+
+The machine code is written into the package that Python imports, which is a copy about to be shipped: see `make wheel`
+and deploy/Containerfile. Kernels of the CPU layers are left out, see `ssd.compiled.machine_code`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from ssd.compiled.machine_code import PREBUILT, kernel_counts, prebuild
+
+
+def main() -> None:
+    """Warm up engines of the bundled model without and with a draft head, and the drafter of other engines."""
+    if not prebuild():
+        print("no kernels are prebuilt on this processor: each machine compiles them at its first start")
+        return
+    from server.command.arguments import parse_arguments  # these import kernels, which must come after `prebuild`
+    from server.command.start import EngineLoader
+    from ssd.bundled import HEAD_PATH
+    from ssd.drafting.rows import RowDrafter
+
+    for arguments in ([], ["--draft-head", str(HEAD_PATH)]):
+        with ExitStack() as resources:
+            EngineLoader(parse_arguments(arguments, {}))(resources).warm_up()
+    RowDrafter(longest=1, max_length=8, vocab_size=8).warm_up()
+    files = list(PREBUILT.glob("*"))
+    size = sum(file.stat().st_size for file in files) / 1e6
+    print(f"{PREBUILT}: {len(files)} files, {size:.1f} MB, compiled in {kernel_counts().compile_seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
