@@ -18,9 +18,13 @@ def main() -> int:
     hide_keys()  # before anything else is loaded: they are visible until then
     from server.command.arguments import parse_arguments
 
-    options = parse_arguments(None)  # before the server is imported: help and mistakes are answered at once
-    from server.command.start import main as start
-
+    words = sys.argv[1:]
+    is_check = words[:1] == ["doctor"]  # a directory of that name is ./doctor
+    options = parse_arguments(words[is_check:])  # before the server is imported: help and mistakes are answered at once
+    if is_check:
+        from server.command.doctor import main as start
+    else:
+        from server.command.start import main as start
     return start(options)
 
 

@@ -144,7 +144,7 @@ def build_app(environment: Mapping[str, str] = os.environ) -> App:
     app = App(
         name="ssd-serve",
         version=f"ssd-serve {VERSION}",
-        usage="Usage: ssd-serve [MODEL] [--option VALUE ...]",
+        usage="Usage: ssd-serve [doctor] [MODEL] [--option VALUE ...]",
         help="OpenAI-compatible server that gets faster the more it is used and never changes the output.\n\n"
         "Names and meanings of options are those of `vllm serve` where it has them.",
         help_epilogue=_EXAMPLES,
@@ -191,6 +191,7 @@ examples:
   ssd-serve Qwen/Qwen3-0.6B --cache-dir cache/
   ssd-serve Qwen/Qwen3-0.6B --warm warm/ --redis redis://localhost:6379/0 --namespace support
   ssd-serve --config ssd.yaml --port 8001
+  ssd-serve doctor Qwen/Qwen3-0.6B            check this machine, the cache and Redis, time passes, and exit
 """
 
 

@@ -328,7 +328,7 @@ class Engine:
         if self.is_drafting:
             self._warm_up_passes()
         else:
-            log.info("drafts join once their kernels are compiled, a minute or so, once on each machine")
+            log.info("drafts join later: %s", self.speculation.reason)
         self.calibrate()
         self.metrics = EngineMetrics()
 

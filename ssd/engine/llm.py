@@ -18,6 +18,7 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from ssd.bundled import MODEL_PATH
+from ssd.compiled.machine_code import kernel_counts
 from ssd.config import CacheConfig, SamplingParams
 from ssd.engine.engine import Engine
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
@@ -312,9 +313,13 @@ def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheSet:
 
 
 def _said_if_long(work: Callable[[], None]) -> None:
-    """Do it; whoever waits is told why, once."""
-    said = "compiling kernels, once on each machine and version: a minute or two"
-    timer = Timer(_PATIENCE_S, log.warning, [said])
+    """Do the work; log that kernels are being compiled if they are and it takes long."""
+
+    def say() -> None:
+        if kernel_counts().compiled:
+            log.warning("compiling kernels, once on each machine and version: a minute or two")
+
+    timer = Timer(_PATIENCE_S, say)
     timer.daemon = True
     timer.start()
     try:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ssd.compiled.machine_code import kernel_counts
 from ssd.config import DraftConfig, DraftShape
 from ssd.drafting.arbiter import Arbiter
 from ssd.drafting.ask import MAX_DRAFT, DraftRecord, source_number
@@ -146,7 +147,9 @@ class Proposals:
         if self._disabled:
             return SpeculationStatus(False, self._disabled)
         if not self.is_ready:
-            return SpeculationStatus(False, "kernels are being compiled, once on each machine")
+            is_first = kernel_counts().compiled > 0
+            what = "compiled, once on each machine and version" if is_first else "loaded"
+            return SpeculationStatus(False, f"kernels are being {what}")
         if self._price_list.num_withheld >= _WITHHELD_STEPS:
             cost = self.relative_cost(_REPORTED_WIDTH)
             what = f"a {_REPORTED_WIDTH}-token pass is estimated at {cost:.1f} single-token passes"

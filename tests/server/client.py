@@ -101,7 +101,7 @@ def answers(port: int, path: str) -> bool:
 
 def drafts(port: int) -> bool:
     """Whether a server takes requests and drafts for them: it may answer before its kernels are compiled."""
-    return answers(port, "/health") and "compiled" not in get(port, "/health").json["speculation"]["reason"]
+    return answers(port, "/health") and "kernels are" not in get(port, "/health").json["speculation"]["reason"]
 
 
 def until_ready(port: int, process: subprocess.Popen[Any] | None = None) -> None:

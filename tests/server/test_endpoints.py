@@ -258,7 +258,9 @@ def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
 
 
 def test_state_endpoints(server: RunningServer) -> None:
-    assert get(server.port, "/health").json == {"status": "ok", "exact": True}
+    speculation = {"active": True, "reason": "drafts are verified if their expected gain exceeds their cost"}
+    assert get(server.port, "/health").json == {"status": "ok", "exact": True, "speculation": speculation}
+    assert get(server.port, "/v1/models").json["data"][0]["speculation"] == speculation
     assert get(server.port, "/live").status == 200
     assert get(server.port, "/version").json["version"]
 
