@@ -194,6 +194,7 @@ class Answer(ABC):
         self.pad = False
         """The events are obfuscated."""
         self._options = StreamOptions()
+        self._has_begun = False
         self._spec_decode_metrics = settings.spec_decode_metrics
         self._common: dict[str, Any] = {
             "created": int(time.time()),
@@ -253,10 +254,16 @@ class Answer(ABC):
         return b""
 
     async def opening(self, index: int, usage: Usage | None = None) -> bytes:
-        """What goes before a choice's first text. ``usage`` : so far, where it is not the generation's."""
+        """The chunks before the first text of a choice; before any text, those that begin all choices, in order.
+
+        ``usage`` : so far, where it is not the generation's.
+        """
+        begun = () if self._has_begun else range(len(self.generation.choices))
+        self._has_begun = True
 
         def write() -> bytes:
-            return self._events([self._choice(index, each) for each in self.first_chunks(index)], usage)
+            chunks = [self._choice(place, each) for place in begun for each in self.first_chunks(place)]
+            return self._events([*chunks, *(self._choice(index, each) for each in self.prompt_chunks(index))], usage)
 
         return await self.written(write)
 
@@ -265,32 +272,40 @@ class Answer(ABC):
         return write() if self.is_short else await self.generation.aside.run(write)
 
     def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
-        """What a choice has said; ``usage`` as for `opening`."""
-        ended = self.generation.choices[index] if output.finish_reason is not None else None
-        contents = self.text_chunks(index, output)
-        if not contents:
-            return b""
-        *first, last = contents
-        choices = [self._choice(index, content) for content in first]
-        choices.append(self._choice(index, last, output.token_ids, ended))
-        if self._options.include_drafts:
-            texts = self.spelling.texts(index, output.token_ids, output.text)
-            choices[-1]["draft"] = None if output.draft is None else _described(output.draft, texts)
+        """The chunks of a choice's next output, and an empty one at its end; ``usage`` as for `opening`."""
+        choices = []
+        if contents := self.text_chunks(index, output):
+            *first, last = contents
+            choices = [self._choice(index, content) for content in first]
+            choices.append(self._choice(index, last, output.token_ids))
+            if self._options.include_drafts:
+                texts = self.spelling.texts(index, output.token_ids, output.text)
+                choices[-1]["draft"] = None if output.draft is None else _described(output.draft, texts)
+        if output.finish_reason is not None:  # alone: clients drop the text of the chunk that has it
+            choices.append(self._choice(index, self.empty_chunk(), ended=self.generation.choices[index]))
         return self._events(choices, usage)
 
     @abstractmethod
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        """Content fields of chunks that go before the first text of a choice."""
+        """The content fields of chunks that begin a choice."""
+
+    def prompt_chunks(self, _index: int) -> list[dict[str, Any]]:
+        """The content fields of chunks that repeat the prompt before the first text of a choice."""
+        return []
+
+    @abstractmethod
+    def empty_chunk(self) -> dict[str, Any]:
+        """The content fields of a chunk without text."""
 
     @abstractmethod
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """The content fields of chunks with what a step produced for a choice; none where none `needs_chunk`."""
+        """The content fields of chunks with an output's text and what else the client asked for; may be none."""
 
     def needs_chunk(self, output: RequestOutput) -> bool:
         """Whether an output has anything beside text that the client asked to see."""
         asked_for_tokens = self.return_token_ids or self.logprobs is not None
         is_told = self._options.include_drafts and output.draft is not None
-        return bool(output.finish_reason or (asked_for_tokens and output.token_ids) or is_told or self.pad)
+        return bool((asked_for_tokens and output.token_ids) or is_told or self.pad)
 
     async def closing(self) -> bytes:
         """The last event but the end mark: usage, where it was asked for."""
@@ -339,8 +354,7 @@ async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, N
             if index not in begun:
                 begun.add(index)
                 ready += await answer.opening(index)
-            if output.text or answer.needs_chunk(output):
-                ready += answer.piece(index, output)
+            ready += answer.piece(index, output)
             # What arrived together goes out together: a write costs more than all the rest of an event.
             if ready and not answer.generation.has_more_now:
                 yield bytes(ready)
@@ -374,7 +388,11 @@ class CompletionAnswer(Answer):
             body["prompt_logprobs"] = self.prompt_logprobs.prompt(choice.prompt_logprobs)
         return body
 
-    def first_chunks(self, index: int) -> list[dict[str, Any]]:
+    def first_chunks(self, _index: int) -> list[dict[str, Any]]:
+        """An empty text, by which several choices begin in order."""
+        return [self.empty_chunk()] if len(self.generation.choices) > 1 else []
+
+    def prompt_chunks(self, index: int) -> list[dict[str, Any]]:
         """The prompt, where its text or its ids were asked for."""
         if not self.return_token_ids and self._echo is None:
             return []
@@ -387,8 +405,13 @@ class CompletionAnswer(Answer):
             body["logprobs"] = self.logprobs.completion(entries, prompt[0], body["text"], self._written[index])
         return [body]
 
+    def empty_chunk(self) -> dict[str, Any]:
+        return {"text": "", "logprobs": None}
+
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """``text`` and ``logprobs``."""
+        if not output.text and not self.needs_chunk(output):
+            return []
         body: dict[str, Any] = {"text": output.text, "logprobs": None}
         if self.logprobs is not None:
             entries, written = output.logprobs or (), self._written[index]

@@ -76,10 +76,13 @@ class ChatAnswer(Answer):
             first["prompt_token_ids"] = self.prompt_of(index)
         return [first]
 
+    def empty_chunk(self) -> dict[str, Any]:
+        return {"delta": {}, "logprobs": None}
+
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """One for the name of each call and one for all other things, in order; the last has the log-probabilities."""
         if self._messages is None:
-            deltas: list[dict[str, Any]] = [{"content": output.text} if output.text else {}]
+            deltas: list[dict[str, Any]] = [{"content": output.text}] if output.text else []
         else:
             deltas = self._deltas(self._messages, index, output)
         if not deltas and self.needs_chunk(output):
