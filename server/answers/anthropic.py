@@ -31,8 +31,8 @@ class _Block(Part):
     def ended(self, _body: dict[str, Any]) -> list[Event]:
         return [{"type": "content_block_stop", "index": self.index}]
 
-    def body(self, said: str, _status: Status) -> dict[str, Any]:
-        arguments = _object(said) if isinstance(self.of, ToolCall) else None
+    def body(self, said: str, status: Status) -> dict[str, Any]:
+        arguments = _object(said, is_cut=status == "incomplete") if isinstance(self.of, ToolCall) else None
         if isinstance(self.of, ToolCall) and arguments is not None:
             return {"type": "tool_use", "id": self.of.id, "name": self.of.name, "input": arguments}
         if self.of == "reasoning":
@@ -40,7 +40,7 @@ class _Block(Part):
         return {"type": "text", "text": said}
 
 
-def _object(arguments: str) -> dict[str, Any] | None:
+def _object(arguments: str, *, is_cut: bool) -> dict[str, Any] | None:
     """The arguments of a call, as far as they go where they were cut; None where nothing can be read of them."""
     if not arguments:
         return {}
@@ -48,7 +48,7 @@ def _object(arguments: str) -> dict[str, Any] | None:
         found = pydantic_core.from_json(arguments, allow_partial=True)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and (found or is_json(arguments)) else None
+    return found if isinstance(found, dict) and (found or is_cut or is_json(arguments)) else None
 
 
 class AnthropicAnswer(PartsAnswer):

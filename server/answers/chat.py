@@ -18,11 +18,6 @@ _FEW_TOKENS = 512
 """A text of so many is taken apart in about a millisecond."""
 
 
-def is_cut(choice: Choice) -> bool:
-    """Whether ``max_tokens`` or a stop string ended a text, perhaps within a call."""
-    return choice.finish_reason == "length" or isinstance(choice.stop_reason, str)
-
-
 class ChatAnswer(Answer):
     """/v1/chat/completions."""
 
@@ -46,12 +41,12 @@ class ChatAnswer(Answer):
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self._messages is not None:
-            said = self._messages.whole(index, text, is_cut=is_cut(choice))
+            said = self._messages.whole(index, text)
             message["content"] = "".join(said.content) or None
             if reasoning := "".join(said.reasoning):
                 message |= {"reasoning_content": reasoning, "reasoning": reasoning}
-            if said.tool_calls:
-                message["tool_calls"] = [_call(call, call.arguments) for call in said.tool_calls]
+            if calls := said.tool_calls[: -1 if self.stops_within_call(index) else None]:
+                message["tool_calls"] = [_call(call, call.arguments) for call in calls]
         return {"message": message, "logprobs": None if self.logprobs is None else self.logprobs.chat(choice.logprobs)}
 
     def whole_extras(self) -> dict[str, Any]:
@@ -62,9 +57,14 @@ class ChatAnswer(Answer):
 
     def ending(self, index: int, choice: Choice) -> dict[str, Any]:
         written = super().ending(index, choice)
-        if self._messages is not None and choice.finish_reason is not None:
-            written["finish_reason"] = self._messages.of(index).finish_reason(choice.finish_reason)
+        if self._messages is not None and choice.finish_reason == "stop" and self._messages.of(index).tool_calls:
+            written["finish_reason"] = "stop" if self.stops_within_call(index) else "tool_calls"
         return written
+
+    def stops_within_call(self, index: int) -> bool:
+        """Whether a stop string or a stop token ended a choice within a call: it is no finished one."""
+        is_stopped = self.generation.choices[index].stop_reason is not None
+        return is_stopped and self._messages is not None and self._messages.of(index).ends_within_call
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         prompt = choices[0].get("prompt_token_ids") if choices else None  # where vLLM's clients look for it

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from server.answers.chat import ChatAnswer, is_cut
+from server.answers.chat import ChatAnswer
 from server.answers.wire import encode_events, filler
 from server.base.settings import ServerSettings
-from server.running.generation import Choice, Usage
+from server.running.generation import Usage
 from server.schema.body import Body
 from server.tools.messages import Messages, ToolCall, ToolCallDelta
 
@@ -84,10 +84,9 @@ class Parts:
             found.append(self._tokens.popleft()[1])
         return found
 
-    def leave_out_cut_call(self) -> None:
-        """The last part is left out where it is a call whose arguments are no JSON."""
-        if self._open is not None and isinstance(self._open.of, ToolCall) and not self._open.of.is_json:
-            self._open = None
+    def leave_out_last(self) -> None:
+        """Leave out the part that has not ended."""
+        self._open = None
 
     def finish(self, status: Status = "completed") -> list[Event]:
         """The events that end the last part, which is an empty text where nothing was said."""
@@ -130,14 +129,20 @@ class PartsAnswer(ChatAnswer):
         """The body of an answer that has come to its end, or to the end of its tokens."""
 
     def whole(self) -> dict[str, Any]:
-        """What the events of a stream come to, but for a cut call."""
+        """What the events of a stream come to, but for a call that a stop cut."""
         choice = self.generation.choices[0]
         text = "".join(choice.text)
         self.parts.push(text, self._tokens(choice.token_ids, text, choice.logprobs), ended=True)
-        if is_cut(choice):
-            self.parts.leave_out_cut_call()
-        self.parts.finish(status_of(choice))
+        if self.stops_within_call(0):
+            self.parts.leave_out_last()
+        self.parts.finish(self.status)
         return self.finished()
+
+    @property
+    def status(self) -> Status:
+        """How the answer ended."""
+        is_cut = self.generation.choices[0].finish_reason == "length" or self.stops_within_call(0)
+        return "incomplete" if is_cut else "completed"
 
     async def opening(self, _index: int, _usage: Usage | None = None) -> bytes:
         """Nothing: each part begins with what it says."""
@@ -164,8 +169,3 @@ class PartsAnswer(ChatAnswer):
             found.append((self._num_characters + said.find(said.lstrip()), logprob))
             self._num_characters += len(said)
         return found
-
-
-def status_of(choice: Choice) -> Status:
-    """How an answer ended."""
-    return "incomplete" if choice.finish_reason == "length" else "completed"

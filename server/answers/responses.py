@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from server.answers.parts import Event, Of, Part, PartsAnswer, Status, status_of
+from server.answers.parts import Event, Of, Part, PartsAnswer, Status
 from server.base.errors import as_api_error
 from server.base.settings import ServerSettings
 from server.schema.body import Body
@@ -109,9 +109,8 @@ class ResponseAnswer(PartsAnswer):
         """The end of the last item, and the whole response."""
 
         def write() -> bytes:
-            status = status_of(self.generation.choices[0])
-            events = self.parts.finish(status)
-            return self.named([*events, {"type": f"response.{status}", "response": self.finished()}])
+            events = self.parts.finish(self.status)
+            return self.named([*events, {"type": f"response.{self.status}", "response": self.finished()}])
 
         return await self.written(write)
 
@@ -131,8 +130,7 @@ class ResponseAnswer(PartsAnswer):
 
     def finished(self) -> dict[str, Any]:
         """A response that has come to its end, or to the end of its tokens."""
-        status = status_of(self.generation.choices[0])
-        found = self._response(status, self.parts.done)
+        found = self._response(self.status, self.parts.done)
         usage = self.generation.usage
         found["usage"] = {
             "input_tokens": usage.prompt_tokens,
@@ -141,8 +139,10 @@ class ResponseAnswer(PartsAnswer):
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
-        if status == "incomplete":
+        if self.generation.choices[0].finish_reason == "length":
             found["incomplete_details"] = {"reason": "max_output_tokens"}
+        elif self.status == "incomplete":  # OpenAI's API has no word for a stop
+            found["incomplete_details"] = {}
         else:
             found["completed_at"] = int(time.time())
         return found

@@ -257,10 +257,12 @@ class Message:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
+    ends_with_call: bool = False
 
-    def finish_reason(self, reason: str | None) -> str | None:
-        """``reason``, or "tool_calls" where the output ended by itself and calls functions."""
-        return "tool_calls" if reason == "stop" and self.tool_calls else reason
+    @property
+    def ends_within_call(self) -> bool:
+        """Whether nothing follows its last call, and the arguments of that are no JSON."""
+        return self.ends_with_call and not self.tool_calls[-1].is_json
 
 
 class Messages:
@@ -298,13 +300,10 @@ class Messages:
         """The message of a choice as far as it was pushed; a call's id is there with its name."""
         return self._messages.setdefault(index, Message())
 
-    def whole(self, index: int, text: str, *, is_cut: bool = False) -> Message:
-        """The message that all the text of a choice is; one that ``is_cut`` without a last call that is no JSON."""
+    def whole(self, index: int, text: str) -> Message:
+        """The message that all the text of a choice is."""
         self.push(index, text, ended=True)
-        message = self.of(index)
-        if is_cut and message.tool_calls and not message.tool_calls[-1].is_json:
-            message.tool_calls.pop()
-        return message
+        return self.of(index)
 
     def _taken(self, message: Message, delta: Delta) -> Delta:
         taken: list[Said] = []
@@ -323,5 +322,6 @@ class Messages:
                 message.reasoning.append(said.text)
             else:
                 continue
+            message.ends_with_call = isinstance(said, ToolCallDelta)
             taken.append(said)
         return tuple(taken)

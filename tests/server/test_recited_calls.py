@@ -18,6 +18,7 @@ from canitoolcall import checks
 from canitoolcall.fixtures import Fixture, load_fixtures
 from canitoolcall.results import ParsedToolCall, ParseResult
 
+from server.tools.values import is_json
 from tests.server.client import official_client
 from tests.server.failing_engine import RunningServer, serving
 from tests.server.reciting_target import reciting
@@ -225,7 +226,7 @@ def test_five_turns(server: RunningServer, pair: tuple[str, str | None], kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_call_is_left_out_of_what_is_not_streamed(
+def test_a_cut_call_is_the_beginning_of_the_whole_one(
     server: RunningServer, pair: tuple[str, str | None], kind: str
 ) -> None:
     open_client, ask, _ = KINDS[kind]
@@ -238,4 +239,6 @@ def test_a_cut_call_is_left_out_of_what_is_not_streamed(
     with open_client(server.port) as client:
         for most in range(num_tokens // 2, num_tokens, 1 + num_tokens // 12):
             calls = ask(client, said, fixture.tools, False, most)[0].tool_calls
+            if calls and (kind == "messages" or not is_json(calls[-1].arguments_raw or "")):
+                calls = calls[:-1]  # the beginning; messages have its input as far as it can be read
             assert len(calls) <= len(wanted) and [call.arguments() for call in calls] == wanted[: len(calls)]
