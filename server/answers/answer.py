@@ -5,23 +5,20 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from codecs import IncrementalDecoder, getincrementaldecoder
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from server.answers.tokens import LogprobsWriter, ShownTokens, Spelling, Written
 from server.answers.wire import encode_events
 from server.base.errors import error_body
 from server.base.record import current_record
 from server.base.settings import ServerSettings
 from server.running.generation import Choice, Generation, Usage
 from server.schema.generate import StreamOptions
-from ssd.text.codec import TokenTexts
 
 if TYPE_CHECKING:
-    from ssd.engine import RequestOutput, RequestStats, TokenLogprobs, VerifiedDraft
-    from ssd.text.stream import TextStream
+    from ssd.engine import RequestOutput, RequestStats, VerifiedDraft
 
 
 _FEW_CHOICES = 16
@@ -50,28 +47,6 @@ def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, 
     return found
 
 
-class Spelling:
-    """Tells which token brought which text of one request's choices, each read once from its beginning."""
-
-    def __init__(self, make_stream: Callable[[int], TextStream]) -> None:
-        """``make_stream`` : a fresh stream as the request asks for it, to spell a choice once more."""
-        self._make_stream = make_stream
-        self._streams: dict[int, TextStream] = {}
-
-    def texts(self, index: int, token_ids: Sequence[int], text: str) -> list[str]:
-        """``text`` by the tokens that came with it. O(tokens)."""
-        if index not in self._streams:
-            self._streams[index] = self._make_stream(index)
-        stream, texts, rest = self._streams[index], [], text
-        for token_id in token_ids:
-            length = len(stream.push_token(token_id))
-            texts.append(rest[:length])
-            rest = rest[length:]
-        if texts:  # at the end of the output, what was held back
-            texts[-1] += rest
-        return texts
-
-
 def _described(draft: VerifiedDraft, texts: list[str]) -> dict[str, Any]:
     """The field ``draft`` of a chunk, docs/page.md says what it holds."""
     return {
@@ -81,86 +56,6 @@ def _described(draft: VerifiedDraft, texts: list[str]) -> dict[str, Any]:
         "num_accepted": draft.num_accepted,
         "texts": texts,
     }
-
-
-@dataclass(slots=True)
-class Written:
-    """Characters of a choice that are there, and what makes more of its bytes: tokens may end within a character."""
-
-    length: int = 0
-    decoder: IncrementalDecoder = field(default_factory=lambda: getincrementaldecoder("utf-8")("replace"))
-
-
-class LogprobsWriter:
-    """Writes those of one HTTP request. Not thread-safe."""
-
-    def __init__(self, texts: TokenTexts, *, as_token_ids: bool) -> None:
-        """``as_token_ids`` : tokens are written as "token_id:123", which is unambiguous where their text is not."""
-        self._texts = texts
-        self._as_token_ids = as_token_ids
-
-    def completion(
-        self, entries: Sequence[TokenLogprobs | None], first: int | None, text: str, written: Written
-    ) -> dict[str, Any]:
-        """``logprobs`` of /v1/completions.
-
-        Of a prompt's token ``first``, which nothing predicts, the entry is None. ``text`` : theirs, behind what is
-        ``written``: special tokens are in it where a prompt spells them or they are not skipped.
-        """
-        token_ids = [first if entry is None else entry.token_id for entry in entries]
-        tokens = [self._text(token_id) if token_id is not None else "" for token_id in token_ids]
-        offsets, begin = [], written.length
-        for token_id in token_ids:
-            offsets.append(written.length)
-            if token_id is None:
-                continue
-            if self._texts.is_shown(token_id):
-                written.length += len(written.decoder.decode(self._texts.bytes_of(token_id)))
-            else:
-                written.length += self._spelled_length(token_id, text, written.length - begin)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
-            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
-            "text_offset": offsets,
-        }
-
-    def _spelled_length(self, token_id: int, text: str, at: int) -> int:
-        """Of a special token where ``text`` has it; some tokenizers count a space more before a text's first word."""
-        piece = self._texts.text_of(token_id)
-        return len(piece) if text.find(piece, max(0, at - 1), at + 1 + len(piece)) >= 0 else 0
-
-    def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """``logprobs`` of a chat completion's choice."""
-        content = [
-            {**self._token(entry.token_id, entry.logprob), "top_logprobs": [self._token(*each) for each in entry.top]}
-            for entry in entries
-        ]
-        return {"content": content, "refusal": None}
-
-    def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-        """``prompt_logprobs``: for each token an object by token id, the token itself first."""
-        return [None if entry is None else self._by_id(entry) for entry in entries]
-
-    def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:
-        ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)}
-        chosen = {entry.token_id: (entry.logprob, entry.rank)}
-        return {
-            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": self._text(token_id)}
-            for token_id, (logprob, rank) in {**chosen, **ranked, **chosen}.items()
-        }
-
-    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        top: dict[str, float] = {}
-        for token_id, logprob in sorted({*entry.top, (entry.token_id, entry.logprob)}, key=lambda pair: -pair[1]):
-            top.setdefault(self._text(token_id), logprob)
-        return top
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._text(token_id), "logprob": logprob, "bytes": list(self._texts.bytes_of(token_id))}
-
-    def _text(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._as_token_ids else self._texts.text_of(token_id)
 
 
 class Answer(ABC):
@@ -301,11 +196,21 @@ class Answer(ABC):
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The content fields of chunks with an output's text and what else the client asked for; may be none."""
 
-    def needs_chunk(self, output: RequestOutput) -> bool:
+    def needs_chunk(self, output: RequestOutput, shown: ShownTokens | None) -> bool:
         """Whether an output has anything beside text that the client asked to see."""
-        asked_for_tokens = self.return_token_ids or self.logprobs is not None
         is_told = self._options.include_drafts and output.draft is not None
-        return bool((asked_for_tokens and output.token_ids) or is_told or self.pad)
+        has_tokens = (self.return_token_ids and output.token_ids) or (shown is not None and shown.entries)
+        return bool(has_tokens or is_told or self.pad)
+
+    def shown_tokens(self, index: int, part: RequestOutput | Choice) -> ShownTokens | None:
+        """The tokens of a choice, or of its next output, that log-probabilities are given of; None without these."""
+        if self.logprobs is None:
+            return None
+        if self.logprobs.every_token:
+            return ShownTokens(part.logprobs or ())
+        sampling = self.generation.sampling
+        hides_ending = sampling is not None and not sampling.include_stop_str_in_output
+        return self.spelling.shown(index, part, hides_ending=hides_ending)
 
     async def closing(self) -> bytes:
         """The last event but the end mark: usage, where it was asked for."""
@@ -380,10 +285,10 @@ class CompletionAnswer(Answer):
         choice = self.generation.choices[index]
         text = self._echoed(index) + "".join(choice.text)
         body: dict[str, Any] = {"text": text, "logprobs": None}
-        if self.logprobs is not None:
+        if self.logprobs is not None and (shown := self.shown_tokens(index, choice)) is not None:
             before = choice.prompt_logprobs if self._echo is not None else ()
-            entries = [*before, *choice.logprobs]
-            body["logprobs"] = self.logprobs.completion(entries, self.prompt_of(index)[0], text, Written())
+            entries, first = [*before, *shown.entries], self.prompt_of(index)[0]
+            body["logprobs"] = self.logprobs.completion(entries, first, text, Written(), shown.cut)
         if self.prompt_logprobs is not None:
             body["prompt_logprobs"] = self.prompt_logprobs.prompt(choice.prompt_logprobs)
         return body
@@ -410,12 +315,13 @@ class CompletionAnswer(Answer):
 
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """``text`` and ``logprobs``."""
-        if not output.text and not self.needs_chunk(output):
+        shown = self.shown_tokens(index, output)
+        if not output.text and not self.needs_chunk(output, shown):
             return []
         body: dict[str, Any] = {"text": output.text, "logprobs": None}
-        if self.logprobs is not None:
-            entries, written = output.logprobs or (), self._written[index]
-            body["logprobs"] = self.logprobs.completion(entries, None, output.text, written)
+        if self.logprobs is not None and shown is not None:
+            written = self._written[index]
+            body["logprobs"] = self.logprobs.completion(shown.entries, None, output.text, written, shown.cut)
         return [body]
 
     def _echoed(self, index: int) -> str:

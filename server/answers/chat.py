@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from server.answers.answer import Answer
+from server.answers.tokens import ShownTokens
 from server.base.settings import ServerSettings
 from server.running.generation import Choice
 from server.schema.body import Body
@@ -47,7 +48,10 @@ class ChatAnswer(Answer):
                 message |= {"reasoning_content": reasoning, "reasoning": reasoning}
             if calls := said.tool_calls[: -1 if self.stops_within_call(index) else None]:
                 message["tool_calls"] = [_call(call, call.arguments) for call in calls]
-        return {"message": message, "logprobs": None if self.logprobs is None else self.logprobs.chat(choice.logprobs)}
+        return {"message": message, "logprobs": self._logprobs(self.shown_tokens(index, choice))}
+
+    def _logprobs(self, shown: ShownTokens | None) -> dict[str, Any] | None:
+        return None if self.logprobs is None or shown is None else self.logprobs.chat(shown)
 
     def whole_extras(self) -> dict[str, Any]:
         extras: dict[str, Any] = {"prompt_token_ids": self.prompt_of(0)} if self.return_token_ids else {}
@@ -85,11 +89,12 @@ class ChatAnswer(Answer):
             deltas: list[dict[str, Any]] = [{"content": output.text}] if output.text else []
         else:
             deltas = self._deltas(self._messages, index, output)
-        if not deltas and self.needs_chunk(output):
+        shown = self.shown_tokens(index, output)
+        if not deltas and self.needs_chunk(output, shown):
             deltas = [{}]
         chunks: list[dict[str, Any]] = [{"delta": delta, "logprobs": None} for delta in deltas]
-        if chunks and self.logprobs is not None:
-            chunks[-1]["logprobs"] = self.logprobs.chat(output.logprobs or ())
+        if chunks:
+            chunks[-1]["logprobs"] = self._logprobs(shown)
         return chunks
 
     def _deltas(self, messages: Messages, index: int, output: RequestOutput) -> list[dict[str, Any]]:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from server.answers.chat import ChatAnswer
 from server.answers.wire import encode_events, filler
 from server.base.settings import ServerSettings
-from server.running.generation import Usage
+from server.running.generation import Choice, Usage
 from server.schema.body import Body
 from server.tools.messages import Messages, ToolCall, ToolCallDelta
 
 if TYPE_CHECKING:
-    from ssd.engine import RequestOutput, TokenLogprobs
+    from ssd.engine import RequestOutput
 
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -122,7 +122,6 @@ class PartsAnswer(ChatAnswer):
     def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
         super().__init__(settings, asked, **options)
         self.parts = Parts(self._messages, self.kind)
-        self._num_characters = 0
 
     @abstractmethod
     def finished(self) -> dict[str, Any]:
@@ -131,8 +130,7 @@ class PartsAnswer(ChatAnswer):
     def whole(self) -> dict[str, Any]:
         """What the events of a stream come to, but for a call that a stop cut."""
         choice = self.generation.choices[0]
-        text = "".join(choice.text)
-        self.parts.push(text, self._tokens(choice.token_ids, text, choice.logprobs), ended=True)
+        self.parts.push("".join(choice.text), self._tokens(choice), ended=True)
         if self.stops_within_call(0):
             self.parts.leave_out_last()
         self.parts.finish(self.status)
@@ -149,8 +147,8 @@ class PartsAnswer(ChatAnswer):
         return b""
 
     def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:
-        tokens = self._tokens(output.token_ids, output.text, output.logprobs or ())
-        return self.named(self.parts.push(output.text, tokens, ended=output.finish_reason is not None))
+        ended = output.finish_reason is not None
+        return self.named(self.parts.push(output.text, self._tokens(output), ended=ended))
 
     def named(self, events: Sequence[Event]) -> bytes:
         """Events on the wire. Obfuscated, all of them together fill whole units, be there any or none."""
@@ -158,14 +156,8 @@ class PartsAnswer(ChatAnswer):
             return filler() if self.pad else b""
         return encode_events([(event["type"], event) for event in events], pad=self.pad)
 
-    def _tokens(
-        self, token_ids: Sequence[int], text: str, entries: Sequence[TokenLogprobs]
-    ) -> list[tuple[int, dict[str, Any]]]:
+    def _tokens(self, part: RequestOutput | Choice) -> list[tuple[int, dict[str, Any]]]:
         """Where the text of each token begins, white space aside, and its log-probability."""
-        if self.logprobs is None:
+        if self.logprobs is None or (shown := self.shown_tokens(0, part)) is None:
             return []
-        found, texts = [], self.spelling.texts(0, token_ids, text)
-        for said, logprob in zip(texts, self.logprobs.chat(entries)["content"], strict=True):
-            found.append((self._num_characters + said.find(said.lstrip()), logprob))
-            self._num_characters += len(said)
-        return found
+        return [*zip(shown.places, self.logprobs.chat(shown)["content"], strict=True)]

@@ -13,8 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from server.admission.account import Budget, Share
 from server.admission.lanes import Lanes
-from server.answers.answer import Answer, Spelling, events
+from server.answers.answer import Answer, events
 from server.answers.obfuscation import EvenPieces, Pace, finish_at_a_tick, obfuscated_events
+from server.answers.tokens import Spelling
 from server.answers.wire import json_text, padded
 from server.base.record import current_record
 from server.base.settings import ServerSettings
@@ -131,12 +132,12 @@ class Answers:
 
         return self.response(write() if answer.is_short else await self._lanes.answers.run(write))
 
-    def _spelling(self, answer: Answer, index: int) -> TextStream:
-        """A stream of a choice's text as the request asks for it."""
+    def _spelling(self, answer: Answer, index: int, *, stops: bool = True) -> TextStream:
+        """A stream of a choice's text as the request asks for it, or without its stop strings."""
         engine, generation = self._worker.loaded_engine, answer.generation
         assert engine is not None and generation.sampling is not None  # every generation was submitted
         prompt = generation.prompts[answer.prompt_index(index)]
-        return TextStream.following(codec_of(engine), generation.sampling, prompt)
+        return TextStream.following(codec_of(engine), generation.sampling, prompt, stops=stops)
 
     def response(self, content: bytes) -> Response:
         """An answer of JSON; raises QueueFull where too many long ones wait to be taken."""

@@ -15,11 +15,12 @@ from server.admission.connections import BodyReader
 from server.admission.gate import account_of, may_learn
 from server.admission.lanes import Lanes
 from server.admission.registry import Tenants
-from server.answers.answer import Answer, CompletionAnswer, LogprobsWriter
+from server.answers.answer import Answer, CompletionAnswer
 from server.answers.anthropic import AnthropicAnswer
 from server.answers.chat import ChatAnswer
 from server.answers.responses import ResponseAnswer
 from server.answers.sending import Answers
+from server.answers.tokens import LogprobsWriter
 from server.base.errors import model_not_found
 from server.base.record import current_record
 from server.base.settings import ServerSettings
@@ -239,14 +240,17 @@ class Service:
         message = f"include_drafts is not allowed here: the operator {why}"
         raise RequestError(message, param="stream_options.include_drafts")
 
-    async def _shown(self, engine: Engine, body: GenerateBody) -> dict[str, Any]:
+    async def _shown(self, engine: Engine, body: CompletionBody | ChatBody) -> dict[str, Any]:
         """What the answer is to hold beside the text."""
         options: dict[str, Any] = {"return_token_ids": body.return_token_ids}
         wanted = {"logprobs": body.num_logprobs(), "prompt_logprobs": body.prompt_logprobs}
         if names := [name for name, number in wanted.items() if number is not None]:
             if self._token_texts is None:  # reads the whole vocabulary
                 self._token_texts = await self.lanes.answers.run(TokenTexts, codec_of(engine))
-            writer = LogprobsWriter(self._token_texts, as_token_ids=body.return_tokens_as_token_ids)
+            as_ids = body.return_tokens_as_token_ids
+            # Who asks for ids wants one each, and evaluations count those behind an echo.
+            every_token = as_ids or body.return_token_ids or body.echo
+            writer = LogprobsWriter(self._token_texts, as_token_ids=as_ids, every_token=every_token)
             options |= dict.fromkeys(names, writer)
         return options
 

@@ -56,11 +56,13 @@ class TextStream:
         self._unsent = ""
 
     @classmethod
-    def following(cls, codec: TextCodec, sampling: SamplingParams, prompt: Sequence[int]) -> TextStream:
-        """The text of one output as its request asks for it."""
+    def following(
+        cls, codec: TextCodec, sampling: SamplingParams, prompt: Sequence[int], *, stops: bool = True
+    ) -> TextStream:
+        """The text of one output as its request asks for it; without ``stops`` no stop string ends it."""
         return cls(
             codec,
-            stop=sampling.stop,
+            stop=sampling.stop if stops else (),
             include_stop=sampling.include_stop_str_in_output,
             skip_special_tokens=sampling.skip_special_tokens,
             shown_special_ids=sampling.shown_special_ids,
@@ -71,6 +73,10 @@ class TextStream:
     def may_stop(self) -> bool:
         """Whether a string may end the text: then it matters which token it came with."""
         return bool(self._stop)
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether a token gives no text because it is special."""
+        return token_id in self._silent
 
     def push(self, token_ids: Sequence[int]) -> str:
         """New text that is safe to send; as ``push_token`` of each, decoded at once where that cannot differ."""

@@ -69,8 +69,8 @@ def test_of_chat_completions(
     client: openai.OpenAI, ways: dict[str, dict[str, Any]], way: str, reason: str, said: list[str]
 ) -> None:
     """A whole answer leaves out what a stop cut, since "stop" does not tell; of a stream it was sent."""
-    asked = {**CHAT, **ways[way]}
-    extra = {"extra_body": {"stop_token_ids": asked.pop("stop_token_ids", [])}}
+    asked: Any = {**CHAT, **ways[way]}
+    extra: Any = {"extra_body": {"stop_token_ids": asked.pop("stop_token_ids", [])}}
     whole = client.chat.completions.create(**asked, **extra, n=2)
     streamed = ["", ""]
     reasons: dict[int, Any] = {}
@@ -111,9 +111,9 @@ def test_of_messages(server: RunningServer, ways: dict[str, dict[str, Any]]) -> 
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         for way, reason in (("length", "max_tokens"), ("stop", "stop_sequence")):
             asked = {**CLAUDE, "max_tokens": ways[way]["max_tokens"], "stop_sequences": ways[way].get("stop", [])}
-            whole = client.messages.create(**asked)
+            whole: Any = client.messages.create(**asked)
             with client.messages.stream(**asked) as events:
-                streamed = events.get_final_message()
+                streamed: Any = events.get_final_message()
             assert (whole.stop_reason, streamed.stop_reason) == (reason, reason)
             assert [(block.type, block.input) for block in streamed.content] == [("tool_use", {})]
             used = [(block.type, block.input) for block in whole.content if block.type == "tool_use"]
@@ -122,7 +122,7 @@ def test_of_messages(server: RunningServer, ways: dict[str, dict[str, Any]]) -> 
 
 def test_a_whole_answer_that_max_tokens_cut_is_what_its_stream_comes_to(client: openai.OpenAI) -> None:
     for most in range(1, 120, 7):
-        asked = {**CHAT, "parallel_tool_calls": True, "max_tokens": most}
+        asked: Any = {**CHAT, "parallel_tool_calls": True, "max_tokens": most}
         whole = client.chat.completions.create(**asked).choices[0]
         streamed: dict[int, str] = {}
         for chunk in client.chat.completions.create(**asked, stream=True):

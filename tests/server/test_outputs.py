@@ -66,7 +66,7 @@ def test_completion_logprobs(server: RunningServer, client: openai.OpenAI, model
         offsets = [offset for each in written for offset in each["text_offset"]]
         assert tokens[0] == "<|endoftext|>" and offsets[1] == len(tokens[0])
         assert all(text.startswith(token, at) for token, at in zip(tokens[:-1], offsets, strict=False))
-    alone = complete(server, **{**arguments, "logprobs": 0}).json["choices"][0]["logprobs"]
+    alone = complete(server, **{**arguments, "logprobs": 0, "return_token_ids": True}).json["choices"][0]["logprobs"]
     assert [list(top) for top in alone["top_logprobs"]] == [[token] for token in logprobs.tokens]
 
 

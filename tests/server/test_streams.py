@@ -7,7 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.apis import APIS, CHAT, COMPLETIONS, Api
+from tests.server.apis import CHAT, COMPLETIONS, RESPONSES, Api
+from tests.server.client import post
 from tests.server.failing_engine import RunningServer
 
 MODEL = "test-model"
@@ -57,3 +58,73 @@ def test_the_official_helper_follows_several_choices(server: RunningServer, clie
         whole = client.chat.completions.create(**asked)
         for one, other in zip(streamed.choices, whole.choices, strict=True):
             assert (one.message.content, one.finish_reason) == (other.message.content, other.finish_reason)
+
+
+# -- log-probabilities ---------------------------------------------------------------------------------------------
+
+
+def logprobs(api: Api) -> dict[str, Any]:
+    if api is RESPONSES:
+        return {"include": ["message.output_text.logprobs"]}
+    return {"logprobs": 1} if api is COMPLETIONS else {"logprobs": True, "top_logprobs": 1}
+
+
+def tokens_of(choice: dict[str, Any]) -> list[str]:
+    """The token texts of a completion's choice or a chat completion's, whole or streamed."""
+    found = choice["logprobs"] or {}
+    if "tokens" in found:
+        tokens: list[str] = found["tokens"]
+        return tokens
+    return [bytes(entry["bytes"]).decode() for entry in found.get("content", ())]
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "the end of text": {"structured_outputs": {"choice": ["yes, it is"]}},
+    "a stop string": {"structured_outputs": {"choice": ["yes, it is"]}, "stop": [" it"]},
+    "a stop string within a token": {"structured_outputs": {"choice": ["yes, it is"]}, "stop": ["s, i"]},
+    "a stop string that began": {"structured_outputs": {"choice": ["yes, it is"]}, "stop": ["is a"]},
+    "its length": {"ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("api", [COMPLETIONS, CHAT, RESPONSES], ids=["completions", "chat", "responses"])
+def test_tokens_with_log_probabilities_join_to_the_text(server: RunningServer, api: Api, way: str) -> None:
+    pytest.importorskip("llguidance")
+    fields: dict[str, Any] = {**ENDS[way], **logprobs(api), api.limit: 12}
+    whole = api.say(server.port, **fields)
+    events = api.stream(server.port, **fields)
+    if api is RESPONSES:
+        found = whole["output"][0]["content"][0]["logprobs"]
+        streamed = [entry for event in events for entry in event.get("logprobs", ()) if "delta" in event]
+        tokens, pieces = ([bytes(each["bytes"]).decode() for each in every] for every in (found, streamed))
+    else:
+        tokens = tokens_of(whole["choices"][0])
+        pieces = [token for event in events for choice in event["choices"] for token in tokens_of(choice)]
+    assert "".join(tokens) == api.said(whole) and tokens == pieces and len(tokens) > 1 - ("within" in way)
+
+
+def test_tokens_that_a_stop_token_or_skipping_leaves_out_have_no_log_probabilities(server: RunningServer) -> None:
+    said = {"structured_outputs": {"choice": ["yes, it is"]}, "max_tokens": 12, "logprobs": 0, "return_token_ids": True}
+    ids = COMPLETIONS.say(server.port, **said)["choices"][0]
+    assert len(ids["token_ids"]) == len(ids["logprobs"]["tokens"]), "who asks for ids wants one for each"
+    del said["return_token_ids"]
+    for fields in (
+        {"stop_token_ids": [ids["token_ids"][2]]},
+        {"stop_token_ids": [ids["token_ids"][2]], "include_stop_str_in_output": True},
+        {"include_stop_str_in_output": True, "skip_special_tokens": False},
+    ):
+        choice = COMPLETIONS.say(server.port, **said, **fields)["choices"][0]
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"], fields
+    special = post(server.port, "/tokenize", {"prompt": "<|user|>", "add_special_tokens": False}).json["tokens"]
+    for is_skipped in (True, False):
+        fields = {"allowed_token_ids": special, "skip_special_tokens": is_skipped, "logprobs": 0, "max_tokens": 3}
+        choice = COMPLETIONS.say(server.port, **fields)["choices"][0]
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"] == ("" if is_skipped else "<|user|>" * 3)
+
+
+def test_an_echo_is_followed_by_every_token(server: RunningServer) -> None:
+    """Evaluations leave out as many as they asked for."""
+    fields: dict[str, Any] = {"echo": True, "max_tokens": 2, "structured_outputs": {"choice": ["yes"]}, "logprobs": 0}
+    found = COMPLETIONS.post(server.port, **fields).json
+    assert len(found["choices"][0]["logprobs"]["tokens"]) == found["usage"]["total_tokens"]
