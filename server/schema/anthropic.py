@@ -13,6 +13,7 @@ from server.base.errors import NO_THREADS, ApiError
 from server.base.limits import Limits
 from server.schema.body import IGNORED, Body, Part, Refused, checked, renaming
 from server.schema.chat import (
+    OF_RESULT,
     OR_TEXT,
     ChatForm,
     Conversation,
@@ -83,7 +84,7 @@ _Texts = Annotated[list[_Text], Field(fail_fast=True), OR_TEXT]
 class _Result(_Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: _Texts = Field(default_factory=list)
+    content: Annotated[_Texts, OF_RESULT] = Field(default_factory=list)
     is_error: bool = False
     toolset_name: Any = None
 

@@ -13,6 +13,7 @@ from server.schema.body import Body, Part, renaming
 from server.schema.generate import GenerateBody, Prediction, StreamOptions
 from ssd.config import MAX_LOGPROBS
 from ssd.errors import RequestError
+from ssd.text.messages import with_text
 
 ToolMode = Literal["none", "auto", "required"]
 
@@ -231,6 +232,14 @@ class DetokenizeBody(Body):
 
 OR_TEXT = BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given)
 """A list of texts may be given as one."""
+
+
+def _with_texts(given: Any) -> Any:
+    return [with_text(part) for part in given] if isinstance(given, list) else given
+
+
+OF_RESULT = BeforeValidator(_with_texts)
+"""What a tool returned: parts that are no text become text."""
 
 
 def joined(texts: list[Any]) -> str:

@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, 
 
 from server.base.limits import SMALL_BODY_BYTES, Limits
 from server.schema.body import IGNORED, Part, Refused, checked
-from server.schema.chat import OR_TEXT, ChatForm, Conversation, function_choice, joined
+from server.schema.chat import OF_RESULT, OR_TEXT, ChatForm, Conversation, function_choice, joined
 from server.schema.generate import SamplingFields, StructuredOutputs
 from ssd.config import MAX_LOGPROBS
 from ssd.errors import RequestError, shown
@@ -67,7 +67,7 @@ class _Call(_Part):
 
 
 class _Output(_Part):
-    output: _Texts
+    output: Annotated[_Texts, OF_RESULT]
     call_id: str | None = None
 
 

@@ -47,6 +47,8 @@ def _normalize(message: Mapping[str, Any], where: str) -> Message:
     content, tool_calls = given.get("content"), given.pop("tool_calls", None)
     if content is None and role != "assistant" and not (role == "function" and "content" in message):
         raise _wrong(f"{where} has no content: give a string or a list of text parts")
+    if role in ("tool", "function") and isinstance(content, list):
+        content = [with_text(part) for part in content]
     normalized = {**given, "content": "" if content is None else _text_of(content, where)}
     if role == "function":
         normalized["role"] = "tool"
@@ -85,6 +87,29 @@ def _text_of(content: object, where: str) -> str:
             )
         texts.append(text)
     return "\n".join(texts)
+
+
+def with_text(part: object) -> object:
+    """A part of a tool's result, as a text part if it is another kind: clients cannot take such a part back.
+
+    Documents of text and search results become their text; of anything else a line says that it was left out.
+    """
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return part if not isinstance(kind, str) or kind in _TEXTS else {"type": "text", "text": _said_by(part, kind)}
+
+
+def _said_by(part: Any, kind: str) -> str:
+    if kind == "tool_reference":
+        return f"Tool available: {part.get('tool_name')}"
+    source = part.get("source")
+    held = source if kind == "document" and isinstance(source, Mapping) else part
+    content = held.get("data") if held.get("type") == "text" else held.get("content")
+    pieces = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [each.get("text") for each in map(with_text, pieces) if isinstance(each, Mapping)]
+    names = [each for each in map(part.get, ("title", "filename", "context")) if isinstance(each, str)]
+    if found := [text for text in texts if isinstance(text, str)]:
+        return "\n".join([*names, *([source] if isinstance(source, str) else []), *found])
+    return f"[{' '.join([kind.removeprefix('input_').removesuffix('_url'), *names[:1]])} left out: this model reads only text]"
 
 
 def _tool_calls(tool_calls: object, where: str) -> list[Any]:

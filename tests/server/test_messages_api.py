@@ -179,6 +179,37 @@ def test_turns_become_the_messages_they_say() -> None:
     assert [message["tool_call_id"] for message in messages[3:6]] == ["c1", "c2", "c3"]
 
 
+def test_what_is_no_text_in_a_result_is_told_in_words(client: anthropic.Anthropic) -> None:
+    image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+
+    def document(**source: Any) -> dict[str, Any]:
+        return {"type": "document", "title": "a.md", "source": source, "citations": {"enabled": True}}
+
+    text, pdf = {"type": "text", "text": "read"}, {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}
+    found = {"type": "search_result", "source": "http://a", "title": "A", "content": [text], "citations": {}}
+    for block, said in (
+        (image, "[image left out: this model reads only text]"),
+        ({"type": "tool_reference", "tool_name": "Grep"}, "Tool available: Grep"),
+        (document(type="text", media_type="text/plain", data="# Title"), "a.md\n# Title"),
+        (document(type="content", content="words"), "a.md\nwords"),
+        (document(type="content", content=[text, image]), "a.md\nread\n[image left out: this model reads only text]"),
+        (document(**pdf), "[document a.md left out: this model reads only text]"),
+        (document(type="url", url="http://a/b.pdf"), "[document a.md left out: this model reads only text]"),
+        (found, "A\nhttp://a\nread"),
+        ({"type": "browser_state", "cache_control": {"type": "ephemeral"}, "tabs": []},
+         "[browser_state left out: this model reads only text]"),
+    ):  # fmt: skip
+        result = {"type": "tool_result", "tool_use_id": "c1", "content": [text, block]}
+        turns: list[Any] = [
+            *TURNS,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}]},
+            {"role": "user", "content": [result]},
+        ]
+        assert messages_of(None, turns)[-1]["content"] == f"read\n{said}"
+        assert client.messages.create(model=MODEL, messages=turns, max_tokens=2)
+        assert client.messages.count_tokens(model=MODEL, messages=turns)
+
+
 def test_a_header_that_is_another_in_each_request_is_no_part_of_the_prompt() -> None:
     def said(*texts: str) -> list[dict[str, Any]]:
         return messages_of([{"type": "text", "text": text} for text in texts], TURNS)

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from server.base.limits import Limits
+from server.schema.responses import messages_of
 from tests.server.apis import RESPONSES
 from tests.server.client import ask, get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
@@ -111,6 +112,32 @@ def test_a_stream_comes_to_what_the_whole_response_is(server: RunningServer) -> 
     assert {event["response"]["id"] for event in events if "response" in event} == {last["id"]}
     changing = {"id": None, "output": None, "usage": None, "created_at": None, "completed_at": None}
     assert {**last, **changing} == {**whole, **changing}
+
+
+def test_images_and_files_in_an_output_are_told_in_words(client: openai.OpenAI) -> None:
+    output: Any = [
+        {"type": "input_text", "text": "read"}, {"type": "input_image", "image_url": "data:,", "detail": "auto"},
+        {"type": "input_file", "filename": "a.pdf", "file_data": "x"},
+    ]  # fmt: skip
+    items: Any = [
+        {"role": "user", "content": "Read a.png."},
+        {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": output},
+    ]
+    said = "read\n[image left out: this model reads only text]\n[file a.pdf left out: this model reads only text]"
+    assert messages_of(None, items)[-1]["content"] == said
+    assert client.responses.create(model=MODEL, input=items, max_output_tokens=2).output
+    parts = [{"type": "text", "text": "read"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    turns: Any = [
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "read", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": parts},
+    ]
+    assert client.chat.completions.create(model=MODEL, messages=turns, max_tokens=2).choices
+    with pytest.raises(openai.BadRequestError, match="text part"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": parts}], max_tokens=2)
 
 
 # -- what is not kept, and errors ------------------------------------------------------------------------------------
