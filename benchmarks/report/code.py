@@ -64,7 +64,8 @@ _HEADERS = (
     ("x-api-key", "`KEY`, as Anthropic's clients send it; on any path"),
     ("x-request-id", "up to 128 visible characters: comes back, and stands in the log; made where there is none"),
     (NO_LEARN_HEADER, "1: as `store: false`, for clients that cannot send that"),
-    ("anthropic-version, anthropic-beta", "ignored"),
+    ("anthropic-version", "of `/v1/models`, answers are Anthropic's; else ignored"),
+    ("anthropic-beta", "ignored"),
     ("traceparent", "W3C trace context, where the server traces"),
 )
 

@@ -28,8 +28,10 @@ NO_THREADS = "thread_unsupported_request"
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether a request is for a path of Anthropic's API."""
+    """Whether a request is for Anthropic's API; of models, which both have, its header tells."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path.startswith("/v1/models"):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 

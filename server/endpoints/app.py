@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -21,7 +22,14 @@ from server.admission.gate import OPEN_PATHS, Gate, account_of
 from server.admission.registry import Tenants
 from server.answers.sending import ClientGone
 from server.answers.wire import json_text
-from server.base.errors import RETRY_AFTER_S, ApiError, answer_error, answer_http_exception, model_not_found
+from server.base.errors import (
+    RETRY_AFTER_S,
+    ApiError,
+    answer_error,
+    answer_http_exception,
+    model_not_found,
+    speaks_anthropic,
+)
 from server.base.settings import VERSION, ServerSettings
 from server.endpoints.service import Service
 from server.observe.access import Access, SpanSink
@@ -102,9 +110,16 @@ def add_models(app: FastAPI, service: Service) -> None:
     """The list, and each by its name."""
     settings = service.settings
 
-    def model_body(name: str) -> dict[str, Any]:
+    def model_body(name: str, *, is_anthropic: bool) -> dict[str, Any]:
         engine = service.worker.engine
         target = engine.target
+        if is_anthropic:
+            created_at = datetime.fromtimestamp(settings.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            most = engine.max_model_len
+            return {
+                "type": "model", "id": name, "display_name": name, "created_at": created_at, "lifecycle": "active",
+                "max_input_tokens": most, "max_tokens": most,
+            }  # fmt: skip
         return {
             "id": name, "object": "model", "created": settings.created, "owned_by": "ssd",
             "root": settings.adapters.get(name, settings.model),
@@ -114,14 +129,20 @@ def add_models(app: FastAPI, service: Service) -> None:
         }  # fmt: skip
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model_body(name) for name in settings.all_names]}
+    async def models(request: Request) -> dict[str, Any]:
+        is_anthropic, names = speaks_anthropic(request.scope), settings.all_names
+        data = [model_body(name, is_anthropic=is_anthropic) for name in names]
+        if is_anthropic:
+            return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(request: Request, name: str) -> dict[str, Any]:
+        if not name:
+            return await models(request)
         if name not in settings.all_names:
             raise model_not_found(name, settings.model_name)
-        return model_body(name)
+        return model_body(name, is_anthropic=speaks_anthropic(request.scope))
 
 
 def add_tokenizer(app: FastAPI, service: Service) -> None:

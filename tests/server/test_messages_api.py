@@ -151,6 +151,20 @@ def test_calls_that_are_nearly_json_are_read_and_others_are_no_calls() -> None:
     assert broken.content[0].text == "{city: 1}"
 
 
+def test_the_client_lists_models(server: RunningServer, client: anthropic.Anthropic) -> None:
+    (found,) = client.models.list()
+    assert (found.type, found.id, found.display_name, found.lifecycle) == ("model", MODEL, MODEL, "active")
+    assert found.created_at.tzinfo is not None and found.max_input_tokens == 512
+    assert client.models.retrieve(MODEL) == found
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        client.models.retrieve("nobody")
+    assert unknown.value.type == "not_found_error"
+    page = client.models.list()
+    assert (page.has_more, page.first_id, page.last_id) == (False, MODEL, MODEL)
+    of_openai = get(server.port, "/v1/models")
+    assert of_openai.json["object"] == "list" and get(server.port, "/v1/models/").json == of_openai.json
+
+
 # -- what comes in ---------------------------------------------------------------------------------------------------
 
 
