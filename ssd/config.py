@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
@@ -285,6 +285,10 @@ class SamplingParams:
             if not condition:
                 raise RequestError(f"{param} must be {allowed}, got {shown(getattr(self, param))}", param=param)
 
+        def check_each(wrong: Iterable[object], param: str, allowed: str) -> None:
+            for each in wrong:
+                raise RequestError(f"{param} must be {allowed}, got {shown(each)}", param=param)
+
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in _COUNTS:
@@ -307,13 +311,10 @@ class SamplingParams:
         check(0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "within 0.01..100")
         check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "within -2..2")
         check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "within -2..2")
-        check(
-            all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias),
-            "logit_bias",
-            "within -100..100 for every token",
-        )
+        wrong = (bias for _, bias in self.logit_bias if not -100.0 <= bias <= 100.0)
+        check_each(wrong, "logit_bias", "within -100..100 for every token")
         check(self.seed is None or -(1 << 63) <= self.seed < (1 << 63), "seed", "a 64-bit integer")
-        check(all(self.stop), "stop", "non-empty strings")
+        check_each((text for text in self.stop if not text), "stop", "non-empty strings")
         check(0 <= self.min_tokens <= _MOST, "min_tokens", f"within 0..{_MOST}")
         check(self.allowed_token_ids != (), "allowed_token_ids", "at least one token id")
         check(all(self.bad_words), "bad_words", "of at least one token each")
@@ -324,7 +325,8 @@ class SamplingParams:
             ("bad_words", [token for word in self.bad_words for token in word]),
             ("shown_special_ids", self.shown_special_ids),
         ):
-            check(not ids or (min(ids) >= 0 and max(ids) <= _MOST), name, f"of token ids within 0..{_MOST}")
+            least, most = (min(ids), max(ids)) if ids else (0, 0)
+            check_each((each for each in (least, most) if not 0 <= each <= _MOST), name, f"within 0..{_MOST}")
         for name, limit in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             check(limit is None or 0 <= limit <= MAX_LOGPROBS, name, f"within 0..{MAX_LOGPROBS}")
 

@@ -121,4 +121,6 @@ def shown(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, (bool, int, float)) or value is None:
         return repr(value)
+    if isinstance(value, (tuple, list)):
+        return f"a list of {len(value)}" if value else "an empty list"
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, Sized) else type(value).__name__

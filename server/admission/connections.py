@@ -221,7 +221,8 @@ def _decode(content: bytes) -> Any:
     try:
         return pydantic_core.from_json(content, allow_inf_nan=False)
     except ValueError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        half = " (a \\u escape is cut, or half of a pair of surrogates)" if "escape" in str(error) else ""
+        raise RequestError(f"the body is not valid JSON: {error}{half}") from None
 
 
 def _decode_large(content: bytes, check: Callable[[Any], T], max_values: int) -> T:

@@ -6,7 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from server.answers.tokens import LogprobsWriter, ShownTokens, Spelling, Written
@@ -15,7 +15,9 @@ from server.base.errors import error_body
 from server.base.record import current_record
 from server.base.settings import ServerSettings
 from server.running.generation import Choice, Generation, Usage
+from server.schema.body import renamed
 from server.schema.generate import StreamOptions
+from ssd.errors import RequestError
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput, RequestStats, VerifiedDraft
@@ -71,6 +73,8 @@ class Answer(ABC):
     """Set once it was begun."""
     spelling: Spelling
     """Set before anything is written."""
+    names: Mapping[str, str] = {}
+    """What the client calls fields, by those of a chat completion."""
 
     def __init__(
         self,
@@ -124,7 +128,8 @@ class Answer(ABC):
         return {}
 
     def ending(self, _index: int, choice: Choice) -> dict[str, Any]:
-        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        refused = {} if choice.refusal is None else error_body(choice.refusal)
+        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason, **refused}
 
     def prompt_of(self, index: int) -> tuple[int, ...]:
         return self.generation.prompts[self.prompt_index(index)]
@@ -219,6 +224,10 @@ class Answer(ABC):
         last = {**self._chunk([]), "usage": self.generation.usage.body(), **self._draft_metrics()}
         return encode_events([("", last)], pad=self.pad)
 
+    def failure(self, error: Exception) -> bytes:
+        """The events of an error, which has the field at fault as the client calls it."""
+        return self.failed(renamed(error, self.names) if isinstance(error, RequestError) else error)
+
     def failed(self, error: Exception) -> bytes:
         return encode_events([("", error_body(error))], pad=False)
 
@@ -266,7 +275,7 @@ async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, N
                 ready.clear()
         ready += await answer.closing()
     except Exception as error:
-        ready += answer.failed(error)
+        ready += answer.failure(error)
     yield bytes(ready + answer.end)
 
 

@@ -141,7 +141,7 @@ async def obfuscated_events(
                 sent_at = clock()
         ready += await answer.closing()
     except Exception as error:
-        ready += answer.failed(error)
+        ready += answer.failure(error)
     yield ready + answer.end
 
 

@@ -89,7 +89,8 @@ def _generates(service: Service, schema: type[_Asked]) -> Callable[[Request], Aw
             options = asked.events if isinstance(asked, ChatForm) else body.stream_options
             return service.answers.stream(answer, options or StreamOptions())
         try:
-            return await service.answers.whole(answer, request.receive)
+            with renaming(answer.names):
+                return await service.answers.whole(answer, request.receive)
         except ClientGone:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         finally:

@@ -116,6 +116,7 @@ class Service:
             prompt, plan = await self._chats.prepare(engine, body)
             prompts, options = [prompt], await self._shown(engine, body)
             answer = _CHATS.get(type(asked), ChatAnswer)(self._named(body), asked, messages=plan.messages, **options)
+        answer.names = asked.chat_names
         answer.generation = await self._submit(engine, body, prompts, answer.id, plan, account)
         return answer
 

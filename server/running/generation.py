@@ -18,7 +18,7 @@ from server.base.errors import RequestFailed
 from server.base.record import current_record
 from server.running.conversations import AnswerPlan
 from server.running.engine_thread import Inbox, Worker
-from ssd.errors import EngineStopped
+from ssd.errors import EngineStopped, RequestError
 
 if TYPE_CHECKING:
     from ssd.config import SamplingParams
@@ -67,6 +67,8 @@ class Choice:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    refusal: RequestError | None = None
+    """Why it could not be followed to its end, where others of the request could."""
     stats: RequestStats | None = None
     """The engine's, which it goes on writing; None before the first output."""
 
@@ -218,6 +220,9 @@ class Generation:
                 delivery = replace(delivery, token_ids=(), text="", logprobs=logprobs)
             self._take(request_id, delivery)
             yield self._index[request_id], delivery
+        refused = [each.refusal for each in self.choices if each.refusal is not None]
+        if refused and len(refused) == len(self.choices):
+            raise refused[0]
         if (count := self._count_reasoning) is not None:
             self._num_reasoning = await self.aside.run(lambda: sum(count(each.token_ids) for each in self.choices))
         if (prediction := self.prediction) is not None:
@@ -256,9 +261,10 @@ class Generation:
         if output.finish_reason is None:
             return
         self._running.discard(request_id)
-        if output.refusal is not None:
+        if output.refusal is not None and len(self.choices) == 1:
             raise output.refusal
-        if output.finish_reason == "error":
+        choice.refusal = output.refusal
+        if output.finish_reason == "error" and output.refusal is None:
             raise RequestFailed(f"this request failed: {output.error}; the server's log says why")
         if output.finish_reason == "cancelled":
             raise EngineStopped("the request was cancelled by the server")

@@ -13,6 +13,7 @@ from server.base.errors import NO_THREADS, ApiError
 from server.base.limits import Limits
 from server.schema.body import IGNORED, Body, Part, Refused, checked, renaming
 from server.schema.chat import (
+    FUNCTION,
     OF_RESULT,
     OR_TEXT,
     ChatForm,
@@ -194,7 +195,9 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool.get("input_schema"), Mapping):
         given = shown(tool.get("input_schema"))
         raise RequestError(f"{where}.input_schema must be an object, got {given}", param="tools")
-    return {there: tool[here] for here, there in _NAMES.items() if tool.get(here) is not None}
+    said = {there: tool[here] for here, there in _NAMES.items() if tool.get(here) is not None}
+    checked(FUNCTION, said, "tools", where)
+    return said
 
 
 _CHAT_NAMES = {

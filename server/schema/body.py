@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from itertools import pairwise
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from server.base.limits import Limits
 from ssd.errors import RequestError, shown
@@ -144,12 +144,17 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        here, said = error.param, str(error)
-        if here is None or here not in names:
-            raise
-        if said.startswith(here):
-            said = names[here] + said.removeprefix(here)
-        raise type(error)(said, param=names[here]) from None
+        raise renamed(error, names) from None
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """The same error for a client that calls fields by other ``names``."""
+    here, said = error.param or "", str(error)
+    if here in names and said.startswith(here):
+        said = names[here] + said.removeprefix(here)
+    fields = "|".join(name for name in names if "_" in name)  # others are words, too
+    said = re.sub(rf"\b({fields})\b", lambda found: names[found[0]], said) if fields else said
+    return type(error)(said, param=names.get(here, error.param))
 
 
 _DEFAULT_LIMITS = Limits()
@@ -181,7 +186,7 @@ class Body(BaseModel):
         try:
             body = cls.model_validate(fields)
         except ValidationError as error:
-            raise _request_error(error) from None
+            raise _request_error(error, fields) from None
         body.require_within(limits)
         return body
 
@@ -213,37 +218,101 @@ class Body(BaseModel):
 T = TypeVar("T")
 
 
-def checked(kind: TypeAdapter[T], value: Any, param: str) -> T:
-    """What a field's value is; raises RequestError with the place of the first mistake."""
+def checked(kind: TypeAdapter[T], value: Any, param: str, where: str | None = None) -> T:
+    """What a field's value is; raises RequestError with the place of a mistake, below ``where`` or else ``param``."""
     try:
         return kind.validate_python(value, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = param
-        for before, part in pairwise((None, *first["loc"])):
-            if not isinstance(before, int):  # else it is the name of a kind
-                where += f"[{part}]" if isinstance(part, int) else f".{part:.80}"
-        if first["type"] == UNKNOWN_FIELD:
-            name = shown(f"{where}.{first['ctx']['name']}")
-            raise RequestError(f"unknown field {name}: remove it, or check its spelling", param=param) from None
-        raise RequestError(f"{where:.160}: {first['msg']:.200}", param=param) from None
+        raise _request_error(error, value, where or param, param) from None
 
 
-def _unknown_field(name: str, near: str | None) -> RequestError:
+def _unknown_field(name: str, near: str | None, param: str | None = None) -> RequestError:
     advice = "remove it, or check its spelling" if near is None else f"did you mean {near}?"
-    return RequestError(f"unknown field {shown(name)}: {advice}", param=name[:128])
+    return RequestError(f"unknown field {shown(name)}: {advice}", param=param or name[:128])
 
 
-def _request_error(error: ValidationError) -> RequestError:
-    """The first complaint of pydantic, in our words; unknown fields first, since they explain the others."""
-    complaints = error.errors(include_url=False, include_input=False)
-    unknown = [complaint for complaint in complaints if complaint["type"] == UNKNOWN_FIELD]
-    first = (unknown or complaints)[0]
-    name = ".".join(str(part) for part in first["loc"])
-    # A union's branches are part of pydantic's location; the client knows the field only.
-    param = str(first["loc"][0]) if first["loc"] else None
-    if unknown:
-        return _unknown_field(f"{name}.{first['ctx']['name']}", first["ctx"]["near"])
+def _request_error(error: ValidationError, value: Any, where: str = "", param: str | None = None) -> RequestError:
+    """The complaint of pydantic that says most, in our words. ``value`` : what the client sent, at ``where``."""
+    found = [
+        (complaint, _place(complaint, value)) for complaint in error.errors(include_url=False, include_input=False)
+    ]
+    first, place = min(found, key=lambda each: _rank(*each))
+    name = _path(where, place)
+    if first["type"] == UNKNOWN_FIELD:  # it explains the others
+        return _unknown_field(_path(name, [first["ctx"]["name"]]), first["ctx"]["near"], param)
+    param = param or (str(place[0]) if place else None)
     if first["type"] == "missing":
-        return RequestError(f"the field {name!r} is required", param=param)
-    return RequestError(f"{param}: {first['msg']:.500}", param=param)
+        return RequestError(f"the field {shown(name)} is required", param=param)
+    if first["type"] == "value_error":
+        return RequestError(f"{name:.160}: {first['ctx']['error']}", param=param)
+    same = [_words(each) for each, there in found if there == place and _is_kind(each) == _is_kind(first)]
+    said, *others = dict.fromkeys(same)
+    said = " or ".join([said, *(other.removeprefix("be ") for other in others)])
+    return RequestError(f"{name:.160} must {said:.500}", param=param)
+
+
+def _rank(complaint: ErrorDetails, place: Sequence[str | int]) -> tuple[bool, int, bool, bool]:
+    """Lower says more. Each way in which a value may be given has complaints of its own."""
+    is_of_type = complaint["type"] == "literal_error" and place[-1:] == ["type"]  # which explains what else is wrong
+    is_said = complaint["type"] in ("value_error", "union_tag_invalid") or is_of_type
+    return complaint["type"] != UNKNOWN_FIELD, -len(place), not is_said, _is_kind(complaint)
+
+
+def _is_kind(complaint: ErrorDetails) -> bool:
+    """Whether it only says what kind of value is wanted, which another way of giving it may not want."""
+    return complaint["type"] == "literal_error" or complaint["type"].endswith("_type")
+
+
+_KINDS = {
+    "string_type": "be a string", "list_type": "be a list", "bool_type": "be true or false",
+    "int_type": "be an integer", "float_type": "be a number", "dict_type": "be an object",
+    "model_type": "be an object", "model_attributes_type": "be an object",
+}  # fmt: skip
+
+
+def _words(complaint: ErrorDetails) -> str:
+    """What a value must do, in words that name nothing of this program."""
+    kind, told = complaint["type"], complaint.get("ctx", {})
+    tag = "role" if "role" in told.get("discriminator", "") else "type"
+    if kind == "union_tag_invalid":
+        return f"have one of the {tag}s {told['expected_tags']}, got {shown(told['tag'])}"
+    if kind == "union_tag_not_found":
+        return f"have a {tag}"
+    said = re.sub(r"^\w+ should ", "", complaint["msg"]).replace(" after validation", "")
+    return _KINDS.get(kind, said.replace("be False", "be false"))
+
+
+def _path(where: str, place: Iterable[str | int]) -> str:
+    for part in place:
+        where += f"[{part}]" if isinstance(part, int) else f".{part:.80}" if where else f"{part:.80}"
+    return where
+
+
+def _place(complaint: ErrorDetails, value: Any) -> list[str | int]:
+    """Where in ``value`` a complaint belongs: of its location the names and numbers, without kinds of values.
+
+    A kind may have the name of a field. So places are tried until one fits: an unknown field is in it, or a missing one
+    is not.
+    """
+
+    def fits(place: list[str | int], here: Any) -> bool:
+        if complaint["type"] == UNKNOWN_FIELD:
+            return isinstance(here, Mapping) and complaint["ctx"]["name"] in here
+        return complaint["type"] != "missing" or bool(place and place[-1] == complaint["loc"][-1])
+
+    def tried(rest: tuple[str | int, ...], here: Any, place: list[str | int]) -> Iterator[list[str | int]]:
+        if not rest:
+            if fits(place, here):
+                yield place
+            return
+        part, *others = rest
+        is_inside = (isinstance(here, Mapping) and part in here) or (
+            isinstance(here, list) and isinstance(part, int) and part < len(here)
+        )
+        if is_inside:
+            yield from tried(tuple(others), here[part], [*place, part])
+        elif complaint["type"] == "missing" and not others and isinstance(here, Mapping):
+            yield [*place, part]
+        yield from tried(tuple(others), here, place)
+
+    return next(tried(complaint["loc"], value, []), [])

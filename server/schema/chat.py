@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, TypeAdapter, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from server.base.limits import Limits
 from server.schema.body import Body, Part, renaming
@@ -40,7 +41,21 @@ class Function(Part):
         return self.parameters or {"type": "object"}
 
 
-class Tool(Part):
+FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
+
+
+class _OfFunction(Part):
+    """What names a function: inside ``function``, where other APIs have no such object."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_function(cls, content: Any) -> Any:
+        if isinstance(content, dict) and "name" in content and content.get("function") is None:
+            raise ValueError('function.name is missing: write {"type": "function", "function": {"name": ...}}')
+        return content
+
+
+class Tool(_OfFunction):
     """A function, the only kind of tool there is."""
 
     type: Literal["function"]
@@ -61,7 +76,7 @@ class NamedFunction(Part):
     name: str = Field(max_length=128)
 
 
-class NamedTool(Part):
+class NamedTool(_OfFunction):
     """One of the request's tools."""
 
     type: Literal["function"]
@@ -230,7 +245,13 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
-OR_TEXT = BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given)
+def _or_text(given: Any) -> Any:
+    if not isinstance(given, str | list):
+        raise PydanticCustomError("text_type", "Input should be a string or a list")
+    return [{"type": "text", "text": given}] if isinstance(given, str) else given
+
+
+OR_TEXT = BeforeValidator(_or_text)
 """A list of texts may be given as one."""
 
 

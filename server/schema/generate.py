@@ -134,6 +134,12 @@ class OutputFields(BaseModel):
                     "structured_outputs needs one of json, regex, choice, grammar, json_object",
                     param="structured_outputs",
                 )
+            if len(given) > 1:
+                raise RequestError(
+                    f"structured_outputs takes one of json, regex, choice, grammar, json_object, got {len(given)} of "
+                    "them: keep one",
+                    param="structured_outputs",
+                )
             found += given
         if len(found) > 1:
             names = " and ".join(output.param for output in found)

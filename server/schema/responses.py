@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, 
 
 from server.base.limits import SMALL_BODY_BYTES, Limits
 from server.schema.body import IGNORED, Part, Refused, checked
-from server.schema.chat import OF_RESULT, OR_TEXT, ChatForm, Conversation, function_choice, joined
+from server.schema.chat import FUNCTION, OF_RESULT, OR_TEXT, ChatForm, Conversation, function_choice, joined
 from server.schema.generate import SamplingFields, StructuredOutputs
 from ssd.config import MAX_LOGPROBS
 from ssd.errors import RequestError, shown
@@ -144,8 +144,11 @@ def chat_tool_choice(choice: Any) -> Any:
         return _named(choice)
     if kind == "allowed_tools":
         allowed = choice.get("tools")
-        if not isinstance(allowed, list) or not all(isinstance(tool, Mapping) for tool in allowed):
+        if not isinstance(allowed, list) or not allowed or not all(isinstance(tool, Mapping) for tool in allowed):
             raise RequestError("tool_choice.tools must be a list of tools", param="tool_choice")
+        if choice.get("mode") not in ("auto", "required"):
+            given = shown(choice.get("mode"))
+            raise RequestError(f"tool_choice.mode must be 'auto' or 'required', got {given}", param="tool_choice")
         tools = [_named(tool) for tool in allowed]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     said = "say none, auto, required, or name a function or allowed_tools"
@@ -158,9 +161,8 @@ def _function(tool: Any, namespace: str | None, where: str) -> dict[str, Any]:
         why = f"{where} is of type {shown(kind)}: this server runs no tools itself, give functions"
         raise RequestError(why, param="tools")
     said: dict[str, Any] = {name: tool[name] for name in _OF_A_FUNCTION if tool.get(name) is not None}
-    if isinstance(name := said.get("name"), str):
-        said["name"] = _full_name(namespace, name)
-    return said
+    checked(FUNCTION, said, "tools", where)
+    return {**said, "name": _full_name(namespace, said["name"])}
 
 
 def _named(choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,7 +109,8 @@ def _said_by(part: Any, kind: str) -> str:
     names = [each for each in map(part.get, ("title", "filename", "context")) if isinstance(each, str)]
     if found := [text for text in texts if isinstance(text, str)]:
         return "\n".join([*names, *([source] if isinstance(source, str) else []), *found])
-    return f"[{' '.join([kind.removeprefix('input_').removesuffix('_url'), *names[:1]])} left out: this model reads only text]"
+    name = " ".join([kind.removeprefix("input_").removesuffix("_url"), *names[:1]])
+    return f"[{name} left out: this model reads only text]"
 
 
 def _tool_calls(tool_calls: object, where: str) -> list[Any]:

@@ -26,7 +26,7 @@ from server.running.engine_thread import Worker, WorkerState
 from ssd.config import EngineConfig
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
 from ssd.engine.proposals import SpeculationStatus
-from ssd.errors import ContextTooLong, EngineStopped, QueueFull
+from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 from ssd.model.target import Exactness
 from tests.waiting import PATIENCE_S, START_S, wait_until
 
@@ -152,6 +152,27 @@ class FailingEngine:
 
     def close(self) -> None:
         self.closed = True
+
+
+class RefusingEngine(FailingEngine):
+    """Cannot follow some choices behind their first token, as where a grammar comes to a dead end."""
+
+    def __init__(self, refused: Collection[int]) -> None:
+        super().__init__()
+        self.refused = refused
+
+    def _advance(self, request: Request, stats: RequestStats) -> RequestOutput:
+        if request.choice_index not in self.refused or not stats.num_output_tokens:
+            return super()._advance(request, stats)
+        refusal = RequestError("response_format came to a dead end after 1 tokens", param="response_format")
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=(),
+            text="",
+            finish_reason=FinishReason.ERROR,
+            refusal=refusal,
+            stats=stats,
+        )
 
 
 class SayingCodec(CharCodec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.server.apis import APIS, CHAT, INPUT, MESSAGES, RESPONSES, Api
 from tests.server.client import ask, get, official_client
-from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.server.failing_engine import FailingEngine, RefusingEngine, RunningServer, serving
 
 MODELS = ("maker/a-model", "short", "a/b/c")
 
@@ -60,6 +61,42 @@ def test_a_failure_in_a_stream_is_its_last_event(name: str) -> None:
         *events, last = APIS[name].stream(running.port, "abcdef")
     assert "".join(APIS[name].piece(event) or "" for event in events) == "fe"
     assert FAILURES[name](last)
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_a_refusal_behind_the_first_token_names_the_field_that_was_sent(name: str) -> None:
+    """Streamed and not, obfuscated or not."""
+    api, field = APIS[name], {"responses": "text", "messages": "output_config"}.get(name, "response_format")
+    with serving(lambda _: RefusingEngine({0}), obfuscation_interval_s=0) as running:
+        whole = api.post(running.port, "abc")
+        assert whole.status == 400
+        errors = [whole.json["error"]]
+        for wants in (False, True):
+            last = api.stream(running.port, "abc", stream_options={"include_obfuscation": wants})[-1]
+            errors.append(last["response"]["error"] if name == "responses" else last["error"])
+    for error in errors:
+        assert error["message"].startswith(f"{field} came to a dead end")
+        assert error.get("param", field) == field
+
+
+@pytest.mark.parametrize("name", ["completions", "chat"])
+def test_choices_that_can_be_followed_are_answered(name: str) -> None:
+    api = APIS[name]
+    with serving(lambda _: RefusingEngine({1}), obfuscation_interval_s=0) as running:
+        choices = api.post(running.port, "abc", n=3, max_tokens=3).json["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["length", "error", "length"]
+        assert [api.said({"choices": [choice]}) for choice in choices] == ["cba", "c", "cba"]
+        assert [choice.get("error", {}).get("param") for choice in choices] == [None, "response_format", None]
+        for wants in (False, True):
+            options = {"include_obfuscation": wants}
+            fields: dict[str, Any] = {"n": 3, "max_tokens": 3, "stream": True, "stream_options": options}
+            events = api.post(running.port, "abc", **fields).events
+            ended = {each["index"]: each for event in events for each in event["choices"] if each["finish_reason"]}
+            assert [ended[index]["finish_reason"] for index in range(3)] == ["length", "error", "length"]
+            assert ended[1]["error"] == choices[1]["error"]
+    with serving(lambda _: RefusingEngine({0, 1})) as running:
+        refused = api.post(running.port, "abc", n=2)
+        assert (refused.status, refused.error["param"]) == (400, "response_format")
 
 
 @pytest.mark.parametrize("name", APIS)
@@ -121,6 +158,7 @@ Refusal = tuple[str, str, Any]
 TIME = {"type": "custom", "name": "get_time", "input_schema": {"type": "object", "properties": {}}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 USER = {"role": "user", "content": "x"}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 BOTH = "completions chat"
 NO_PROMPTS: list[Any] = [[], [[]], [1, "a"], [[1], 2], [True], 7, None, "", [1 << 40], [-1]]
 NO_FLAGS: list[Any] = ["no", 1, [], {}]
@@ -193,6 +231,32 @@ WITHIN: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", ""),
     ("chat", {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
      "structured_outputs", ""),
+    ("chat", {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice",
+     "tool_choice: function.name is missing"),
+    ("chat", {"tools": [{"type": "function", "name": "f"}]}, "tools", "tools[0]: function.name is missing"),
+    ("chat", {"tools": [FUNCTION], "tool_choice": {**FUNCTION, "x": 1}}, "tool_choice.x", "'tool_choice.x'"),
+    ("chat", {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice",
+     "tool_choice.function.name must be a string"),
+    ("chat", {"tools": [FUNCTION], "tool_choice": {"type": "custom"}}, "tool_choice", "types 'function'"),
+    ("chat", {"tools": [FUNCTION], "tool_choice": 5}, "tool_choice", "'none', 'auto' or 'required' or an object"),
+    ("chat", {"tools": [FUNCTION, FUNCTION]}, "tools", "tools: two functions have the name 'f'"),
+    ("chat", {"tools": [{"type": "function", "function": {}}]}, "tools", "'tools[0].function.name' is required"),
+    ("chat", {"stop": [5]}, "stop", "stop[0] must be a string"),
+    ("chat", {"stop": [""]}, "stop", "stop must be non-empty strings, got ''"),
+    ("chat", {"allowed_token_ids": []}, "allowed_token_ids", "got an empty list"),
+    ("chat", {"messages": []}, "messages", "messages must have at least 1 item"),
+    ("chat", {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "got 2 of them"),
+    ("responses", {"input": [{"type": "item_reference", "id": "m"}]}, "input",
+     "input[0] must have one of the types 'message'"),
+    ("responses", {"input": [{"type": "function_call_output", "output": None}]}, "input",
+     "input[0].output must be a string or a list"),
+    ("responses", {"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools", "'tools[1].name' is required"),
+    ("responses", {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+     "structured_outputs", "got text and structured_outputs"),
+    ("responses", {"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1"),
+    ("messages", {"tools": [{**TIME, "name": "a b"}]}, None, "tools[0].name must match"),
+    ("messages", {"stop_sequences": [""]}, None, "stop_sequences must be non-empty strings"),
+    ("messages", {"messages": [{**USER, "content": 5}]}, None, "messages[0].content must be a string or a list"),
     ("chat", {"repeat_penalty": 1.1}, "repeat_penalty",
      "unknown field 'repeat_penalty': did you mean repetition_penalty?"),
     ("chat", {"maxtokens": 1}, "maxtokens", "unknown field 'maxtokens': did you mean max_tokens?"),
@@ -203,7 +267,7 @@ WITHIN: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("responses", {"max_output_tokens": 1000}, "max_output_tokens", "shorten the prompt"),
     ("messages", {"messages": [{**USER, "content": [IMAGE]}]}, None, "messages[0].content[0]"),
     ("messages", {"messages": [{**USER, "content": [{"type": "document"}]}]}, None, "messages[0].content[0]"),
-    ("messages", {"messages": [{**USER, "role": "nobody"}]}, None, "messages[0]: "),
+    ("messages", {"messages": [{**USER, "role": "nobody"}]}, None, "messages[0] must"),
     ("messages", {"messages": [{**USER, "name": "me"}]}, None, "messages[0].name"),
     ("messages", {"messages": [{**USER, "content": [{"type": "text", "text": "x", "y": 1}]}]}, None, "content[0].y"),
     ("messages", {"messages": [{**USER, "content": "x " * 5000}]}, None, "shorten the prompt"),
@@ -223,10 +287,15 @@ def test_what_cannot_be_honoured_in_a_field_or_beside_another_is_named(
     assert_refused(server, way, fields, param, says)
 
 
+INSIDE = re.compile(r"\[\w+,|\(\)|tuple|Input should|Value error|instance of|after validation|discriminator|literal")
+"""What only this program's libraries speak of."""
+
+
 def assert_refused(server: RunningServer, way: str, fields: dict[str, Any], param: str | None, says: str) -> None:
     answer = APIS[way].post(server.port, "x", **fields)
     assert answer.status == 400, answer.content
     error = answer.json["error"]
     assert error["type"] == "invalid_request_error" and says in error["message"], error
+    assert not INSIDE.search(f"{error['message']} {error.get('param')}"), error
     if way != "messages":  # whose errors have no such field
         assert error["param"] == param, error

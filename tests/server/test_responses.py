@@ -127,7 +127,7 @@ def test_images_and_files_in_an_output_are_told_in_words(client: openai.OpenAI) 
     said = "read\n[image left out: this model reads only text]\n[file a.pdf left out: this model reads only text]"
     assert messages_of(None, items)[-1]["content"] == said
     assert client.responses.create(model=MODEL, input=items, max_output_tokens=2).output
-    parts = [{"type": "text", "text": "read"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    parts: Any = [{"type": "text", "text": "read"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
     turns: Any = [
         {
             "role": "assistant",
