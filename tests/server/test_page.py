@@ -73,10 +73,9 @@ def test_a_text_said_before_is_drafted_from_the_index_and_counted_in_the_stats(s
     before = get(server.port, "/page/stats").json
     again = drafted(server.port, prompt=prompt).events
     accepted: dict[str, int] = {}
-    for chunk in again:
-        for choice in chunk["choices"]:
-            draft = choice["draft"]
-            accepted[draft["source"]] = accepted.get(draft["source"], 0) + draft["num_accepted"]
+    drafts = [choice["draft"] for chunk in again for choice in chunk["choices"] if "draft" in choice]
+    for draft in drafts:
+        accepted[draft["source"]] = accepted.get(draft["source"], 0) + draft["num_accepted"]
     assert sum(accepted.get(source, 0) for source in ("tail", "segment")) > 40
     assert len(again) < len(first)
     after = get(server.port, "/page/stats").json
@@ -85,7 +84,7 @@ def test_a_text_said_before_is_drafted_from_the_index_and_counted_in_the_stats(s
             counted = after["sources"][source]["accepted"] - before["sources"].get(source, {"accepted": 0})["accepted"]
             assert counted == number
     assert after["tokens"] - before["tokens"] == 80
-    assert after["passes"] - before["passes"] == len(again) - 1
+    assert after["passes"] - before["passes"] == len(drafts)
     assert sum(after["namespaces"]["default"].values()) > sum(before["namespaces"]["default"].values()) > 0
 
 
