@@ -82,9 +82,10 @@ test: $(if $(ALL),$(READY),$(TESTS))
 	$(MAKE) --no-print-directory --jobs=2 $(if $(ALL),lint) kernels
 	$(PYTEST) $(if $(ALL),--slow,--promises)
 
-# 5,000 requests made from our own description of the service, for a nightly run: a few minutes.
+# 5,000 requests made from our own description of the service, and 5,000 schemas, for a nightly run: some ten minutes.
 fuzz: $(READY)
-	SSD_FUZZ_CASES=5000 $(BIN)/python -m pytest -s tests/hostile/test_openapi.py
+	SSD_FUZZ_CASES=5000 $(BIN)/python -m pytest -s tests/hostile/test_openapi.py tests/test_schema_answers.py \
+		tests/server/test_parse_helpers.py
 
 # Machine code of the kernels, once for all processes of the tests.
 kernels: $(TESTS)

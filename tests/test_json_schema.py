@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from ssd.bundled import MODEL_PATH
-from ssd.text.grammar_compiler import JSON_OPTIONS, closed
+from ssd.text.grammar_compiler import JSON_OPTIONS
+from ssd.text.schema import close_objects
 
 NAMES = st.sampled_from(["a", "b", "properties", "allOf"])
 VALUES = st.recursive(
@@ -56,7 +57,7 @@ def holds(schema: Any, value: Any) -> bool:
 @given(SCHEMAS, VALUES)
 def test_what_a_closed_schema_takes_the_open_one_takes(schema: Any, value: Any) -> None:
     before = json.dumps(schema)
-    assert not holds(closed(schema), value) or holds(schema, value)
+    assert not holds(close_objects(schema), value) or holds(schema, value)
     assert json.dumps(schema) == before
 
 
@@ -72,14 +73,14 @@ def test_what_a_closed_schema_takes_the_open_one_takes(schema: Any, value: Any) 
     ],
 )
 def test_a_schema_whose_keys_are_said_elsewhere_stays_open(schema: dict[str, Any]) -> None:
-    assert closed(schema) == schema
+    assert close_objects(schema) == schema
 
 
 def test_a_schema_nested_beyond_measure_is_returned() -> None:
     deep: dict[str, Any] = {"properties": {"a": {}}}
     for _ in range(100_000):
         deep = {"items": deep}
-    assert closed(deep) is deep
+    assert close_objects(deep) is deep
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_a_schema_nested_beyond_measure_is_returned() -> None:
 def test_json_is_on_one_line_and_repeats_no_key(text: str, is_taken: bool) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array"}}, "required": ["a"]}
     tokenizer = LLTokenizer((MODEL_PATH / "tokenizer.json").read_text(), n_vocab=4096)
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps(closed(schema)), overrides=JSON_OPTIONS)
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(close_objects(schema)), overrides=JSON_OPTIONS)
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     ids = tokenizer.tokenize_str(text)
     assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is is_taken

@@ -127,7 +127,8 @@ def _calls(
     for name in (form.tool_call, JSON):
         markers = special_tokens(name, None)  # of all added tokens, of which there may be thousands
         added = {text: token_id for text, token_id in codec.added_tokens.items() if text in markers}
-        grammar = call_grammar(name, functions, parallel=use.parallel, special=added)
+        strict = {function.name for function in use.functions if function.strict}
+        grammar = call_grammar(name, functions, parallel=use.parallel, special=added, strict=strict)
         if name is not None and grammar is not None:
             if len(grammar) > limits.max_grammar_characters:
                 raise RequestError(

@@ -23,7 +23,7 @@ _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.:/-]*$"
 
 
 class Function(Part):
-    """A function as the model is told of it. ``strict`` changes nothing here: forced calls follow their schema."""
+    """A function as the model is told of it. ``strict`` : a forced call follows all of its schema."""
 
     name: str = Field(min_length=1, max_length=128, pattern=_NAME)
     description: str | None = None

@@ -7,14 +7,16 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from server.tools.readers import Written
 from server.tools.reasoning import begins_inside
 from server.tools.values import Functions
-from ssd.text.grammar_compiler import JSON_OPTIONS, closed
+from ssd.errors import RequestError
+from ssd.text.grammar_compiler import JSON_OPTIONS
+from ssd.text.schema import SchemaError, prepare_schema
 
 _PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum", "const"})
 """Keywords of a string's schema that a string without quotation marks can be held to."""
@@ -24,12 +26,19 @@ _BEGINNING = 16
 
 
 def call_grammar(
-    tool_call: str | None, functions: Functions, *, parallel: bool = True, special: Mapping[str, int] | None = None
+    tool_call: str | None,
+    functions: Functions,
+    *,
+    parallel: bool = True,
+    special: Mapping[str, int] | None = None,
+    strict: Collection[str] = (),
 ) -> str | None:
     """A grammar of one call, or of several where ``parallel``, as the format writes them; None where it has none.
 
     ``special`` : all added tokens of the vocabulary and their ids; where one of them is a marker it is written, and not
     its letters. Values follow the schemas of ``functions``, at least one. O(characters); nothing is compiled here.
+    ``strict`` : The functions whose schemas must be held as a whole; for others, constraints that cannot be held are
+    left out. Raises RequestError for a schema that cannot be used.
     """
     form = TOOL_FORMATS[tool_call].written if tool_call is not None else None
     special = special or {}
@@ -39,7 +48,7 @@ def call_grammar(
         form = Written(call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="")
     rules: dict[str, str] = {}
     for number, (name, schema) in enumerate(functions.items()):
-        call = _call(form, number, name, schema, special, rules)
+        call = _call(form, number, name, _prepared(name, schema, name in strict), special, rules)
         if call is None:
             return None
         rules[f"call_{number}"] = call
@@ -58,7 +67,7 @@ def _call(
 ) -> str | None:  # fmt: skip
     """The rule of one function; what it is made of goes into ``rules``."""
     if not form.parameter:
-        rules[f"arguments_{number}"] = _json({**schema, "type": "object"})
+        rules[f"arguments_{number}"] = _json(schema)
         return " ".join(_parts(form.call, name, number, special, rules))
     parameters = _tagged(form, number, schema, special, rules)
     if parameters is None:
@@ -86,8 +95,16 @@ def _text(text: str, special: Mapping[str, int]) -> str:
     return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece)
 
 
+def _prepared(name: str, schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    parameters = f"the parameters of {name}"
+    try:
+        return {**prepare_schema({**schema, "type": "object"}, strict=strict), "$comment": parameters}
+    except SchemaError as error:
+        raise RequestError(f"tools cannot be used: {parameters}: {error}", param="tools") from None
+
+
 def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**closed(schema), "x-guidance": JSON_OPTIONS})
+    return "%json " + json.dumps({**schema, "x-guidance": {**JSON_OPTIONS, "lenient": True}})
 
 
 def _tagged(
@@ -95,7 +112,10 @@ def _tagged(
 ) -> str | None:
     """Rules of one function's parameters, in their order; None where tags cannot be held to the schema."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    known = {"type", "properties", "required", "description", "title", "additionalProperties", "$defs", "$schema"}
+    known = {
+        "type", "properties", "required", "description", "title", "additionalProperties", "$comment", "$defs",
+        "$schema",
+    }  # fmt: skip
     if not isinstance(properties, dict) or not isinstance(required, list) or not schema.keys() <= known:
         return None
     if not set(map(str, required)) <= properties.keys() or not (

@@ -8,6 +8,7 @@ on threads, and nobody but who asked for the grammar waits for one that is late.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -36,15 +37,30 @@ _YIELDS = 4
 _MOST_REMEMBERED = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """The end of what llguidance can follow."""
+
+    at: int
+    """The number of tokens of the draft behind which it is."""
+    reason: str
+
+
+_TOO_COMPLEX = "became too complex to follow after {} tokens: simplify it"
+_DEAD_END = (
+    "came to a dead end after {} tokens, where it allows no further text and the output is not complete: change what "
+    "it allows there"
+)
+
+
 class _Trial:
     """The masks along one draft, made by one thread and read by another as far as they are."""
 
-    def __init__(self, draft: list[int], num_output: int, masks: list[Mask], too_complex_at: int | None) -> None:
+    def __init__(self, draft: list[int], num_output: int, masks: list[Mask], failure: _Failure | None) -> None:
         self.draft = draft
         self.num_output = num_output
         self.masks = masks
-        self.too_complex_at = too_complex_at
-        """The tokens of the draft behind which the grammar is too complex to go on."""
+        self.failure = failure
         self.may_stop = False
         self.is_abandoned = False
         self.taken: list[Mask] | None = None
@@ -60,8 +76,8 @@ class _Trial:
 class GrammarState:
     """A grammar and the output so far. Owned by one thread, which has its masks made by others.
 
-    Once an end-of-text token was put out only those may follow. A grammar may become too complex to go on; whether it
-    does depends on the output alone, and not on the drafts that were tried.
+    Once an end-of-text token was put out only those may follow. A grammar may become too complex to go on, or come to a
+    dead end; whether it does depends on the output alone, and not on the drafts that were tried.
     """
 
     def __init__(
@@ -140,8 +156,8 @@ class GrammarState:
 
         k tokens give k + 1 masks, or fewer: there is none after a token that its own mask refuses, since what follows
         is never accepted, and none that came too late, see ``settle``. A mask has at least one token: an end of text
-        where no other may follow, or where the grammar becomes too complex to go on, which `advance` says once it is
-        put out. What has not begun is made here. Raises what the making raised.
+        where no other may follow, or where the grammar cannot go on, because it is too complex or a dead end, which
+        `advance` says once it is put out. What has not begun is made here. Raises what the making raised.
         """
         draft = list(map(int, draft))
         trial = self._trial
@@ -159,21 +175,17 @@ class GrammarState:
     def advance(self, token_ids: Sequence[int]) -> None:
         """Go on by tokens that were put out, each allowed where it stands.
 
-        Raises RequestError where they end only because the grammar became too complex.
+        Raises RequestError where they end only because the grammar became too complex, or came to a dead end.
         """
         trial, self._trial = self._trial, None
         for number, token in enumerate(token_ids):
             if self._ended:
                 return
             if token in self._eos_token_ids:
-                if (
-                    trial is not None
-                    and trial.too_complex_at == number
-                    and trial.draft[:number] == [*token_ids[:number]]
-                ):
+                failure = trial.failure if trial is not None and trial.draft[:number] == [*token_ids[:number]] else None
+                if failure is not None and failure.at == number:
                     raise RequestError(
-                        f"{self._param} became too complex to follow after {len(self._token_ids)} tokens: simplify it",
-                        param=self._param,
+                        f"{self._param} {failure.reason.format(len(self._token_ids))}", param=self._param
                     )
                 self._ended = True
                 return
@@ -198,8 +210,8 @@ class GrammarState:
         if (known := self._trial) is not None:
             common = _common_length(known.draft, wanted)
             trial.masks = known.masks[: common + 1]
-            if known.too_complex_at is not None and known.too_complex_at <= common:
-                trial.too_complex_at = known.too_complex_at
+            if known.failure is not None and known.failure.at <= common:
+                trial.failure = known.failure
         self._trial, self._made = trial, None
         if not trial.is_whole:
             self._made = run(self._make, trial)
@@ -266,8 +278,10 @@ class GrammarState:
             mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
             if mask.any() and not self._matcher.is_error():
                 return mask
-        if self._matcher.is_error():
-            trial.too_complex_at = len(tried)
+        if self._matcher.is_error() or not self._matcher.is_accepting():
+            complaint = self._matcher.get_error()  # nothing, where no token is allowed
+            is_dead_end = not complaint or re.match("NoExtension|.*doesn't satisfy the grammar", complaint)
+            trial.failure = _Failure(len(tried), _DEAD_END if is_dead_end else _TOO_COMPLEX)
         return self._only_end
 
 

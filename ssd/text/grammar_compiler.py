@@ -10,18 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from decimal import Decimal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from ssd.config import StructuredOutput
-from ssd.errors import RequestError, first_line, shown
+from ssd.errors import RequestError, first_line
 from ssd.text.codec import TextCodec
+from ssd.text.exact_numbers import ExactRules, has_inexact_constants
 from ssd.text.grammar import GrammarState, MaskThreads
 from ssd.text.grammar_memory import MOST_GRAMMAR_BYTES, Compiled, GrammarMemory, Opened, Weight, allocated_bytes
+from ssd.text.schema import as_written, children, part_of, prepare_schema, reason_of, resolve
 
 INSTALL = "pip install 'ssd-serving[structured]'"
 
@@ -36,10 +39,6 @@ _LEXER_FUEL, _LEXER_STATES = 250_000, 1 << 16
 # The other kinds are made by us and have few, or one for each of many choices.
 _PARSER_STATES = {"grammar": 256}
 _MOST_PARSER_STATES = 2000
-# What llguidance has no limit for: it compares the branches of a list with each other (1,500 took 17 to 50 s), and
-# counts up to the digits of a multiple (999983 took 22 s and 350 MB).
-_MOST_PAIRS = 1 << 16
-_MOST_MULTIPLE = 10_000
 
 
 def expected_cost(output: StructuredOutput) -> int:
@@ -73,6 +72,7 @@ class GrammarCompiler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._lock = threading.Lock()
         self._tokenizer: Any = None
+        self._token_names: dict[str, str] = {}
         self.memory = GrammarMemory(max_bytes)
         self._threads = MaskThreads()
         self._tried: OrderedDict[bytes, Weight] = OrderedDict()
@@ -136,11 +136,12 @@ class GrammarCompiler:
             )
         try:
             if self._tokenizer is None:
+                tokenizer_json, self._token_names = _with_unspelled_tokens(self._codec.to_json())
                 self._tokenizer = LLTokenizer(
-                    self._codec.to_json(), n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
+                    tokenizer_json, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
                 )
-            matcher, seconds = on_deep_stack(lambda: _new_matcher(self._tokenizer, output))
-            complaint = matcher.get_error() if matcher.is_error() else ""
+            matcher, seconds = on_deep_stack(lambda: _new_matcher(self._tokenizer, output, self._token_names))
+            complaint = ""
         except ValueError as error:
             complaint = str(error)
         except BaseException as error:  # a panic in Rust is no Exception
@@ -149,16 +150,39 @@ class GrammarCompiler:
             complaint = f"llguidance failed: {error}"
         if complaint:
             reason = first_line(ValueError(complaint))
-            raise RequestError(f"{output.param} cannot be used: {reason:.300}", param=output.param)
+            raise RequestError(f"{output.param} cannot be used: {reason:.500}", param=output.param)
         return matcher, seconds
+
+
+def _with_unspelled_tokens(tokenizer_json: str) -> tuple[str, dict[str, str]]:
+    """A tokenizer whose special tokens no text spells, and the new names of these tokens by their own.
+
+    Where a grammar forces its next bytes, llguidance encodes them with this tokenizer and allows the tokens it gives
+    alone. With names that text can spell, such as <|endoftext|>, a text that has one would be a control token.
+    """
+    tokenizer = json.loads(tokenizer_json)
+    secret = secrets.token_hex(16)
+    special = [token for token in tokenizer.get("added_tokens", []) if token["special"]]
+    names = {token["content"]: f"<{secret}-{number}>" for number, token in enumerate(special)}
+    for token in special:
+        token["content"] = names[token["content"]]
+    model = tokenizer["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    tokenizer["post_processor"] = None  # it names tokens, and nothing is added to forced bytes
+    return json.dumps(tokenizer), names
 
 
 def _digest(output: StructuredOutput, tenant: str | None) -> bytes:
     return hashlib.sha256(repr((tenant, output.kind, output.source)).encode()).digest()
 
 
-def _new_matcher(tokenizer: Any, output: StructuredOutput) -> tuple[Any, float]:
-    """A matcher at the beginning, which may be in an error state; raises ValueError where the source is malformed."""
+def _new_matcher(tokenizer: Any, output: StructuredOutput, token_names: Mapping[str, str]) -> tuple[Any, float]:
+    """A matcher at the beginning; raises ValueError where the source cannot be used."""
     from llguidance import LLMatcher, LLParserLimits
 
     began = time.thread_time()
@@ -169,144 +193,174 @@ def _new_matcher(tokenizer: Any, output: StructuredOutput) -> tuple[Any, float]:
         max_items_in_row=_PARSER_STATES.get(output.kind, _MOST_PARSER_STATES),
         verbose_errors=False,
     )
-    matcher = LLMatcher(tokenizer, _grammar_of(output, LLMatcher), log_level=0, limits=limits)
+    grammars = _grammars_of(output, token_names)
+    matcher = LLMatcher(tokenizer, json.dumps({"grammars": grammars}), log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # much is compiled only now, and may be too complex
+    if matcher.is_error():
+        raise ValueError(_located(output, grammars, matcher.get_error()))
     return matcher, time.thread_time() - began
 
 
-def _grammar_of(output: StructuredOutput, matcher: Any) -> str:
-    """In llguidance's own form; raises ValueError where the source is malformed."""
-    grammar: str
+def _grammars_of(output: StructuredOutput, token_names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """llguidance's list of grammars, the first the whole; raises ValueError where the source is malformed."""
+    from llguidance import LLMatcher
+
+    if output.kind == "parts":
+        composed = json.loads(output.source)
+        entries = [{"lark_grammar": _prepared_lark(composed["lark"], token_names)}]
+        for name, part in composed["parts"].items():
+            (entry,) = _grammars_of(StructuredOutput(*part), token_names)
+            entries.append({**entry, "name": name})
+        return entries
     if output.kind == "json_object":
-        grammar = matcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
-    elif output.kind == "json_schema":
-        _require_moderate(output.source)
-        grammar = matcher.grammar_from_json_schema(_closed_source(output.source), overrides=JSON_OPTIONS)
-    elif output.kind == "regex":
-        grammar = matcher.grammar_from_regex(output.source)
-    elif output.kind == "choice":
+        return [_json_entry({"type": "object"})]
+    if output.kind == "json_schema":
+        try:
+            return [_json_entry(prepare_schema(json.loads(output.source)))]
+        except RecursionError:
+            raise ValueError("the schema is nested too deeply") from None
+    if output.kind == "regex":
+        (entry,) = json.loads(LLMatcher.grammar_from_regex(output.source))["grammars"]
+        return [entry]
+    if output.kind == "choice":
         choices = json.loads(output.source)
         if not choices or not all(isinstance(choice, str) and choice for choice in choices):
             raise ValueError("give at least one choice, each a text that is not empty")
-        grammar = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
-    elif output.kind == "parts":
-        composed = json.loads(output.source)
-        named = {name: StructuredOutput(*part) for name, part in composed["parts"].items()}
-        entries = [{**_entry(part, matcher), "name": name} for name, part in named.items()]
-        grammar = json.dumps({"grammars": [{"lark_grammar": composed["lark"]}, *entries]})
-    else:
-        for embedded in _JSON_IN_LARK.finditer(output.source):
-            _require_moderate(output.source[embedded.end() :])
-        grammar = matcher.grammar_from_lark(output.source)
-    return grammar
+        return [{"lark_grammar": "start: " + " | ".join(json.dumps(choice) for choice in choices)}]
+    return [{"lark_grammar": _prepared_lark(output.source, token_names)}]
 
-
-_JSON_IN_LARK = re.compile(r"%json\s*(?=[{\[])")
-
-
-def _require_moderate(text: str) -> None:
-    """Raise ValueError for a JSON schema, at the beginning of ``text``, that takes long to compile for its length.
-
-    What is no JSON is left to the compiler. O(characters).
-    """
-    try:
-        left = [json.JSONDecoder().raw_decode(text.lstrip())[0]]
-    except (ValueError, RecursionError):
-        return
-    num_pairs = 0
-    while left:
-        node = left.pop()
-        if isinstance(node, dict):
-            for key, value in node.items():
-                if key in ("anyOf", "oneOf") and isinstance(value, list):
-                    num_pairs += len(value) ** 2
-                elif key == "multipleOf" and type(value) in (int, float) and _digits(value) > _MOST_MULTIPLE:
-                    raise ValueError(f"multipleOf {shown(value)} has too many digits to be counted up to: leave it out")
-            left.extend(node.values())
-        elif isinstance(node, list):
-            left.extend(node)
-    if num_pairs > _MOST_PAIRS:
-        raise ValueError("it has too many branches in anyOf or oneOf: at most 256 in one list, fewer in several")
-
-
-def _digits(number: int | float) -> int:
-    """Those that are not zeros at an end, as one number: 12 of 1200 and of 0.012; 0 of what is no number."""
-    return int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits)) or 0)
-
-
-def _entry(output: StructuredOutput, matcher: Any) -> dict[str, Any]:
-    """A grammar as an entry of llguidance's lists of them."""
-    written = _grammar_of(output, matcher)
-    if output.kind in ("choice", "grammar"):
-        return {"lark_grammar": written}
-    entry: dict[str, Any] = json.loads(written)["grammars"][0]
-    return entry
-
-
-# -- what JSON that a grammar holds a model to looks like: on one line, without keys that nobody asked for
 
 # At most one space behind a comma or a colon, as `json.dumps` and most training data have it: where white space was
 # free, small models wrote a 15-token object in 51 to 137 tokens.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": r",\x20?", "key_separator": r":\x20?"}
 
-_ONE = ("additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
-_LISTS = ("anyOf", "items", "prefixItems")
-_NAMED = ("$defs", "definitions", "patternProperties", "properties")
-# A schema with these says of one object in several places: none of them knows all of its keys.
-_SEVERAL = frozenset({
-    "allOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "then", "unevaluatedProperties",
-})  # fmt: skip
-_BESIDE = ("$ref", "$dynamicRef", "anyOf", "patternProperties")
+_CONTROL_CHARACTERS = re.compile(r"\\u00[01]|\\\\[cux]")
 
 
-def closed(schema: Any) -> Any:
-    """The schema without keys beyond those it names, where it does not say whether there may be others.
+def json_options(schema: Any) -> dict[str, Any]:
+    """llguidance's options for the JSON of a prepared schema.
 
-    JSON made by it is JSON of the schema as it was, in which a weak model wrote keys of its own, one of them five
-    times. Objects that name no keys stay open, and so does a whole schema whose parts speak of one object together, or
-    that is nested beyond Python's own bound: what was given is returned. O(schema).
+    An escape for any character spells a key that is there already in a second way, so there is none but for schemas
+    that ask for control characters.
     """
-    try:
-        return _closed(schema)
-    except (_SeveralError, RecursionError):
-        return schema
+    escapes = 'nrbtf\\"' + ("u" if _CONTROL_CHARACTERS.search(json.dumps(schema, ensure_ascii=False)) else "")
+    return {**JSON_OPTIONS, "json_allowed_escapes": escapes}
 
 
-class _SeveralError(Exception):
-    pass
+def _json_entry(schema: dict[str, Any]) -> dict[str, Any]:
+    """A prepared schema as an entry of llguidance's list."""
+    options = json_options(schema)
+    if has_inexact_constants(schema, schema):
+        rules = ExactRules(schema, "value_", options).rules
+        return {"lark_grammar": "start: value_0\n" + "\n".join(f"{name}: {body}" for name, body in rules.items())}
+    return {"json_schema": {**schema, "x-guidance": options}}
 
 
-def _closed(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    properties = schema.get("properties")
-    if not _SEVERAL.isdisjoint(schema) or (properties and any(key in schema for key in _BESIDE)):
-        raise _SeveralError
-    made = dict(schema)
-    for key in _ONE:
-        if isinstance(schema.get(key), dict):
-            made[key] = _closed(schema[key])
-    for key in _LISTS:
-        if isinstance(schema.get(key), list):
-            made[key] = [_closed(each) for each in schema[key]]
-    for key in _NAMED:
-        if isinstance(schema.get(key), dict):
-            made[key] = {name: _closed(each) for name, each in schema[key].items()}
-    required = schema.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list) or "minProperties" in schema:
-        return made
-    if properties and {*map(str, required)} <= properties.keys():
-        made.setdefault("additionalProperties", False)
-    return made
+# The texts of a Lark grammar, whose contents are not looked into, and what is: JSON schemas and names of tokens.
+_LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json\s*(?=[{\[])|<[^<>\s]*>')
 
 
-def _closed_source(source: str) -> str:
-    """See `closed`; what is no JSON, or too deep for us, is left to the compiler."""
-    try:
-        return json.dumps(closed(json.loads(source)))
-    except (ValueError, RecursionError):
-        return source
+def _prepared_lark(source: str, token_names: Mapping[str, str]) -> str:
+    """A Lark grammar whose JSON schemas are prepared; raises ValueError for a schema that cannot be held.
+
+    What is no JSON is left to llguidance. ``token_names`` : see `_with_unspelled_tokens`.
+    """
+    made: list[str] = []
+    more: dict[str, str] = {}
+    at = 0
+    while (found := _LARK.search(source, at)) is not None:
+        text = found[0]
+        made.append(source[at : found.start()])
+        at = found.end()
+        if text.startswith("%json"):
+            try:
+                schema, at = json.JSONDecoder().raw_decode(source, at)
+            except (ValueError, RecursionError):
+                made.append(text)
+                continue
+            schema = prepare_schema(schema)
+            guidance = schema.pop("x-guidance", {})
+            options = {**json_options(schema), **guidance}
+            if has_inexact_constants(schema, schema):
+                prefix = f"exact{secrets.token_hex(8)}_"  # a name that no rule has
+                more |= ExactRules(schema, prefix, options).rules
+                text = f"{prefix}0 "
+            else:
+                guidance = {"json_allowed_escapes": options["json_allowed_escapes"], **guidance}
+                text = f"%json {json.dumps({**schema, 'x-guidance': guidance})}"
+        made.append(token_names.get(text, text))
+    return "".join([*made, source[at:], *(f"\n{name}: {body}" for name, body in more.items())])
+
+
+# -- where in a schema a complaint is from
+
+_MOST_LOOKED_THROUGH = 1 << 22
+"""Characters of the schemas that are compiled to find it."""
+
+
+def _located(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]], complaint: str) -> str:
+    """The reason in a complaint of llguidance, with the keyword and the JSON pointer if it is about a schema."""
+    from llguidance import LLMatcher
+
+    if output.kind == "regex":
+        return f"{as_written(output.source)}: {reason_of(complaint)}"
+
+    left = _MOST_LOOKED_THROUGH
+
+    def complaint_at(schema: dict[str, Any], at: str) -> str:
+        nonlocal left
+        text = json.dumps({"grammars": [{"json_schema": part_of(schema, at)}]})
+        left -= len(text)
+        return LLMatcher.validate_grammar(text) if left > 0 else ""
+
+    for schema in _schemas_in(grammars):
+        if found := complaint_at(schema, ""):
+            node, at = schema, ""
+            visited: set[str] = set()
+            while at not in visited:
+                visited.add(at)
+                target = resolve(schema, node.get("$ref")) if isinstance(node, dict) else None
+                parts = [(target, unquote(node["$ref"][1:]))] if target is not None else [*children(node, at)]
+                for part, pointer in parts:
+                    if isinstance(part, dict) and not _DEFINITION.search(pointer[len(at) :]):
+                        inner = complaint_at(schema, pointer)
+                        if inner:
+                            node, at, found = part, pointer, inner
+                            break
+            keys = sorted(node, key=lambda key: key not in _COMPLAINTS)
+            keyword = next((key for key in keys if _is_about(found, key)), None)
+            place = f"{keyword} at {at}/{keyword}" if keyword else f"the schema at {at or '/'}"
+            whose = f"{schema['$comment']}: " if isinstance(schema.get("$comment"), str) else ""
+            return f"{whose}{place}: {reason_of(found)}"
+    return reason_of(complaint)
+
+
+_DEFINITION = re.compile("^/(?:[$]defs|definitions)/")
+_COMPLAINTS = {
+    "$ref": "Pointer|Resource|circular", "oneOf": "oneOf", "pattern": "Regex is empty", "format": "Regex is empty",
+    "patternProperties": "patternProperty", "minProperties": "min/max|minProperties",
+    "maxProperties": "min/max|maxProperties",
+}  # fmt: skip
+"""Keywords that llguidance's complaints do not spell, with what they spell instead."""
+
+
+def _is_about(complaint: str, key: str) -> bool:
+    if key == "properties":  # which others mention
+        return False
+    return re.search(_COMPLAINTS.get(key, rf"\b{re.escape(key)}\b"), complaint.partition("\n")[0]) is not None
+
+
+def _schemas_in(grammars: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for entry in grammars:
+        if entry.get("json_schema"):
+            yield entry["json_schema"]
+        for found in _LARK.finditer(entry.get("lark_grammar") or ""):
+            if found[0].startswith("%json"):
+                try:
+                    yield json.JSONDecoder().raw_decode(entry["lark_grammar"], found.end())[0]
+                except (ValueError, RecursionError):
+                    continue
 
 
 T = TypeVar("T")

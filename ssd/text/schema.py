@@ -1,0 +1,685 @@
+"""Prepare JSON schemas for llguidance, so that every text that its grammar accepts is valid under the schema.
+
+Every schema passes `prepare_schema` before a grammar is made of it. llguidance computes with 64-bit floats, takes some
+exclusive bounds for inclusive ones, and refuses formats and keywords without saying where they are. The preparation
+normalises a schema (draft 4, OpenAPI 3.0), rewrites the constraints that llguidance would not hold, leaves annotations
+out, and refuses everything else with its keyword and its JSON pointer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any, Final
+from urllib.parse import quote, unquote
+
+from ssd.errors import shown
+
+Schema = Any
+"""A JSON schema, parsed: a dict, or a bool."""
+
+MOST_EXACT: Final = 2**53
+"""The largest integer up to which a 64-bit float holds all integers."""
+
+_MOST_PAIRS = 1 << 16  # llguidance compares the branches of a list with each other: 1,500 took 17 to 50 s
+_MOST_MULTIPLE = 10_000  # llguidance counts up to the digits of a multiple: 999983 took 22 s and 350 MB
+_MOST_NAMES = 64  # property names that are listed in place of the pattern that matches them
+
+# Larger bounds are moved inwards to a multiple of this number: such integers below 2^63 are exact as floats, and so are
+# their shortest decimal forms, of which llguidance makes its expressions.
+_STEP: Final = 2**11 * 5**4
+_MOST_BOUND: Final = (2**63 - 1) // _STEP * _STEP
+_OPEN_BOUND: Final = 10**17  # above it llguidance cannot write a range that is open to one side
+_LEAST_GAP: Final = 1e-12  # between an exclusive bound that is whole and the first number beyond it
+
+
+class SchemaError(ValueError):
+    """A schema cannot be held; the message names the keyword and its JSON pointer."""
+
+
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_CLOCK})"
+_N = "[0-9]{1,4}"
+_DAYS = f"(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
+_SECONDS = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
+
+FORMATS: Final[Mapping[str, str | None]] = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "duration": f"^P(?:{_DAYS}(?:{_SECONDS})?|{_SECONDS}|{_N}W)$",
+    **dict.fromkeys(("email", "hostname", "ipv4", "ipv6", "uri", "uuid")),
+}
+"""The formats of strings that are held, each with its pattern, or None if llguidance has it. Others are annotations."""
+
+UNSUPPORTED: Final = (
+    "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if",
+    "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+    "uniqueItems",
+)  # fmt: skip
+"""The keywords that are refused, unless they say nothing or can be rewritten."""
+
+_INSTEAD = {
+    "propertyNames": ", or give an object without properties names of an enum, a const, a pattern or a length",
+    "uniqueItems": ", or allow at most one item by maxItems",
+}
+
+_ANNOTATIONS = frozenset({
+    "$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly",
+})  # fmt: skip
+_TYPE_OF_KEYWORD = {
+    **dict.fromkeys(("format", "pattern"), "string"),
+    **dict.fromkeys(("contains", "maxContains", "minContains", "unevaluatedItems", "uniqueItems"), "array"),
+    **dict.fromkeys(
+        (
+            "dependencies", "dependentRequired", "dependentSchemas", "maxProperties", "minProperties", "propertyNames",
+            "unevaluatedProperties",
+        ),
+        "object",
+    ),
+}  # fmt: skip
+_COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
+
+_ONE = ("additionalItems", "additionalProperties", "items")
+_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_NAMED = ("$defs", "definitions", "patternProperties", "properties")
+# A schema with these constrains one object in several places: none of them knows all of its keys.
+_SEVERAL = frozenset({"allOf", "oneOf"})
+_BESIDE = ("$ref", "anyOf", "patternProperties")
+
+
+def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
+    """Return a schema that llguidance holds exactly, all of whose values are valid under ``schema``.
+
+    Where ``schema`` does not say whether an object has other keys than those it names, the object has none, see
+    `close_objects`. Preparing a prepared schema changes nothing. O(schema).
+    ``strict`` : Raise SchemaError for a constraint that cannot be held; else leave it out.
+    """
+    try:
+        text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
+        made: Any = json.loads(text.encode())
+        if made is False:
+            raise SchemaError("the schema false allows no value")
+        if made is True:
+            made = {}
+        _Preparation(made, strict).prepare(made, "")
+        closed: dict[str, Any] = close_objects(made)
+        return closed
+    except RecursionError:
+        raise SchemaError("the schema is nested too deeply") from None
+    except SchemaError:
+        raise
+    except UnicodeEncodeError:
+        raise SchemaError("the schema has half of a surrogate pair, which is no character") from None
+    except ValueError:
+        raise SchemaError("the schema has a number that is not finite") from None
+
+
+def children(node: Mapping[str, Any], at: str) -> Iterator[tuple[Schema, str]]:
+    """The schemas directly within one, each with its JSON pointer. ``at`` : the pointer of ``node``."""
+    for key in _ONE:
+        if isinstance(node.get(key), (dict, bool)):
+            yield node[key], f"{at}/{key}"
+    for key in _LISTS:
+        if isinstance(node.get(key), list):
+            yield from ((each, f"{at}/{key}/{number}") for number, each in enumerate(node[key]))
+    for key in _NAMED:
+        if isinstance(node.get(key), dict):
+            yield from ((each, f"{at}/{key}/{escape(name)}") for name, each in node[key].items())
+
+
+def resolve(root: Schema, reference: object) -> Schema | None:
+    """The schema that a reference within ``root`` names by a JSON pointer; None for any other reference."""
+    if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
+        return None
+    found = root
+    for part in unquote(reference).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
+
+
+def part_of(root: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """The schema at a JSON pointer alone, with everything that it may refer to. O(schema)."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        made = {key: moved(each) for key, each in value.items()}
+        if resolve(root, made.get("$ref")) is not None:
+            made["$ref"] = "#/root" + made["$ref"][1:]
+        return made
+
+    part = resolve(root, "#" + quote(at))
+    if '"$ref"' not in json.dumps(part):
+        return part if isinstance(part, dict) else {"allOf": [part]}
+    return {"$ref": "#/root" + quote(at), "root": moved(root)}
+
+
+def reason_of(complaint: str) -> str:
+    """The reason in a complaint of llguidance, in one line."""
+    if re.search("look-?around", complaint):
+        return "look-around is not supported"
+    if complaint.startswith("NoExtension"):
+        return "it is a dead end: no text satisfies it"
+    if "coerce_one_of" in complaint:
+        return (
+            "more than one branch may be valid for one value: make them exclude each other, for instance by a const, "
+            "or use anyOf"
+        )
+    lines = complaint.strip().splitlines() or ["unknown"]
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    if "Regex is empty" in reason:
+        reason = "Unsatisfiable schema: its patterns, format and length exclude each other"
+    reason = re.sub(r": json-schema:\S*", "", reason)
+    return reason.replace("Unsatisfiable schema:", "no value satisfies it:")
+
+
+def is_beyond_exact(value: Any) -> bool:
+    """Whether a value is or contains a number that 64-bit floats do not hold exactly."""
+    if isinstance(value, dict):
+        return any(map(is_beyond_exact, value.values()))
+    if isinstance(value, list):
+        return any(map(is_beyond_exact, value))
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) >= MOST_EXACT
+
+
+def escape(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _accepts_all(schema: Schema) -> bool:
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= _ANNOTATIONS)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class _Preparation:
+    """Prepares one schema in place, so that references into it stay valid."""
+
+    def __init__(self, root: dict[str, Any], strict: bool) -> None:
+        self._root = root
+        self._strict = strict
+        self._seen: set[int] = set()
+        self._progressing: set[int] = set()
+        self._num_pairs = 0
+        self._multiples: set[Decimal] = set()
+
+    def prepare(self, node: Schema, at: str) -> None:
+        """Prepare a schema and all that it refers to. ``at`` : its JSON pointer."""
+        if isinstance(node, bool) or id(node) in self._seen:
+            return
+        if not isinstance(node, dict):
+            raise SchemaError(f"the schema at {at or '/'} must be an object or a boolean, got {shown(node)}")
+        self._seen.add(id(node))
+        self._leave_out_other_types(node)
+        for key in _COUNTS:  # 3.0 is an integer in JSON Schema
+            if isinstance(node.get(key), float) and node[key].is_integer():
+                node[key] = int(node[key])
+        self._prepare_names(node, at)
+        self._prepare_patterns(node, at)
+        self._count_properties(node, at)
+        self._prepare_string(node, at)
+        self._prepare_number(node, at)
+        self._leave_out_unsupported(node, at)
+        self._count_branches(node)
+        for child, pointer in list(children(node, at)):
+            self.prepare(child, pointer)
+        if "$ref" in node:
+            self._follow(node, at)
+        if isinstance(node.get("oneOf"), list) and "anyOf" not in node:
+            self._require_discriminator(node)
+            branches = list(map(self._resolved, node["oneOf"]))
+            if not self._strict or all(itertools.starmap(self._exclude, itertools.combinations(branches, 2))):
+                node["anyOf"] = node.pop("oneOf")
+
+    def _refuse(self, node: dict[str, Any], key: str, at: str, reason: str, keyword: str | None = None) -> None:
+        """Raise SchemaError, or leave the keyword out of a schema that need not be strict."""
+        if self._strict:
+            raise SchemaError(f"{keyword or key} at {at}/{escape(key)} {reason}")
+        del node[key]
+
+    def _resolved(self, node: Schema) -> Schema:
+        """The schema that a chain of references leads to; the reference itself where it has other constraints."""
+        seen = set()
+        while isinstance(node, dict) and "$ref" in node and node.keys() - {"$ref"} <= _ANNOTATIONS:
+            target = resolve(self._root, node["$ref"])
+            if target is None or id(target) in seen:
+                break
+            seen.add(id(target))
+            node = target
+        return node
+
+    def _follow(self, node: dict[str, Any], at: str) -> None:
+        target = resolve(self._root, node["$ref"])
+        if target is not None:
+            self._require_progress(node, at, set())
+            self.prepare(target, unquote(node["$ref"][1:]))
+
+    def _require_progress(self, node: Schema, at: str, begun: set[int]) -> None:
+        """Raise SchemaError where a schema leads back to itself for the same value."""
+        if not isinstance(node, dict) or id(node) in self._progressing:
+            return
+        if id(node) in begun:
+            raise SchemaError(f"$ref at {at}/$ref leads back to itself: no value satisfies it")
+        parts = [each for key in ("allOf", "anyOf", "oneOf") if isinstance(node.get(key), list) for each in node[key]]
+        for part in [*parts, resolve(self._root, node.get("$ref"))]:
+            self._require_progress(part, at, begun | {id(node)})
+        self._progressing.add(id(node))
+
+    def _leave_out_other_types(self, node: dict[str, Any]) -> None:
+        """Leave out the keywords of types that a value cannot have."""
+        types = types_of(node)
+        for key, kind in _TYPE_OF_KEYWORD.items():
+            if types is not None and kind not in types:
+                node.pop(key, None)
+
+    def _leave_out_unsupported(self, node: dict[str, Any], at: str) -> None:
+        for key, instead in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+            if key in node and node.keys().isdisjoint({"allOf", "anyOf", "oneOf", "$ref", *UNSUPPORTED} - {key}):
+                node.setdefault(instead, node.pop(key))
+        for key in [key for key in UNSUPPORTED if key in node and _says_nothing(node, key)]:
+            del node[key]
+        for key in [key for key in UNSUPPORTED if key in node]:
+            reason = "is not supported: leave it out"
+            self._refuse(node, key, at, reason + _INSTEAD.get(key, ""))
+
+    def _count_branches(self, node: dict[str, Any]) -> None:
+        self._num_pairs += sum(len(node[key]) ** 2 for key in ("anyOf", "oneOf") if isinstance(node.get(key), list))
+        if self._num_pairs > _MOST_PAIRS:
+            raise SchemaError("it has too many branches in anyOf or oneOf: at most 256 in one list, fewer in several")
+
+    # -- objects
+
+    def _prepare_names(self, node: dict[str, Any], at: str) -> None:
+        """List the keys that propertyNames allows, or give their pattern."""
+        if "propertyNames" not in node or _says_nothing(node, "propertyNames"):
+            return
+        names = self._resolved(node["propertyNames"])
+        if names is False or not isinstance(names, dict) or node.get("properties") or node.get("patternProperties"):
+            return
+        values, patterns = node.get("additionalProperties", True), None
+        keys = names.keys() - _ANNOTATIONS - {"type"}
+        if keys in ({"enum"}, {"const"}):
+            listed = names.get("enum", [names.get("const")])
+            if isinstance(listed, list):
+                self._list_names(node, at, [name for name in listed if isinstance(name, str)], values)
+        elif keys == {"pattern"}:
+            patterns = {names["pattern"]: values}
+        elif keys and keys <= {"minLength", "maxLength"}:
+            patterns = {rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$": values}
+        else:
+            return
+        if patterns is not None:
+            node["patternProperties"] = patterns
+        node["additionalProperties"] = False
+        del node["propertyNames"]
+
+    def _list_names(self, node: dict[str, Any], at: str, names: Iterable[str], schema: Schema) -> None:
+        """Let the value of each of ``names`` follow ``schema``, in addition to the schema it has already."""
+        properties = node.setdefault("properties", {})
+        for name in names:
+            known = properties.get(name, True)
+            if known is True or schema is False:
+                properties[name] = schema
+                if isinstance(schema, dict) and len(schema) > 1:  # written once
+                    schema = {"$ref": "#" + quote(f"{at}/properties/{escape(name)}")}
+            elif isinstance(known, dict) and schema is not True:
+                known["allOf"] = [*known.get("allOf", []), schema]
+
+    def _prepare_patterns(self, node: dict[str, Any], at: str) -> None:
+        """List the keys that patterns match, where they are few, so that each key comes once at most."""
+        patterns = node.get("patternProperties")
+        if not isinstance(patterns, dict):
+            return
+        for pattern in list(patterns):
+            if complaint := _pattern_complaint(pattern):
+                self._refuse(patterns, pattern, f"{at}/patternProperties", complaint, "patternProperties")
+            elif (names := _names_matched_by(pattern)) is not None:
+                self._list_names(node, at, names, patterns.pop(pattern))
+        if not patterns:
+            del node["patternProperties"]
+        elif all(any(re.search(pattern, probe) for pattern in map(_for_python, patterns)) for probe in _PROBES):
+            node["additionalProperties"] = False  # no key is left for it: a dead end behind a comma
+
+    def _count_properties(self, node: dict[str, Any], at: str) -> None:
+        properties, required = node.get("properties", {}), node.get("required", [])
+        counts = [key for key in ("minProperties", "maxProperties") if isinstance(node.get(key), int)]
+        if not counts or not isinstance(properties, dict) or not isinstance(required, list):
+            return
+        num_required = len(set(map(str, required)))
+        if properties and _SEVERAL.isdisjoint(node) and not any(key in node for key in _BESIDE):
+            node.setdefault("additionalProperties", False)
+        is_closed = node.get("additionalProperties") is False and not node.get("patternProperties")
+        num_names = sum(schema is not False for schema in properties.values())
+        if "minProperties" in counts:
+            least = node["minProperties"]
+            if least <= num_required:
+                del node["minProperties"]
+            elif is_closed and least == num_names:
+                node["required"] = [name for name, schema in properties.items() if schema is not False]
+                del node["minProperties"]
+            elif not is_closed and least > num_required + 1:
+                reason = f"{least} counts different keys, and keys that properties does not name may repeat: name them"
+                self._refuse(node, "minProperties", at, reason)
+        if "maxProperties" in counts and is_closed and node["maxProperties"] >= num_names:
+            del node["maxProperties"]
+
+    # -- strings
+
+    def _prepare_string(self, node: dict[str, Any], at: str) -> None:
+        if "pattern" in node and (complaint := _pattern_complaint(node["pattern"])):
+            self._refuse(node, "pattern", at, complaint)
+        if (name := node.get("format")) is None:
+            return
+        pattern = FORMATS.get(name) if isinstance(name, str) else None
+        if pattern is None and name not in FORMATS:
+            del node["format"]
+        elif pattern is not None:
+            del node["format"]
+            if "pattern" in node:
+                node["allOf"] = [*node.get("allOf", []), {"pattern": pattern}]
+            else:
+                node["pattern"] = pattern
+
+    # -- numbers
+
+    def _prepare_number(self, node: dict[str, Any], at: str) -> None:
+        for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            if isinstance(node.get(exclusive), bool):  # draft 4
+                is_exclusive = node.pop(exclusive)
+                if is_exclusive and bound in node:
+                    node[exclusive] = node.pop(bound)
+            for key in (bound, exclusive):
+                if key in node and not _is_number(node[key]):
+                    self._refuse(node, key, at, f"must be a number, got {shown(node[key])}")
+        sent = dict(node)
+        self._move_bound(node, "minimum", "exclusiveMinimum", max, 1)
+        self._move_bound(node, "maximum", "exclusiveMaximum", min, -1)
+        self._require_range(node, sent, at)
+        multiple = node.get("multipleOf")
+        if multiple is not None:
+            if not _is_number(multiple) or multiple <= 0:
+                self._refuse(node, "multipleOf", at, f"must be a number above 0, got {shown(multiple)}")
+            elif _digits(multiple) > _MOST_MULTIPLE:
+                reason = f"{shown(multiple)} has too many digits to be counted up to: leave it out"
+                self._refuse(node, "multipleOf", at, reason)
+            else:
+                self._multiples.add(Decimal(repr(multiple)))
+                scale = 10 ** -min(0, *(int(each.normalize().as_tuple().exponent) for each in self._multiples), 0)
+                largest = sorted(each * scale for each in self._multiples)[-2:]
+                if len(largest) == 2 and largest[0] * largest[1] >= 2**32:  # llguidance multiplies them
+                    self._refuse(node, "multipleOf", at, f"{shown(multiple)} is too far from another multipleOf")
+
+    def _move_bound(
+        self, node: dict[str, Any], bound: str, exclusive: str, tighter: Callable[..., Any], inwards: int
+    ) -> None:
+        """Move a bound inwards to the next one that llguidance holds exactly."""
+        if exclusive in node and _is_whole(node[exclusive]):
+            limit = int(node.pop(exclusive))
+            if node.get("type") == "integer" or abs(limit) >= MOST_EXACT:
+                moved: float = limit + inwards
+            else:
+                moved = limit + inwards * max(_LEAST_GAP, math.ulp(limit))
+            node[bound] = tighter(node[bound], moved) if bound in node else moved
+        if bound in node and abs(node[bound]) > MOST_EXACT:
+            number = int(node[bound])
+            moved = inwards * -(-inwards * number // _STEP) * _STEP
+            node[bound] = tighter(moved, -inwards * _MOST_BOUND)
+
+    def _require_range(self, node: dict[str, Any], sent: Mapping[str, Any], at: str) -> None:
+        """Refuse bounds between which the moving left no number; close a range that llguidance cannot leave open."""
+        if node.get("minimum", 0) >= _OPEN_BOUND:
+            node.setdefault("maximum", _MOST_BOUND)
+        if node.get("maximum", 0) <= -_OPEN_BOUND:
+            node.setdefault("minimum", -_MOST_BOUND)
+        if node.get("minimum", -math.inf) <= node.get("maximum", math.inf):
+            return
+        keys = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+        if beyond := [key for key in keys if abs(sent.get(key, 0)) > MOST_EXACT]:
+            if self._strict:
+                reason = f"is {sent[beyond[0]]}: beyond 2^53 only wide ranges below 2^63 can be held exactly"
+                raise SchemaError(f"{beyond[0]} at {at}/{beyond[0]} {reason}")
+            for key in keys:
+                node.pop(key, None)
+
+    # -- oneOf
+
+    def _require_discriminator(self, node: dict[str, Any]) -> None:
+        """Require the property by which OpenAPI tells the branches of oneOf apart."""
+        discriminator = node.get("discriminator")
+        name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+        for branch in map(self._resolved, node["oneOf"]):
+            if isinstance(branch, dict) and isinstance(name, str) and name in branch.get("properties", {}):
+                branch["required"] = [*dict.fromkeys([*branch.get("required", []), name])]
+
+    def _exclude(self, one: Schema, other: Schema, depth: int = 4) -> bool:
+        """Whether no value is valid under both schemas, as far as can be told from types and constants."""
+        one, other = self._resolved(one), self._resolved(other)
+        if one is False or other is False:
+            return True
+        if not isinstance(one, dict) or not isinstance(other, dict) or depth == 0:
+            return False
+        types = types_of(one), types_of(other)
+        if types[0] is not None and types[1] is not None and types[0].isdisjoint(types[1]):
+            return True
+        values = _listed_values(one), _listed_values(other)
+        if values[0] is not None and values[1] is not None:
+            return values[0].isdisjoint(values[1])
+        if types[0] != {"object"} or types[1] != {"object"}:
+            return False
+        required = {*map(str, one.get("required", [])), *map(str, other.get("required", []))}
+        properties = one.get("properties", {}), other.get("properties", {})
+        return any(
+            self._exclude(properties[0][name], properties[1][name], depth - 1)
+            for name in required
+            if name in properties[0] and name in properties[1]
+        )
+
+
+def _is_whole(value: float) -> bool:
+    return isinstance(value, int) or value.is_integer()
+
+
+_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+
+
+def types_of(node: Mapping[str, Any]) -> set[str] | None:
+    """The types that a value may have by the keywords type, const and enum; None: all. Integers are numbers."""
+    given = node.get("type")
+    found: set[str] | None = None
+    if isinstance(given, (str, list)):
+        named = [given] if isinstance(given, str) else given
+        found = {"number" if name == "integer" else name for name in named if isinstance(name, str)}
+    values = node.get("enum", [node["const"]] if "const" in node else None)
+    if isinstance(values, list):
+        kinds = {_KINDS.get(type(value), "null") for value in values}
+        found = kinds if found is None else found & kinds
+    return found
+
+
+def _listed_values(node: Mapping[str, Any]) -> frozenset[str] | None:
+    """The values that const or enum allows, as JSON in which 1 and 1.0 are the same; None where neither is there."""
+    values = node.get("enum", [node["const"]] if "const" in node else None)
+    if not isinstance(values, list):
+        return None
+    return frozenset(
+        str(int(value)) if isinstance(value, float) and value.is_integer() else json.dumps(value, sort_keys=True)
+        for value in values
+    )
+
+
+def _says_nothing(node: Mapping[str, Any], key: str) -> bool:
+    """Whether an unsupported keyword constrains nothing where it is."""
+    value = node[key]
+    if key == "uniqueItems":
+        num_listed = len(node["prefixItems"]) if isinstance(node.get("prefixItems"), list) else 0
+        most = num_listed if node.get("items") is False else node.get("maxItems", 2)
+        return value is False or (_is_number(most) and most <= 1)
+    if key in ("then", "else"):
+        return "if" not in node
+    if key in ("minContains", "maxContains"):
+        return "contains" not in node or (key == "minContains" and value == 1)
+    return {
+        "if": "then" not in node and "else" not in node,
+        "not": value is False,
+        "contains": node.get("minContains") == 0 and "maxContains" not in node,
+        "propertyNames": _accepts_all(value) or (isinstance(value, dict) and _only_says_string(value)),
+    }.get(key, _accepts_all(value))
+
+
+def _only_says_string(schema: Mapping[str, Any]) -> bool:
+    return schema.get("type") == "string" and schema.keys() - {"type"} <= _ANNOTATIONS
+
+
+def _digits(number: int | float) -> int:
+    """The digits between the zeros at both ends, as one number: 12 of 1200 and of 0.012."""
+    return int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits)) or 0)
+
+
+# -- patterns
+
+
+_PROBES = ("", "a", "A", "0", " ", "-", "\n", "\r", "\u2028", "\x00", "\u00e9", "aa")
+
+
+def _for_python(pattern: str) -> str:
+    return pattern.replace("(?<", "(?P<")
+
+
+def _pattern_complaint(pattern: object) -> str:
+    """Why a pattern cannot be used; empty where it can."""
+    if not isinstance(pattern, str):
+        return f"must be a string, got {shown(pattern)}"
+    try:
+        from llguidance import LLMatcher
+    except ImportError:  # then no grammar is made
+        return ""
+    found = LLMatcher.validate_grammar(
+        LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
+    )
+    if not found or found.startswith("Unsatisfiable"):  # which depends on the rest of the schema
+        return ""
+    return f"cannot be used: {as_written(pattern)}: {reason_of(found)}"
+
+
+def as_written(pattern: str) -> str:
+    """A regular expression as an error quotes it: backslashes are not doubled."""
+    return f"'{pattern}'" if pattern.isprintable() and len(pattern) <= 120 else shown(pattern)
+
+
+def _names_matched_by(pattern: str) -> list[str] | None:
+    """All strings that a pattern matches, None where they are many or where that is hard to tell."""
+    try:
+        items = list(importlib.import_module("re._parser").parse(pattern))
+    except (re.error, OverflowError, RecursionError, ImportError):
+        return None
+    if [str(argument) for _, argument in items[:1] + items[-1:]] != ["AT_BEGINNING", "AT_END"]:
+        return None
+    found = _expanded(items[1:-1])
+    return None if found is None else sorted(set(found))
+
+
+def _expanded(items: Iterable[Any]) -> list[str] | None:
+    """The strings of a parsed pattern; None for more than `_MOST_NAMES`, and for anything but texts and choices."""
+    found = [""]
+    for kind, argument in items:
+        if str(kind) == "LITERAL":
+            parts: list[str] | None = [chr(argument)]
+        elif str(kind) == "IN":
+            parts = []
+            for inner, value in argument:
+                low, high = value if str(inner) == "RANGE" else (value, value)
+                if str(inner) not in ("LITERAL", "RANGE") or high - low >= _MOST_NAMES:
+                    return None
+                parts += map(chr, range(low, high + 1))
+        elif str(kind) == "BRANCH":
+            branches = [_expanded(branch) for branch in argument[1]]
+            parts = None if None in branches else [text for branch in branches if branch for text in branch]
+        elif str(kind) == "SUBPATTERN" and not argument[1] and not argument[2]:
+            parts = _expanded(argument[3])
+        elif str(kind) == "MAX_REPEAT" and argument[1] <= 4:
+            once = _expanded(argument[2])
+            parts = None if once is None else [
+                "".join(texts)
+                for times in range(argument[0], argument[1] + 1)
+                for texts in itertools.islice(itertools.product(once, repeat=times), _MOST_NAMES + 1)
+            ]  # fmt: skip
+        else:
+            return None
+        if parts is None or len(found) * len(parts) > _MOST_NAMES:
+            return None
+        found = [text + part for text in found for part in parts]
+    return found
+
+
+# -- keys that nobody asked for
+
+
+def close_objects(schema: Schema) -> Schema:
+    """Return the schema without keys beyond those it names, where it does not say whether there may be others.
+
+    JSON made by it is JSON of the schema as it was, in which a weak model wrote keys of its own, one of them five
+    times. Objects that name no keys stay open, and so does a whole schema whose parts constrain one object together, or
+    that is nested beyond Python's own bound: the argument is returned. O(schema).
+    """
+    try:
+        return _closed(schema)
+    except (_SeveralError, RecursionError):
+        return schema
+
+
+class _SeveralError(Exception):
+    pass
+
+
+def _closed(schema: Schema) -> Schema:
+    if not isinstance(schema, dict):
+        return schema
+    properties = schema.get("properties")
+    if not _SEVERAL.isdisjoint(_without_patterns(schema)) or (properties and any(key in schema for key in _BESIDE)):
+        raise _SeveralError
+    made = dict(schema)
+    for key in _ONE:
+        if isinstance(schema.get(key), dict):
+            made[key] = _closed(schema[key])
+    for key in _LISTS:
+        if isinstance(schema.get(key), list):
+            made[key] = [_closed(each) for each in schema[key]]
+    for key in _NAMED:
+        if isinstance(schema.get(key), dict):
+            made[key] = {name: _closed(each) for name, each in schema[key].items()}
+    required = schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list) or "minProperties" in schema:
+        return made
+    if properties and {*map(str, required)} <= properties.keys():
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def _without_patterns(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without an allOf of patterns alone, which constrain no object."""
+    parts = schema.get("allOf")
+    if isinstance(parts, list) and all(isinstance(part, dict) and part.keys() == {"pattern"} for part in parts):
+        return {key: value for key, value in schema.items() if key != "allOf"}
+    return schema
