@@ -45,9 +45,17 @@ SCHEMA = {
     "required": ["name", "size", "tags"],
     "additionalProperties": False,
 }
+BRANCHES = {  # keys of different values, of which a draft may try the wrong one
+    "type": "object",
+    "properties": {
+        "kind": {"const": "inner"}, "size": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.05},
+    },
+    "required": ["size"],
+}  # fmt: skip
 OUTPUTS = {
     "json_object": StructuredOutput("json_object"),
     "json_schema": StructuredOutput("json_schema", json.dumps(SCHEMA)),
+    "branches": StructuredOutput("json_schema", json.dumps(BRANCHES)),
     "regex": StructuredOutput("regex", r"[a-c]{2,5}(-[0-9]{1,3}){2}"),
     "choice": StructuredOutput("choice", json.dumps(["yes", 'it is "no"\n', "n\u00e9"])),
     "too complex": StructuredOutput("regex", "(a{1,5000}){1,5000}"),
@@ -72,6 +80,8 @@ def fits(kind: str, text: str) -> bool:
         return re.fullmatch(r"\((yes|no|[1-9]?[0-9]|<[a-z]{1,8}>)\)", text) is not None
     if kind == "json_object":
         return isinstance(json.loads(text), dict)
+    if kind == "branches":
+        return 0 < json.loads(text)["size"] < 0.05
     if kind == "json_schema":
         found = json.loads(text)
         return (
@@ -200,6 +210,20 @@ def test_an_ambiguous_grammar_ends_before_its_steps_become_long(rule: str) -> No
         pytest.fail("it goes on")
     with pytest.raises(RequestError, match="too complex"):
         state.advance([CODEC.eos_token_ids[0]])
+
+
+def test_a_draft_of_another_branch_leaves_no_trace_in_later_masks() -> None:
+    """By the tokens with which llguidance's own rollback gave the masks of the branch that was tried first."""
+    made = compiler()
+    state, twin = made.compile(OUTPUTS["branches"]), made.compile(OUTPUTS["branches"])
+    begin, wrong, right = ([*map(int, CODEC.encode_completion(text))] for text in ("{", '"kind": "in', '"size":'))
+    state.masks(begin)
+    state.advance(begin)
+    assert len(state.masks(wrong)) == len(wrong) + 1
+    state.advance(right[:2])
+    masks = state.masks(right[2:])
+    twin.advance([*begin, *right])
+    assert np.array_equal(masks[-1], twin.masks([])[0])
 
 
 # -- the engine ------------------------------------------------------------------------------------------------------

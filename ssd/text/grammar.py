@@ -235,13 +235,17 @@ class GrammarState:
                 self._matcher = self._open = None
 
     def _follow(self, trial: _Trial) -> None:
-        """Make the masks along a draft; the matcher ends where the output does."""
+        """Make the masks along a draft; the matcher ends where the output does.
+
+        A copy, of 1 us, follows the draft: after llguidance's own rollback another text may get masks of the first.
+        """
         if self._matcher is None:
             self._begin_again(trial, [])
         elif self._num_followed < trial.num_output:
             self._matcher.consume_tokens(self._token_ids[self._num_followed : trial.num_output])
         self._num_followed = trial.num_output
         ended = self._ended
+        at_output: Any = None
         tried: list[int] = []
         for position in range(len(trial.draft) + 1):
             if position:
@@ -251,14 +255,17 @@ class GrammarState:
                 if token in self._eos_token_ids:
                     ended = True
                 else:
+                    if not tried:
+                        at_output = self._matcher
+                        self._matcher = at_output.deep_copy()
                     self._matcher.consume_token(token)
                     tried.append(token)
             if position == len(trial.masks):
                 trial.masks.append(self._only_end if ended else self._mask(trial, tried))
             if trial.may_stop:
                 break
-        if tried and (self._matcher.is_error() or not self._matcher.rollback(len(tried))):
-            self._matcher = None  # it never leaves its error state
+        if tried:
+            self._matcher = at_output
 
     def _begin_again(self, trial: _Trial, tried: Sequence[int]) -> None:
         """Go where the output and some tokens after it are, from the beginning."""
