@@ -89,11 +89,20 @@ _TYPE_OF_KEYWORD = {
         "object",
     ),
 }  # fmt: skip
-_COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
-
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _ONE = ("additionalItems", "additionalProperties", "items")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _NAMED = ("$defs", "definitions", "patternProperties", "properties")
+_VALUES: Final[Mapping[str, tuple[str, type | tuple[type, ...]]]] = {
+    **dict.fromkeys(_NAMED, ("an object", dict)),
+    **dict.fromkeys(("allOf", "anyOf", "enum", "oneOf", "prefixItems", "required"), ("an array", list)),
+    **dict.fromkeys(("$ref", "format", "pattern"), ("a string", str)),
+    **dict.fromkeys((*_BOUNDS, "multipleOf"), ("a number", (int, float))),
+    **dict.fromkeys(
+        ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"), ("an integer", int)
+    ),
+}
+"""The values of keywords, in words and in Python."""
 # A schema with these constrains one object in several places: none of them knows all of its keys.
 _SEVERAL = frozenset({"allOf", "oneOf"})
 _BESIDE = ("$ref", "anyOf", "patternProperties")
@@ -148,7 +157,7 @@ def resolve(root: Schema, reference: object) -> Schema | None:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and name in found:
             found = found[name]
-        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+        elif isinstance(found, list) and re.fullmatch("[0-9]{1,9}", name) and int(name) < len(found):
             found = found[int(name)]
         else:
             return None
@@ -180,6 +189,8 @@ def reason_of(complaint: str) -> str:
         return "look-around is not supported"
     if complaint.startswith("NoExtension"):
         return "it is a dead end: no text satisfies it"
+    if complaint.startswith("Resource"):
+        return "only references within the schema are supported"
     if "coerce_one_of" in complaint:
         return (
             "more than one branch may be valid for one value: make them exclude each other, for instance by a const, "
@@ -210,10 +221,6 @@ def _accepts_all(schema: Schema) -> bool:
     return schema is True or (isinstance(schema, dict) and schema.keys() <= _ANNOTATIONS)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 class _Preparation:
     """Prepares one schema in place, so that references into it stay valid."""
 
@@ -232,26 +239,19 @@ class _Preparation:
         if not isinstance(node, dict):
             raise SchemaError(f"the schema at {at or '/'} must be an object or a boolean, got {shown(node)}")
         self._seen.add(id(node))
-        self._leave_out_other_types(node)
-        for key in _COUNTS:  # 3.0 is an integer in JSON Schema
-            if isinstance(node.get(key), float) and node[key].is_integer():
-                node[key] = int(node[key])
-        self._prepare_names(node, at)
-        self._prepare_patterns(node, at)
+        self._check_values(node, at)
+        self._leave_out_unsupported(node, at)
+        self._list_names(node, at)
+        self._list_patterns(node, at)
+        for child, pointer in list(children(node, at)):
+            self.prepare(child, pointer)
+        if (target := resolve(self._root, node.get("$ref"))) is not None:
+            self._require_progress(node, at, frozenset())
+            self.prepare(target, unquote(node["$ref"][1:]))
         self._count_properties(node, at)
         self._prepare_string(node, at)
         self._prepare_number(node, at)
-        self._leave_out_unsupported(node, at)
-        self._count_branches(node)
-        for child, pointer in list(children(node, at)):
-            self.prepare(child, pointer)
-        if "$ref" in node:
-            self._follow(node, at)
-        if isinstance(node.get("oneOf"), list) and "anyOf" not in node:
-            self._require_discriminator(node)
-            branches = list(map(self._resolved, node["oneOf"]))
-            if not self._strict or all(itertools.starmap(self._exclude, itertools.combinations(branches, 2))):
-                node["anyOf"] = node.pop("oneOf")
+        self._prepare_branches(node)
 
     def _refuse(self, node: dict[str, Any], key: str, at: str, reason: str, keyword: str | None = None) -> None:
         """Raise SchemaError, or leave the keyword out of a schema that need not be strict."""
@@ -270,28 +270,31 @@ class _Preparation:
             node = target
         return node
 
-    def _follow(self, node: dict[str, Any], at: str) -> None:
-        target = resolve(self._root, node["$ref"])
-        if target is not None:
-            self._require_progress(node, at, set())
-            self.prepare(target, unquote(node["$ref"][1:]))
-
-    def _require_progress(self, node: Schema, at: str, begun: set[int]) -> None:
+    def _require_progress(self, node: Schema, at: str, begun: frozenset[int]) -> None:
         """Raise SchemaError where a schema leads back to itself for the same value."""
         if not isinstance(node, dict) or id(node) in self._progressing:
             return
         if id(node) in begun:
             raise SchemaError(f"$ref at {at}/$ref leads back to itself: no value satisfies it")
-        parts = [each for key in ("allOf", "anyOf", "oneOf") if isinstance(node.get(key), list) for each in node[key]]
+        parts = [each for key in ("allOf", "anyOf", "oneOf") for each in node.get(key, [])]
         for part in [*parts, resolve(self._root, node.get("$ref"))]:
             self._require_progress(part, at, begun | {id(node)})
         self._progressing.add(id(node))
 
-    def _leave_out_other_types(self, node: dict[str, Any]) -> None:
-        """Leave out the keywords of types that a value cannot have."""
+    def _check_values(self, node: dict[str, Any], at: str) -> None:
+        """Refuse values that a keyword cannot have, and leave out keywords of types that a value cannot have."""
+        for bound, exclusive in (_BOUNDS[:2], _BOUNDS[2:]):
+            if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and bound in node:  # draft 4
+                node[exclusive] = node.pop(bound)
+        for key, (words, kind) in _VALUES.items():
+            value = node.get(key)
+            if kind is int and isinstance(value, float) and value.is_integer():  # 3.0 is an integer in JSON Schema
+                node[key] = int(value)
+            elif key in node and (isinstance(value, bool) or not isinstance(value, kind)):
+                self._refuse(node, key, at, f"must be {words}, got {shown(value)}")
         types = types_of(node)
-        for key, kind in _TYPE_OF_KEYWORD.items():
-            if types is not None and kind not in types:
+        for key, needed in _TYPE_OF_KEYWORD.items():
+            if types is not None and needed not in types:
                 node.pop(key, None)
 
     def _leave_out_unsupported(self, node: dict[str, Any], at: str) -> None:
@@ -300,42 +303,38 @@ class _Preparation:
                 node.setdefault(instead, node.pop(key))
         for key in [key for key in UNSUPPORTED if key in node and _says_nothing(node, key)]:
             del node[key]
-        for key in [key for key in UNSUPPORTED if key in node]:
-            reason = "is not supported: leave it out"
-            self._refuse(node, key, at, reason + _INSTEAD.get(key, ""))
-
-    def _count_branches(self, node: dict[str, Any]) -> None:
-        self._num_pairs += sum(len(node[key]) ** 2 for key in ("anyOf", "oneOf") if isinstance(node.get(key), list))
-        if self._num_pairs > _MOST_PAIRS:
-            raise SchemaError("it has too many branches in anyOf or oneOf: at most 256 in one list, fewer in several")
+        for key in [key for key in UNSUPPORTED if key in node and key != "propertyNames"]:
+            self._refuse(node, key, at, "is not supported: leave it out" + _INSTEAD.get(key, ""))
 
     # -- objects
 
-    def _prepare_names(self, node: dict[str, Any], at: str) -> None:
+    def _list_names(self, node: dict[str, Any], at: str) -> None:
         """List the keys that propertyNames allows, or give their pattern."""
-        if "propertyNames" not in node or _says_nothing(node, "propertyNames"):
+        if "propertyNames" not in node:
             return
+        self.prepare(node["propertyNames"], f"{at}/propertyNames")
         names = self._resolved(node["propertyNames"])
-        if names is False or not isinstance(names, dict) or node.get("properties") or node.get("patternProperties"):
-            return
-        values, patterns = node.get("additionalProperties", True), None
-        keys = names.keys() - _ANNOTATIONS - {"type"}
-        if keys in ({"enum"}, {"const"}):
+        keys = names.keys() - _ANNOTATIONS - {"type"} if isinstance(names, dict) else set()
+        values = node.get("additionalProperties", True)
+        if not keys or node.get("properties") or node.get("patternProperties"):
+            keys = set()
+        elif keys in ({"enum"}, {"const"}):
             listed = names.get("enum", [names.get("const")])
-            if isinstance(listed, list):
-                self._list_names(node, at, [name for name in listed if isinstance(name, str)], values)
+            self._add_names(node, at, [name for name in listed if isinstance(name, str)], values)
         elif keys == {"pattern"}:
-            patterns = {names["pattern"]: values}
-        elif keys and keys <= {"minLength", "maxLength"}:
-            patterns = {rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$": values}
+            node["patternProperties"] = {names["pattern"]: values}
+        elif keys <= {"minLength", "maxLength"}:
+            times = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
+            node["patternProperties"] = {rf"^[\s\S]{{{times}}}$": values}
         else:
-            return
-        if patterns is not None:
-            node["patternProperties"] = patterns
-        node["additionalProperties"] = False
-        del node["propertyNames"]
+            keys = set()
+        if keys:
+            node["additionalProperties"] = False
+            del node["propertyNames"]
+        else:
+            self._refuse(node, "propertyNames", at, "is not supported: leave it out" + _INSTEAD["propertyNames"])
 
-    def _list_names(self, node: dict[str, Any], at: str, names: Iterable[str], schema: Schema) -> None:
+    def _add_names(self, node: dict[str, Any], at: str, names: Iterable[str], schema: Schema) -> None:
         """Let the value of each of ``names`` follow ``schema``, in addition to the schema it has already."""
         properties = node.setdefault("properties", {})
         for name in names:
@@ -345,35 +344,32 @@ class _Preparation:
                 if isinstance(schema, dict) and len(schema) > 1:  # written once
                     schema = {"$ref": "#" + quote(f"{at}/properties/{escape(name)}")}
             elif isinstance(known, dict) and schema is not True:
+                self.prepare(known, f"{at}/properties/{escape(name)}")
                 known["allOf"] = [*known.get("allOf", []), schema]
 
-    def _prepare_patterns(self, node: dict[str, Any], at: str) -> None:
+    def _list_patterns(self, node: dict[str, Any], at: str) -> None:
         """List the keys that patterns match, where they are few, so that each key comes once at most."""
-        patterns = node.get("patternProperties")
-        if not isinstance(patterns, dict):
-            return
+        patterns = node.get("patternProperties", {})
         for pattern in list(patterns):
             if complaint := _pattern_complaint(pattern):
                 self._refuse(patterns, pattern, f"{at}/patternProperties", complaint, "patternProperties")
             elif (names := _names_matched_by(pattern)) is not None:
-                self._list_names(node, at, names, patterns.pop(pattern))
+                self._add_names(node, at, names, patterns.pop(pattern))
         if not patterns:
-            del node["patternProperties"]
+            node.pop("patternProperties", None)
         elif all(any(re.search(pattern, probe) for pattern in map(_for_python, patterns)) for probe in _PROBES):
             node["additionalProperties"] = False  # no key is left for it: a dead end behind a comma
 
     def _count_properties(self, node: dict[str, Any], at: str) -> None:
-        properties, required = node.get("properties", {}), node.get("required", [])
-        counts = [key for key in ("minProperties", "maxProperties") if isinstance(node.get(key), int)]
-        if not counts or not isinstance(properties, dict) or not isinstance(required, list):
+        if "minProperties" not in node and "maxProperties" not in node:
             return
-        num_required = len(set(map(str, required)))
+        properties = node.get("properties", {})
+        num_required = len(set(map(str, node.get("required", []))))
         if properties and _SEVERAL.isdisjoint(node) and not any(key in node for key in _BESIDE):
             node.setdefault("additionalProperties", False)
         is_closed = node.get("additionalProperties") is False and not node.get("patternProperties")
         num_names = sum(schema is not False for schema in properties.values())
-        if "minProperties" in counts:
-            least = node["minProperties"]
+        if (least := node.get("minProperties")) is not None:
             if least <= num_required:
                 del node["minProperties"]
             elif is_closed and least == num_names:
@@ -382,7 +378,7 @@ class _Preparation:
             elif not is_closed and least > num_required + 1:
                 reason = f"{least} counts different keys, and keys that properties does not name may repeat: name them"
                 self._refuse(node, "minProperties", at, reason)
-        if "maxProperties" in counts and is_closed and node["maxProperties"] >= num_names:
+        if is_closed and node.get("maxProperties", -1) >= num_names:
             del node["maxProperties"]
 
     # -- strings
@@ -390,36 +386,26 @@ class _Preparation:
     def _prepare_string(self, node: dict[str, Any], at: str) -> None:
         if "pattern" in node and (complaint := _pattern_complaint(node["pattern"])):
             self._refuse(node, "pattern", at, complaint)
-        if (name := node.get("format")) is None:
+        if "format" not in node:
             return
-        pattern = FORMATS.get(name) if isinstance(name, str) else None
-        if pattern is None and name not in FORMATS:
+        name: str = node["format"]
+        pattern = FORMATS.get(name)
+        if pattern is not None or name not in FORMATS:
             del node["format"]
+        if pattern is not None and "pattern" in node:
+            node["allOf"] = [*node.get("allOf", []), {"pattern": pattern}]
         elif pattern is not None:
-            del node["format"]
-            if "pattern" in node:
-                node["allOf"] = [*node.get("allOf", []), {"pattern": pattern}]
-            else:
-                node["pattern"] = pattern
+            node["pattern"] = pattern
 
     # -- numbers
 
     def _prepare_number(self, node: dict[str, Any], at: str) -> None:
-        for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-            if isinstance(node.get(exclusive), bool):  # draft 4
-                is_exclusive = node.pop(exclusive)
-                if is_exclusive and bound in node:
-                    node[exclusive] = node.pop(bound)
-            for key in (bound, exclusive):
-                if key in node and not _is_number(node[key]):
-                    self._refuse(node, key, at, f"must be a number, got {shown(node[key])}")
         sent = dict(node)
         self._move_bound(node, "minimum", "exclusiveMinimum", max, 1)
         self._move_bound(node, "maximum", "exclusiveMaximum", min, -1)
         self._require_range(node, sent, at)
-        multiple = node.get("multipleOf")
-        if multiple is not None:
-            if not _is_number(multiple) or multiple <= 0:
+        if (multiple := node.get("multipleOf")) is not None:
+            if multiple <= 0:
                 self._refuse(node, "multipleOf", at, f"must be a number above 0, got {shown(multiple)}")
             elif _digits(multiple) > _MOST_MULTIPLE:
                 reason = f"{shown(multiple)} has too many digits to be counted up to: leave it out"
@@ -455,23 +441,30 @@ class _Preparation:
             node.setdefault("minimum", -_MOST_BOUND)
         if node.get("minimum", -math.inf) <= node.get("maximum", math.inf):
             return
-        keys = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-        if beyond := [key for key in keys if abs(sent.get(key, 0)) > MOST_EXACT]:
+        if beyond := [key for key in _BOUNDS if abs(sent.get(key, 0)) > MOST_EXACT]:
             if self._strict:
                 reason = f"is {sent[beyond[0]]}: beyond 2^53 only wide ranges below 2^63 can be held exactly"
                 raise SchemaError(f"{beyond[0]} at {at}/{beyond[0]} {reason}")
-            for key in keys:
+            for key in _BOUNDS:
                 node.pop(key, None)
 
-    # -- oneOf
+    # -- branches
 
-    def _require_discriminator(self, node: dict[str, Any]) -> None:
-        """Require the property by which OpenAPI tells the branches of oneOf apart."""
+    def _prepare_branches(self, node: dict[str, Any]) -> None:
+        """Let branches that exclude each other be alternatives, with the discriminator of OpenAPI required."""
+        self._num_pairs += sum(len(node.get(key, [])) ** 2 for key in ("anyOf", "oneOf"))
+        if self._num_pairs > _MOST_PAIRS:
+            raise SchemaError("it has too many branches in anyOf or oneOf: at most 256 in one list, fewer in several")
+        if "oneOf" not in node or "anyOf" in node:
+            return
+        branches = list(map(self._resolved, node["oneOf"]))
         discriminator = node.get("discriminator")
         name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
-        for branch in map(self._resolved, node["oneOf"]):
+        for branch in branches:
             if isinstance(branch, dict) and isinstance(name, str) and name in branch.get("properties", {}):
                 branch["required"] = [*dict.fromkeys([*branch.get("required", []), name])]
+        if not self._strict or all(itertools.starmap(self._exclude, itertools.combinations(branches, 2))):
+            node["anyOf"] = node.pop("oneOf")
 
     def _exclude(self, one: Schema, other: Schema, depth: int = 4) -> bool:
         """Whether no value is valid under both schemas, as far as can be told from types and constants."""
@@ -512,7 +505,7 @@ def types_of(node: Mapping[str, Any]) -> set[str] | None:
         named = [given] if isinstance(given, str) else given
         found = {"number" if name == "integer" else name for name in named if isinstance(name, str)}
     values = node.get("enum", [node["const"]] if "const" in node else None)
-    if isinstance(values, list):
+    if values is not None:
         kinds = {_KINDS.get(type(value), "null") for value in values}
         found = kinds if found is None else found & kinds
     return found
@@ -521,7 +514,7 @@ def types_of(node: Mapping[str, Any]) -> set[str] | None:
 def _listed_values(node: Mapping[str, Any]) -> frozenset[str] | None:
     """The values that const or enum allows, as JSON in which 1 and 1.0 are the same; None where neither is there."""
     values = node.get("enum", [node["const"]] if "const" in node else None)
-    if not isinstance(values, list):
+    if values is None:
         return None
     return frozenset(
         str(int(value)) if isinstance(value, float) and value.is_integer() else json.dumps(value, sort_keys=True)
@@ -533,9 +526,8 @@ def _says_nothing(node: Mapping[str, Any], key: str) -> bool:
     """Whether an unsupported keyword constrains nothing where it is."""
     value = node[key]
     if key == "uniqueItems":
-        num_listed = len(node["prefixItems"]) if isinstance(node.get("prefixItems"), list) else 0
-        most = num_listed if node.get("items") is False else node.get("maxItems", 2)
-        return value is False or (_is_number(most) and most <= 1)
+        most = len(node.get("prefixItems", [])) if node.get("items") is False else node.get("maxItems", 2)
+        return value is False or most <= 1
     if key in ("then", "else"):
         return "if" not in node
     if key in ("minContains", "maxContains"):
@@ -567,10 +559,8 @@ def _for_python(pattern: str) -> str:
     return pattern.replace("(?<", "(?P<")
 
 
-def _pattern_complaint(pattern: object) -> str:
+def _pattern_complaint(pattern: str) -> str:
     """Why a pattern cannot be used; empty where it can."""
-    if not isinstance(pattern, str):
-        return f"must be a string, got {shown(pattern)}"
     try:
         from llguidance import LLMatcher
     except ImportError:  # then no grammar is made

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 from server.tools.formats import TOOL_FORMATS, make_parser, special_tokens
 from server.tools.grammars import call_grammar
 from server.tools.messages import ToolCallDelta
+from ssd.errors import RequestError
 from tests.tokenizers_for_tests import byte_level_tokenizer
 
 SCHEMA = {
@@ -156,3 +157,14 @@ def test_what_tags_cannot_be_held_to_has_no_grammar() -> None:
     assert call_grammar("qwen3_coder", free) is None
     assert call_grammar("hermes", free) is not None
     assert call_grammar(None, free) is None
+
+
+def test_only_strict_functions_are_refused_for_what_cannot_be_held() -> None:
+    properties = {"a": {"type": "string", "pattern": "(?!x)"}, "b": {"type": "string", "format": "path"}}
+    functions = {"f": {"type": "object", "properties": properties, "required": ["a", "b"]}}
+    grammar = call_grammar("hermes", functions)
+    assert grammar is not None
+    assert allows(grammar, '<tool_call>\n{"name": "f", "arguments": {"a": "x", "b": "y"}}\n</tool_call>', frozenset())
+    with pytest.raises(RequestError, match="the parameters of f: pattern at /properties/a/pattern") as caught:
+        call_grammar("hermes", functions, strict={"f"})
+    assert caught.value.param == "tools"
