@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
 import functools
 import gzip
 import http.server
 import io
 import json
+import lzma
 import os
+import tarfile
 import threading
+import zipfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -159,6 +163,151 @@ def test_a_line_that_is_no_text_is_left_out_where_that_is_asked_for(tmp_path: Pa
         examples_of(record, codec)
 
 
+# -- what a file is, whatever its name --------------------------------------------------------------------------------
+
+CHAT = {"messages": [USER, ANSWER]}
+THREE = jsonl(CHAT, CHAT, CHAT)
+
+
+def tar(data: bytes, mode: str = "w") -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=mode) as archive:  # type: ignore[call-overload]
+        member = tarfile.TarInfo("logs.jsonl")
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def zipped(data: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("logs.jsonl", data)
+    return out.getvalue()
+
+
+def arrow(*, is_file: bool) -> bytes:
+    out = io.BytesIO()
+    table = pa.Table.from_pylist([{**CHAT, "image": b"x"}] * 3)
+    with (pa.ipc.new_file if is_file else pa.ipc.new_stream)(out, table.schema) as writer:
+        writer.write_table(table)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        *(
+            (name, THREE)
+            for name in ("requests.log", "requests.txt", "requests.jsonl.1", "run.traj", "file-abc", "a.md")
+        ),
+        ("requests.log-20260101.gz", gzip.compress(THREE)),
+        ("comment.log", b"# exported\n\n" + THREE),
+        ("array.log", json.dumps([CHAT] * 3, indent=1).encode()),
+        ("logs.jsonl.xz", lzma.compress(THREE[:99]) + lzma.compress(THREE[99:])),
+        ("logs.jsonl.bz2", bz2.compress(THREE[:99]) + bz2.compress(THREE[99:])),
+        ("logs.jsonl.lz4", bytes(pa.compress(THREE, "lz4", asbytes=True))),
+        ("hidden.jsonl", lzma.compress(THREE)),
+        ("data.arrow", arrow(is_file=True)),
+        ("cache.arrow", arrow(is_file=False)),
+        ("no-name", arrow(is_file=False)),
+    ],
+)
+def test_requests_are_read_whatever_their_file_is_called(
+    name: str, data: bytes, tmp_path: Path, codec: TextCodec
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    expected = chat_examples(codec, [USER, ANSWER])
+    found = records(tmp_path / name)
+    if name == "comment.log":
+        with pytest.raises(InputError, match=r"comment\.log:1: not JSON"):
+            examples_of(found.pop(0), codec)
+    assert [examples_of(record, codec).examples for record in found] == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("export.csv", b'prompt,completion\nWhere?,Here.\n"He said ""where?"",\nthen left.",No idea.\n'),
+        ("export.tsv", b'prompt\tcompletion\r\nWhere?\tHere.\r\n"He said ""where?"",\nthen left."\tNo idea.\r\n'),
+        ("excel.csv", b'\xef\xbb\xbfprompt;completion\nWhere?;Here.\n"He said ""where?"",\nthen left.";No idea.\n'),
+        ("export.txt", b'id,prompt,completion\n1,Where?,Here.\n2,"He said ""where?"",\nthen left.",No idea.\n'),
+    ],
+)
+def test_rows_of_csv_are_records(name: str, data: bytes, tmp_path: Path, codec: TextCodec) -> None:
+    (tmp_path / name).write_bytes(data)
+    pairs = [("Where?", "Here."), ('He said "where?",\nthen left.', "No idea.")]
+    assert [examples_of(record, codec).examples for record in records(tmp_path / name)] == [
+        [codec.encode_completion_example(*pair)] for pair in pairs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("logs.tar", tar(THREE), "is a tar archive"),
+        ("logs.tar.gz", gzip.compress(tar(THREE)), "is a tar archive"),
+        ("logs.tgz", tar(THREE, "w:gz"), "is a tar archive"),
+        ("logs.jsonl", zipped(THREE), "is a zip archive"),
+        ("log.eval", zipped(THREE), "is a zip archive"),
+        ("logs.db", b"SQLite format 3\x00" + b"\x00" * 99, "is an SQLite database"),
+        ("logs.bin", b"something\x00\x01", "binary data"),
+        ("wide.jsonl", THREE.decode().encode("utf-16"), ":1: UTF-16 text"),
+        ("wide.txt", THREE.decode().encode("utf-16-le"), ":1: UTF-16 text"),
+        ("stream.txt", b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n', ":1: JSON behind other text"),
+        ("events.log", b'event: message_start\ndata: {"type": "message_start"}\n\n', ":1: JSON behind other text"),
+        ("container.log", b"2026-01-01T00:00:00Z stdout F " + THREE, ":1: JSON behind other text"),
+        ("python.log", str(CHAT).encode(), ":1: not JSON"),
+        ("export.csv", b"prompt,completion\na,b,c\n", "row 1 has more cells"),
+        ("export.csv", b'prompt,completion\na,"b\n', "row 1 is not CSV"),
+        ("export.csv", b"a,b\nc,d\n", 'row 1: no usable fields: found "a", "b"'),
+    ],
+)
+def test_what_cannot_be_learned_is_refused_by_name(
+    name: str, data: bytes, message: str, tmp_path: Path, codec: TextCodec
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=message) as raised:
+        [examples_of(record, codec) for record in records(tmp_path / name)]
+    assert str(raised.value).startswith(str(tmp_path / name))
+
+
+PRETTY = json.dumps(CHAT, indent=2).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "count"),
+    [
+        (PRETTY, 1),
+        (PRETTY + b"\n" + PRETTY, 2),
+        (json.dumps({"data": [CHAT, CHAT]}).encode(), 2),
+        (json.dumps({"status": "success", "samples": [CHAT, CHAT], "other": [{}]}, indent=2).encode(), 2),
+        (b'{"traces": [\n' + json.dumps(CHAT).encode() + b",\n" + json.dumps(CHAT).encode() + b"\n]}\n", 2),
+        (json.dumps({"log": {"version": "1", "entries": [CHAT] * 3}}, indent=2).encode(), 3),
+        (json.dumps({"text": "a document", "data": [CHAT]}, indent=2).encode(), 1),
+    ],
+)
+def test_an_object_over_several_lines_is_a_record_or_holds_them(
+    data: bytes, count: int, tmp_path: Path, codec: TextCodec
+) -> None:
+    (tmp_path / "in.json").write_bytes(data)
+    (source,) = find_sources([str(tmp_path / "in.json")])
+    assert parts_of(source, 10) == [(source, len(data))] or b"\n" not in data, "it is not cut"
+    found = records(tmp_path / "in.json")
+    assert len(found) == count
+    text = [codec.encode_text_example("a document")]
+    expected = text if b"a document" in data else chat_examples(codec, [USER, ANSWER])
+    assert [examples_of(record, codec).examples for record in found] == [expected] * count
+
+
+def test_a_line_that_is_cut_is_told_from_an_object_over_several_lines(tmp_path: Path, codec: TextCodec) -> None:
+    (tmp_path / "in.json").write_bytes(b'{"messages": [{"role"\n' + THREE)
+    with pytest.raises(InputError, match=r"in\.json:1: not JSON"):
+        [examples_of(record, codec) for record in records(tmp_path / "in.json")]
+    (tmp_path / "in.json").write_bytes(PRETTY + PRETTY[:-9])
+    with pytest.raises(InputError, match=r"in\.json: not JSON over several lines \("):
+        records(tmp_path / "in.json")
+
+
 # -- places -----------------------------------------------------------------------------------------------------------
 
 
@@ -272,7 +421,7 @@ def test_a_line_without_end_is_refused_whatever_it_was_packed_in(
             records(tmp_path / name)
 
 
-KINDS = ["a.parquet", "a.jsonl", "a.json", "a.jsonl.zst", "a.jsonl.gz", "a.txt"]
+KINDS = ["a.parquet", "a.jsonl", "a.json", "a.jsonl.zst", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2", "a.arrow", "a.csv"]
 
 
 def good_bytes(name: str) -> bytes:
@@ -283,10 +432,16 @@ def good_bytes(name: str) -> bytes:
     out = io.BytesIO()
     if name == "a.parquet":
         pa.parquet.write_table(table, out)
+    elif name == "a.arrow":
+        with pa.ipc.new_file(out, table.schema) as writer:
+            writer.write_table(table)
+    elif name == "a.csv":
+        out.write(b'text,id\n"a\nb",1\nc,2\n')
     else:
         lines = [{"text": text} for text in TEXTS[:5]]
         data = json.dumps(lines).encode() if name == "a.json" else jsonl(*lines)
-        out.write(zst(data) if name.endswith("zst") else gzip.compress(data) if name.endswith("gz") else data)
+        packed = {".zst": zst, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+        out.write(packed.get(Path(name).suffix, bytes)(data))
     return out.getvalue()
 
 

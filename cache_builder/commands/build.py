@@ -18,11 +18,12 @@ _DESCRIPTION = """\
 Write text into a directory that `ssd-serve --warm DIR` searches from its first request.
 
 An INPUT is a file, a quoted pattern ('logs/**/*.jsonl.zst'), a directory (its files of known kinds, sorted), a URL of
-these (s3://bucket/logs, gs://, https://; credentials as fsspec finds them), or - for standard input. By their names:
-  .jsonl .ndjson .json   one JSON object a line, or an array of them
-  .parquet               the same objects as rows
-  all others             plain text, one document each
-.gz and .zst are unpacked on the way.
+these (s3://bucket/logs, gs://, https://; credentials as fsspec finds them), or - for standard input. A file holds
+  JSON                   one object a line, an array of them, or objects over several lines
+  CSV, Parquet, Arrow    the same objects as rows
+  text                   one document, if it is none of these
+which follows from its first bytes, unless its name (.jsonl, .json, .csv, .parquet) or --format says it.
+.gz, .zst, .xz, .bz2 and .lz4 are unpacked; archives are refused.
 
 Objects are
   {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}

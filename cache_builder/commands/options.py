@@ -131,7 +131,9 @@ def add_log_arguments(command: argparse.ArgumentParser) -> None:
         help="the served model's directory or id, or a tokenizer.json (default: the bundled model's)",
     )  # fmt: skip
     add_chat_template(command)
-    command.add_argument("--format", choices=FORMATS, default="auto", help="of all logs (default: by their names)")
+    command.add_argument(
+        "--format", choices=FORMATS, default="auto", help="of all logs (default: by their names and first bytes)"
+    )
     command.add_argument(
         "--field", action="append", default=[], metavar="OURS=THEIRS",
         help="what records call text, prompt, completion, messages, token_ids or prompt_length, a.b.0 for nested ones; "

@@ -34,6 +34,25 @@ class Exchange:
     template_kwargs: Any = field(default_factory=dict)
 
 
+_LISTS: Final = ("samples", "data", "runs", "results", "items", "records", "entries", "rows")
+"""By what a file that is one object calls the list of its records."""
+
+
+def records_within(line: Mapping[str, Any], depth: int = 0) -> tuple[str, list[Mapping[str, Any]]] | None:
+    """The list of records that an object holds, and its name; None if there is none, or if it is not clear which."""
+    lists = {key: value for key, value in line.items() if _is_list_of_objects(value)}
+    key = next((name for name in _LISTS if name in lists), next(iter(lists)) if len(lists) == 1 else None)
+    if key is not None:
+        return key, lists[key]
+    inner = ((key, records_within(value, depth + 1)) for key, value in line.items() if isinstance(value, dict))
+    found = [(f"{key}.{within[0]}", within[1]) for key, within in inner if within] if depth < _MOST_DEPTH else []
+    return found[0] if len(found) == 1 else None
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
+
+
 def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
     """Those of a record; None where nothing of it is understood. One without an answer has no ``said``."""
     for key, kinds, read in CONVERSATIONS:

@@ -1,19 +1,20 @@
-"""Text as records: JSON lines and arrays, plain text, and a batch's responses with their requests."""
+"""Text as records: JSON lines and arrays, CSV, plain text, and a batch's responses with their requests."""
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import IO, Any, Literal, TypeAlias, cast
 
-from cache_builder.inputs.record import LONGEST_RECORD, InputError, Record, shown_name
+from cache_builder.inputs.kinds import delimiter_of, is_line_by_line
+from cache_builder.inputs.record import LONGEST_RECORD, MARK, InputError, Record, shown_name
 from cache_builder.inputs.streams import open_stream, readable
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-MARK = b"\xef\xbb\xbf"
-"""Of bytes, with which some programs begin UTF-8 text."""
 _KEPT = "surrogateescape"
 """Bytes that are no text stay what they are until their line is read: others can be used."""
 _DOCUMENT_BYTES = 1 << 22
@@ -40,21 +41,23 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
 
 
 def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[Record]:
-    """A record for every line that begins within bytes ``start`` .. ``stop``; for every element where the file is one
-    JSON array. Blank lines are left out. Raises InputError, and what reading raises.
+    """A record for every line that begins within bytes ``start`` .. ``stop``; for every element if the file is one JSON
+    array, and for every object if objects take several lines. Blank lines are left out. Raises InputError, and what
+    reading raises.
     """
     beginning = file.peek(1) if isinstance(file, io.BufferedReader) and start == 0 and stop is None else b""
-    if beginning.removeprefix(MARK).lstrip()[:1] == b"[":
+    if not is_line_by_line(beginning):
         data = file.read(_MOST_ARRAY_BYTES + 1)
         if len(data) > _MOST_ARRAY_BYTES:
-            raise InputError(
-                f"{shown}: a JSON array of more than {_MOST_ARRAY_BYTES >> 30} GiB: give one object a line"
-            )
+            raise InputError(f"{shown}: more than {_MOST_ARRAY_BYTES >> 30} GiB of JSON: give one object a line")
+        text = data.decode("utf-8-sig", _KEPT)
+        is_array = text.lstrip()[:1] == "["
+        what, one = ("a JSON array", "element") if is_array else ("JSON over several lines", "object")
         try:
-            for number, element in enumerate(_elements(data.decode("utf-8-sig", _KEPT)), start=1):
-                yield Record(f"{shown}: element {number}", element, is_json=True)
+            for number, element in enumerate((_elements if is_array else _objects)(text), start=1):
+                yield Record(f"{shown}: {one} {number}", element, is_json=True)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise InputError(f"{shown}: not a JSON array ({error}). Correct it, or give one object a line") from None
+            raise InputError(f"{shown}: not {what} ({error}). Correct it, or give one object a line") from None
         return
     for where, line in _lines(shown, file, start, stop):
         if line.strip():
@@ -77,9 +80,35 @@ def _elements(text: str) -> Iterator[str]:
         raise json.JSONDecodeError("Extra data", text, at + 1)
 
 
+def _objects(text: str) -> Iterator[str]:
+    """The text of each of several values, one after the other; raises JSONDecodeError."""
+    decoder, at = json.JSONDecoder(), _skip(text, 0)
+    while at < len(text):
+        _, end = decoder.raw_decode(text, at)
+        yield text[at:end]
+        at = _skip(text, end)
+
+
 def _skip(text: str, at: int) -> int:
     """Where the white space ends that begins there."""
     return cast(re.Match[str], _SPACE.match(text, at)).end()
+
+
+def csv_rows(shown: str, file: IO[bytes]) -> Iterator[Record]:
+    """A record for every row, by the names of the heading; empty cells are left out. Raises InputError."""
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    heading = text.readline(_DOCUMENT_BYTES)
+    csv.field_size_limit(LONGEST_RECORD)
+    rows = csv.DictReader(chain((heading,), text), delimiter=delimiter_of(heading.encode()), strict=True)
+    number = 0
+    try:
+        for number, row in enumerate(rows, start=1):
+            if None in row:
+                raise InputError(f"{shown}: row {number} has more cells than the heading. Correct it")
+            line = {name: value for name, value in row.items() if value}
+            yield Record(f"{shown}: row {number}", "", is_json=True, line=line)
+    except csv.Error as error:
+        raise InputError(f"{shown}: row {number + 1} is not CSV ({error}). Correct it") from None
 
 
 def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[Record]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from cache_builder.inputs.exchanges import ASKED, CONVERSATIONS, SAID
 from ssd.errors import ConfigError, SSDError
 
-Format: TypeAlias = Literal["auto", "text", "jsonl", "parquet"]
-FORMATS: Final = ("auto", "text", "jsonl", "parquet")
+Format: TypeAlias = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
+FORMATS: Final = get_args(Format)
 
 Progress: TypeAlias = Callable[[int], None]
 """Is told how many bytes more were read of an input."""
 
 STANDARD_INPUT: Final = "-"
+
+MARK: Final = b"\xef\xbb\xbf"
+"""Of bytes, with which some programs begin UTF-8 text."""
 
 LONGEST_RECORD: Final = 1 << 26
 """Bytes of a line or an element; more is not a record but another kind of file, or a bomb."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from typing import IO, Any, NamedTuple
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cache_builder.inputs.exchanges import UNDERSTOOD, Exchange, exchanges_of
-from cache_builder.inputs.lines import MARK, documents, json_lines, with_requests
-from cache_builder.inputs.parquet import parquet_rows
+from cache_builder.inputs.exchanges import UNDERSTOOD, Exchange, exchanges_of, records_within
+from cache_builder.inputs.kinds import kind_of
+from cache_builder.inputs.lines import csv_rows, documents, json_lines, with_requests
 from cache_builder.inputs.record import (
     AS_WE_CALL_THEM,
     FieldNames,
@@ -24,11 +23,10 @@ from cache_builder.inputs.record import (
 )
 from cache_builder.inputs.sources import Source
 from cache_builder.inputs.streams import open_stream, readable
+from cache_builder.inputs.tables import arrow_rows, parquet_rows
 from ssd.errors import RequestError, shown
 from ssd.text.codec import Example, TextCodec
 from ssd.text.messages import knows_tools, normalize_messages
-
-_PEEKED = 1 << 16
 
 
 def read_sources(
@@ -50,19 +48,37 @@ def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_
             return
         shown = shown_name(part.name)
         with open_stream(part.name, progress) as file:
-            is_json = part.format == "jsonl" or (part.format == "auto" and _begins_json(file))
-            if not is_json:
+            kind = kind_of(part.format, file.peek(1), shown)
+            if kind == "parquet":
+                yield from parquet_rows(part.name, fields.columns(), progress, part.start, part.stop)
+            elif kind == "arrow":
+                yield from arrow_rows(part.name, file, fields.columns())
+            elif kind == "csv":
+                yield from csv_rows(shown, file)
+            elif kind == "text":
                 yield from documents(shown, file, part.start, part.stop)
-                return
-            lines = json_lines(shown, file, part.start, part.stop)
-            yield from with_requests(lines, part.requests) if part.requests else lines
+            else:
+                lines = json_lines(shown, file, part.start, part.stop)
+                yield from with_requests(lines, part.requests) if part.requests else _unwrapped(lines, fields)
 
 
-def _begins_json(file: IO[bytes]) -> bool:
-    """Of standard input, which has no name that tells."""
-    beginning = file.peek(_PEEKED) if isinstance(file, io.BufferedReader) else b""
-    first = beginning.removeprefix(MARK).lstrip().partition(b"\n")[0].strip()
-    return first.startswith((b"{", b"[{")) or first == b"["
+def _unwrapped(records: Iterator[Record], fields: FieldNames) -> Iterator[Record]:
+    """``records``; if there is only one, and nothing of it is understood, the records of the list that it holds."""
+    beginning = list(islice(records, 2))
+    if len(beginning) == 1 and (within := _within(beginning[0], fields)):
+        name, lines = within
+        where = beginning[0].where
+        beginning = [Record(f"{where}: {name}[{n}]", "", is_json=True, line=line) for n, line in enumerate(lines)]
+    yield from chain(beginning, records)
+
+
+def _within(record: Record, fields: FieldNames) -> tuple[str, list[Mapping[str, Any]]] | None:
+    try:
+        line = line_of(record)
+        is_understood = fields.of(line) is not line or not line.keys().isdisjoint(("text", "token_ids"))
+        return None if is_understood or exchanges_of(line) is not None else records_within(line)
+    except (InputError, RequestError):  # raised again by the reader of the record
+        return None
 
 
 class Found(NamedTuple):

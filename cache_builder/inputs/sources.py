@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import glob
 import json
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cache_builder.inputs.lines import MARK, Side, side_of
-from cache_builder.inputs.parquet import row_group_bytes
+from cache_builder.inputs.kinds import is_line_by_line, kind_of
+from cache_builder.inputs.lines import Side, side_of
 from cache_builder.inputs.record import STANDARD_INPUT, Format, InputError
 from cache_builder.inputs.streams import COMPRESSED, file_system, is_regular, is_url, open_raw, open_stream, readable
+from cache_builder.inputs.tables import row_group_bytes
 from ssd.errors import first_line, shown
 
 _FORMATS: dict[str, Format] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".csv": "csv",
+    ".tsv": "csv", ".arrow": "arrow", ".feather": "arrow",
+    **dict.fromkeys((".traj", ".txt", ".text", ".md", ".rst", ".log"), "auto"),
 }  # fmt: skip
-_TEXTS = (".txt", ".text", ".md", ".rst", ".log")
+"""The format of a file by its name; "auto" is decided by what the file holds."""
+_ROTATED = re.compile(r"[.-]\d[\d.T_-]*$")
+"""The number or the date in the name of a log that another one has followed."""
 _PEEKED = 1 << 16
 _MOST_PEEKED_FILES = 1024
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "updated")
@@ -123,22 +129,22 @@ def _remote_file(name: str, entry: dict[str, Any], format: Format) -> Source:
 
 
 def _bare(name: str) -> str:
-    """Without what says how it is compressed, and without a URL's query."""
+    """The name without the suffixes of a compression and of a rotation, and without a URL's query."""
     if is_url(name):
         name = name.partition("?")[0]
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
-    return name
+    return _ROTATED.sub("", name)
 
 
 def _is_known(inside: str) -> bool:
     """Of a file in a directory: neither it nor a directory in between is hidden, or another program's own."""
     is_hidden = any(part.startswith((".", "_")) for part in Path(inside).parts)
-    return not is_hidden and Path(_bare(inside)).suffix.lower() in {*_FORMATS, *_TEXTS}
+    return not is_hidden and Path(_bare(inside)).suffix.lower() in _FORMATS
 
 
 def _format_of(name: str, format: Format) -> Format:
-    return _FORMATS.get(Path(_bare(name)).suffix.lower(), "text") if format == "auto" else format
+    return _FORMATS.get(Path(_bare(name)).suffix.lower(), "auto") if format == "auto" else format
 
 
 def _with_requests(sources: list[Source]) -> list[Source]:
@@ -204,19 +210,24 @@ def parts_of(source: Source, part_weight: int) -> list[tuple[Source, int]]:
         and not source.name.endswith(COMPRESSED)
         and not source.name.startswith(("http://", "https://"))
     )
-    if can_be_cut and source.format == "parquet":
+    kind = _kind_of(source) if can_be_cut else None
+    if kind == "parquet":
         return list(_grouped(source, row_group_bytes(source.name), part_weight))
-    if can_be_cut and source.size is not None and source.format in ("jsonl", "text") and _is_plain(source):
+    if kind is not None and source.size is not None:
         return list(_ranges(source, source.size, part_weight))
     return [(source, weight)]
 
 
-def _is_plain(source: Source) -> bool:
+def _kind_of(source: Source) -> Format | None:
+    """The format of a file that can be cut; None for any other."""
+    if source.format == "parquet":
+        return source.format
     with readable(source.name), open_raw(source.name) as raw, open_stream(source.name) as file:
-        first = file.read(_PEEKED)
-        is_as_it_is = raw.read(_PEEKED) == first
-    mark = first.removeprefix(MARK).lstrip()[:1]
-    return is_as_it_is and bool(mark) and (source.format == "text" or mark != b"[")
+        beginning = file.peek(1)
+        kind = kind_of(source.format, beginning, source.name)
+        is_as_it_is = raw.peek(1)[: len(beginning)] == beginning and bool(beginning.strip())
+    can_be_cut = kind == "parquet" or (kind == "jsonl" and is_line_by_line(beginning)) or kind == "text"
+    return kind if is_as_it_is and can_be_cut else None
 
 
 def _ranges(source: Source, size: int, step: int) -> Iterator[tuple[Source, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import lzma
 import os
 import stat
 import sys
@@ -14,10 +15,12 @@ from typing import IO, Any, Final
 from cache_builder.inputs.record import STANDARD_INPUT, InputError, Progress, shown_name
 from ssd.errors import first_line
 
-COMPRESSED: Final = (".gz", ".zst")
-
-_GZIP_MAGIC = b"\x1f\x8b"
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_COMPRESSIONS: Final = (
+    (".gz", b"\x1f\x8b", "gzip"), (".zst", b"\x28\xb5\x2f\xfd", "zstd"), (".xz", b"\xfd7zXZ\x00", "xz"),
+    (".bz2", b"BZh", "bz2"), (".lz4", b"\x04\x22\x4d\x18", "lz4"),
+)  # fmt: skip
+"""The suffix, the first bytes and the name of each compression."""
+COMPRESSED: Final = tuple(suffix for suffix, _, _ in _COMPRESSIONS)
 _BUFFER = 1 << 18
 
 
@@ -68,19 +71,16 @@ def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator
 
 
 @contextmanager
-def open_stream(name: str, progress: Progress = lambda num_bytes: None) -> Iterator[IO[bytes]]:
-    """The bytes decompressed: gzip and zstd, by name or by their first bytes. Raises as ``open_raw``.
+def open_stream(name: str, progress: Progress = lambda num_bytes: None) -> Iterator[io.BufferedReader]:
+    """The bytes decompressed, if the name or the first bytes are those of a compression. Raises as ``open_raw``.
 
     Memory is bounded, however far a stream swells. Reading what is damaged or ends too early raises InputError.
     """
     with open_raw(name, progress) as raw:
-        magic = raw.peek(4)[:4]
-        if magic[:2] == _GZIP_MAGIC or name.endswith(".gz"):
-            yield io.BufferedReader(_Unpacked(raw, name, "gzip"), _BUFFER)
-        elif magic == _ZSTD_MAGIC or name.endswith(".zst"):
-            yield io.BufferedReader(_Unpacked(raw, name, "zstd"), _BUFFER)
-        else:
-            yield raw
+        begin = raw.peek(8)
+        kinds = (kind for suffix, magic, kind in _COMPRESSIONS if begin.startswith(magic) or name.endswith(suffix))
+        kind = next(kinds, None)
+        yield raw if kind is None else io.BufferedReader(_Unpacked(raw, name, kind), _BUFFER)
 
 
 @contextmanager
@@ -147,22 +147,30 @@ class _Counted(_Forward):
         return int(self._raw.tell())
 
 
+_DAMAGE: Final = ("ZSTD", "zlib", "bz2", "LZ4", "Truncated")
+"""Words of pyarrow's errors about damaged data."""
+
+
 class _Unpacked(_Forward):
-    """Members or frames one after the other, in pieces of a bounded size. ``kind`` : gzip or zstd."""
+    """Members or frames one after the other, in pieces of a bounded size. ``kind`` : see ``_COMPRESSIONS``."""
 
     def __init__(self, raw: io.BufferedReader, name: str, kind: str) -> None:
         try:
             import pyarrow as pa
         except ModuleNotFoundError:
             raise InputError(f"{name}: packed files need pyarrow: pip install 'ssd-serving[builder]'") from None
-        super().__init__(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), kind))
+        if kind == "xz":  # pyarrow does not read it
+            super().__init__(lzma.LZMAFile(raw))  # noqa: SIM115  # it holds nothing but memory
+        else:
+            super().__init__(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), kind))
         self._what = f"{shown_name(name)}: damaged {kind} data"
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         try:
             return super().readinto(buffer)
-        except OSError as error:
-            if not any(mark in str(error) for mark in ("ZSTD", "zlib", "Truncated")):
+        except (OSError, EOFError, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and not any(mark in str(error) for mark in _DAMAGE):
                 raise
-            why = "it ends too early" if "Truncated" in str(error) else first_line(error)
+            is_cut = isinstance(error, EOFError) or "Truncated" in str(error)
+            why = "it ends too early" if is_cut else first_line(error)
             raise InputError(f"{self._what} ({why}). Compress it again, or copy it again") from None

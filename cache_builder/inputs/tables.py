@@ -1,7 +1,8 @@
-"""Rows of Parquet files as records."""
+"""Rows of Parquet and Arrow files as records."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -38,7 +39,7 @@ def parquet_rows(
         groups = [file.metadata.row_group(number) for number in range(last)]
         first_rows = list(accumulate((group.num_rows for group in groups), initial=0))
         there = file.schema_arrow.names
-        chosen = [column for column in there if column in columns] or there
+        chosen = _chosen(there, columns)
         for number in range(start, last):
             row = first_rows[number]
             for batch in file.iter_batches(_BATCH_ROWS, row_groups=[number], columns=chosen, use_threads=False):
@@ -46,6 +47,25 @@ def parquet_rows(
                 row += len(batch)
             progress(sum(groups[number].column(each).total_compressed_size for each in range(len(there))))
             pa.default_memory_pool().release_unused()  # a few batches' worth
+
+
+def arrow_rows(name: str, stream: io.BufferedReader, columns: Collection[str]) -> Iterator[Record]:
+    """The rows of an Arrow file, or of a stream in a file as Hugging Face's datasets keep it; ``columns`` as above.
+
+    Raises InputError.
+    """
+    with _pyarrow(name, "an Arrow") as pa:
+        is_file = stream.peek(6).startswith(b"ARROW1")
+        reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        row = 0
+        for batch in batches:
+            yield from _rows(name, batch.select(_chosen(batch.schema.names, columns)), row)
+            row += len(batch)
+
+
+def _chosen(there: list[str], columns: Collection[str]) -> list[str]:
+    return [column for column in there if column in columns] or there
 
 
 def _rows(name: str, batch: Any, first: int) -> Iterator[Record]:
@@ -70,15 +90,26 @@ def _values(column: Any) -> Any:
 
 @contextmanager
 def _parquet(name: str) -> Iterator[Any]:
+    with (
+        _pyarrow(name, "a Parquet") as pa,
+        open_raw(name) as raw,
+        pa.parquet.ParquetFile(raw, buffer_size=_BUFFER) as file,
+    ):
+        yield file
+
+
+@contextmanager
+def _pyarrow(name: str, what: str) -> Iterator[Any]:
+    """The package; its errors become InputError."""
     try:
         import pyarrow as pa
+        import pyarrow.ipc
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise InputError(f"{name}: Parquet files need pyarrow: pip install 'ssd-serving[builder]'") from None
+        raise InputError(f"{name}: {what} file needs pyarrow: pip install 'ssd-serving[builder]'") from None
     try:
-        with open_raw(name) as raw, pyarrow.parquet.ParquetFile(raw, buffer_size=_BUFFER) as file:
-            yield file
+        yield pa
     except InputError:
         raise
     except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, IndexError) as error:
-        raise InputError(f"{name}: cannot be read as a Parquet file: {first_line(error)[:300]}") from None
+        raise InputError(f"{name}: cannot be read as {what} file: {first_line(error)[:300]}") from None

@@ -1,0 +1,89 @@
+"""What a file holds, by its first bytes: JSON, CSV, a table, text, or something that cannot be learned."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from typing import Final
+
+from cache_builder.inputs.record import COLUMNS, MARK, Format, InputError
+
+_REFUSED: Final = (
+    (0, b"PK\x03\x04", "a zip archive"), (0, b"PK\x05\x06", "a zip archive"), (257, b"ustar", "a tar archive"),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive"), (0, b"Rar!\x1a", "a rar archive"),
+    (0, b"\x1f\x9d", "a file that compress(1) made"), (0, b"SQLite format 3\x00", "an SQLite database"),
+    (0, b"Obj\x01", "an Avro file"), (0, b"FEA1", "a Feather file of version 1"),
+    (0, b"%PDF-", "a PDF file"), (0, b"\x89HDF\r\n", "an HDF5 file"),
+)  # fmt: skip
+"""Where the mark of each kind stands, the mark, and what the file is."""
+_UTF_16: Final = re.compile(rb"\xff\xfe|\xfe\xff|[^\x00]\x00[^\x00]\x00|\x00[^\x00]\x00[^\x00]")
+_JSON: Final = re.compile(
+    rb"""(?:[\s\x1e]|\xef\xbb\xbf)*(?:\#[^\n]*\n[\s\x1e]*)*(?:\{\s*(?:["'}]|\Z)|\[\s*(?:\{|\Z))"""
+)
+"""The beginning of a JSON object or of an array of them, behind comments too; Python's spelling, to be refused."""
+_EVENTS: Final = re.compile(rb"\s*(?:(?:event|id|retry):[^\n]*\n)+data:")
+"""The beginning of server-sent events."""
+_DELIMITERS: Final = ",\t;|"
+
+
+def kind_of(format: Format, beginning: bytes, shown: str) -> Format:
+    """The format of a file: the given one, or if that is "auto" the one of its decompressed ``beginning``.
+
+    ``shown`` : the file's name in messages. Raises InputError for a kind of file that cannot be read.
+    """
+    for at, mark, what in _REFUSED:
+        if beginning.startswith(mark, at):
+            raise InputError(f"{shown}: is {what}, which is not read: unpack or convert it, and name the files")
+    if _UTF_16.match(beginning):
+        raise InputError(f"{shown}:1: UTF-16 text, not UTF-8. Convert it first: iconv -f UTF-16 -t UTF-8")
+    if format != "auto":
+        return format
+    if beginning.startswith(b"PAR1"):
+        return "parquet"
+    if beginning.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        return "arrow"
+    if _JSON.match(beginning):
+        return "jsonl"
+    if b"\x00" in beginning:
+        raise InputError(f"{shown}: binary data of an unknown kind, not text")
+    line = beginning.removeprefix(MARK).lstrip().partition(b"\n")[0]
+    if _EVENTS.match(beginning) or _has_prefixed_json(line):
+        raise InputError(
+            f"{shown}:1: JSON behind other text, such as a time or `data:`. Give lines of JSON alone, or read the "
+            "file as text by --format text"
+        )
+    names = set(next(csv.reader([line.decode(errors="replace")], delimiter=delimiter_of(line)), ()))
+    return "csv" if len(names & {*COLUMNS}) > 1 else "text"
+
+
+def _has_prefixed_json(line: bytes) -> bool:
+    """Whether a line ends with a JSON object that is a record, after a time, a level or the like."""
+    at = line.find(b'{"')
+    try:
+        value = json.loads(line[at:]) if at > 0 else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and not value.keys().isdisjoint(COLUMNS)
+
+
+def delimiter_of(heading: bytes) -> str:
+    """The delimiter of a CSV file with this heading."""
+    return max(_DELIMITERS, key=lambda each: heading.count(each.encode()))
+
+
+def is_line_by_line(beginning: bytes) -> bool:
+    """Whether a JSON file has one object a line; else it is an array, or its objects take several lines."""
+    start = beginning.removeprefix(MARK).lstrip()
+    line, _, rest = start.partition(b"\n")
+    line, rest = line.rstrip(), rest.lstrip()
+    if start[:1] == b"[" or not rest:
+        return start[:1] != b"["
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        is_cut = error.pos >= len(line.decode(errors="replace"))
+        return not is_cut or (line[-1:] not in (b"{", b"[", b",", b":") and rest[:1] == b"{")
+    except (ValueError, RecursionError):
+        return True
+    return True
