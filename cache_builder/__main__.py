@@ -18,7 +18,7 @@ examples:
   ssd-cache build answers.jsonl --tokenizer ./my-model --out warm/
   ssd-cache build docs/*.md logs.jsonl.gz --tokenizer ./my-model --out warm/ --force
   zcat transcripts.gz | ssd-cache build - --tokenizer ./my-model --out more/
-  ssd-cache build alpaca.json --field prompt=instruction --field completion=output --tokenizer ./my-model --out warm/
+  ssd-cache build calls.jsonl --field prompt=call.in --field completion=call.out --tokenizer ./my-model --out warm/
   ssd-cache inspect warm/
   ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache inspect warm/ --deep --tokenizer ./my-model

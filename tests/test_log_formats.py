@@ -170,6 +170,174 @@ def test_an_answer_alone_is_known_for_one(codec: TextCodec) -> None:
         assert found_in(line, codec) == (alone, False, True)
 
 
+INSTRUCTIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "alpaca": ({"instruction": "Translate.", "input": "The key", "output": "Under the mat."},
+               [{"role": "user", "content": "Translate.\n\nThe key"}]),
+    "alpaca, no input": ({"instruction": "Where is the key?", "input": "", "output": "Under the mat."}, [ASK]),
+    "alpaca, history": (
+        {"instruction": "Where is the key?", "input": "", "output": "Under the mat.", "system": "Answer briefly.",
+         "history": [["Hello", "Hi"], ["And?", "Yes"]]},
+        [SYSTEM, {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"},
+         {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes"}, ASK],
+    ),
+    "dolly": ({"instruction": "Where?", "context": "A mat.", "response": "Under the mat.", "category": "qa"},
+              [{"role": "user", "content": "Where?\n\nA mat."}]),
+    "openorca": ({"system_prompt": "Answer briefly.", "question": "Where is the key?", "response": "Under the mat."},
+                 [SYSTEM, ASK]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_an_instructions_prompt_has_all_its_fields(name: str, tmp_path: Path, codec: TextCodec) -> None:
+    line, asked = INSTRUCTIONS[name]
+    expected = (codec.encode_answer_example(codec.encode_chat(asked), "Under the mat."),)
+    assert found_in(line, codec) == ([*expected], True, True)
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    pa.parquet.write_table(pa.Table.from_pylist([{**line, "other": 1}]), tmp_path / "rows.parquet")
+    (row,) = read_sources(find_sources([str(tmp_path / "rows.parquet")]), lambda num_bytes: None)
+    assert examples_of(row, codec).examples == [*expected]
+    named = FieldNames.parse(["prompt=other", "completion=named"])
+    plain = codec.encode_completion_example("a", "b")
+    assert found_in({**line, "other": "a", "named": "b"}, codec, named).examples == [plain]
+
+
+def chunk(**delta: Any) -> dict[str, Any]:
+    return {"id": "c", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": delta}]}
+
+
+CHUNKS = [
+    chunk(role="assistant", content=""), chunk(content="Under "), chunk(content="the mat."),
+    {"id": "c", "choices": [], "usage": {"completion_tokens": 4}},
+]  # fmt: skip
+EVENTS: list[dict[str, Any]] = [
+    {"type": "message_start", "message": {"id": "m", "type": "message", "role": "assistant", "content": []}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    {"type": "ping"},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Under "}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "the mat."}},
+    {"type": "content_block_stop", "index": 0}, {"type": "message_delta", "delta": {"stop_reason": "end_turn"}},
+]  # fmt: skip
+ITEMS: list[dict[str, Any]] = [
+    {"type": "response.created", "response": {"id": "r", "output": []}},
+    {"type": "response.output_text.delta", "delta": "Under "},
+    {"type": "response.output_text.delta", "delta": "the mat."},
+]  # fmt: skip
+OLLAMA = [
+    {"model": "m", "message": {"role": "assistant", "content": "Under "}, "done": False},
+    {"model": "m", "message": {"role": "assistant", "content": "the mat."}, "done": False},
+    {"model": "m", "message": {"role": "assistant", "content": ""}, "done": True},
+]  # fmt: skip
+
+
+def sse(chunks: list[dict[str, Any]], *, named: bool = False, end: str = "\n\n") -> str:
+    return "".join(f"event: {each.get('type')}\n" * named + f"data: {json.dumps(each)}{end}" for each in chunks)
+
+
+STREAMS: dict[str, Any] = {
+    "sse": sse(CHUNKS) + "data: [DONE]\n\n",
+    "sse, cut, with comments": ": PROCESSING\n\n" + sse(CHUNKS, end="\r\n\r\n")[:-9],
+    "chunks": CHUNKS,
+    "chunks, as text": json.dumps(CHUNKS),
+    "lines": [line for line in sse(CHUNKS).split("\n") if line],
+    "texts": list(map(json.dumps, CHUNKS)),
+    "completions": sse([{"object": "text_completion", "choices": [{"index": 0, "text": text}]}
+                        for text in ("Under ", "the mat.")]),
+    "anthropic": sse(EVENTS, named=True),
+    "anthropic, events": EVENTS,
+    "responses": sse(ITEMS, named=True),
+    "responses, completed": sse([*ITEMS[:2], {"type": "response.completed", "response": RESPONSE}], named=True),
+    "ollama": OLLAMA,
+    "ollama, lines": "\n".join(map(json.dumps, OLLAMA)),
+    "http": {"status": 200, "headers": {}, "body": sse(CHUNKS)},
+    "http, json": {"status": 200, "body": json.dumps(CHOICES)},
+    "har": {"status": 200, "content": {"mimeType": "application/json", "text": json.dumps(CHOICES)}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_response_as_it_came_over_the_wire_is_its_answer(name: str, codec: TextCodec) -> None:
+    expected = (chat_examples(codec, [ASK, SAY]), True, True)
+    body = {"model": "m", "messages": [ASK], "stream": True}
+    in_http = {"method": "POST", "headers": {}, "body": json.dumps(body)}
+    in_har = {"method": "POST", "postData": {"mimeType": "application/json", "text": json.dumps(body)}}
+    for request in (body, in_http, in_har):
+        assert found_in({"request": request, "response": STREAMS[name]}, codec) == expected
+    assert found_in({"request_body": json.dumps(body), "response_body": STREAMS[name]}, codec) == expected
+
+
+def test_calls_and_thoughts_of_streams_are_joined() -> None:
+    call = CALL["function"]
+    pieces = [
+        chunk(reasoning_content="Mats "), chunk(reasoning_content="hide keys."),
+        chunk(tool_calls=[{"index": 0, "id": "c1", "type": "function", "function": {"name": "look", "arguments": ""}}]),
+        chunk(tool_calls=[{"index": 0, "function": {"arguments": '{"where": '}}]),
+        chunk(tool_calls=[{"index": 0, "function": {"arguments": '"mat"}'}},
+                          {"index": 1, "id": "c2", "function": {"name": "go", "arguments": "{}"}}]),
+    ]  # fmt: skip
+    (message,) = exchanges.said_in(sse(pieces))
+    assert isinstance(message, dict) and message["reasoning_content"] == "Mats hide keys."
+    assert [each["function"] for each in message["tool_calls"]] == [call, {"name": "go", "arguments": "{}"}]
+    use = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
+    events = [
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Mats hide keys."}},
+        {"type": "content_block_start", "index": 1, "content_block": use},
+        {
+            "type": "content_block_delta",
+            "index": 1,
+            "delta": {"type": "input_json_delta", "partial_json": '{"where": '},
+        },
+        {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '"mat"}'}},
+    ]
+    (message,) = exchanges.said_in(sse(events, named=True))
+    assert isinstance(message, dict) and message["reasoning_content"] == "Mats hide keys."
+    assert [each["function"] for each in message["tool_calls"]] == [call]
+    two = [{"choices": [{"index": number, "delta": {"content": text}}]} for number, text in enumerate("abab")]
+    for each in two:
+        each["choices"][0]["index"] %= 2  # type: ignore[operator]
+    assert [message["content"] for message in exchanges.said_in(two) if isinstance(message, dict)] == ["aa", "bb"]
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "upstream connect error or disconnect/reset before headers. reset reason: connection timeout",
+        "<html>\r\n<head><title>502 Bad Gateway</title></head>\r\n<body>...</body></html>",
+        "Internal Server Error", "504 Gateway Timeout", "404 page not found",
+        '{"error": {"message": "overloaded", "type": "server_error", "code": 503}}', '{"detail": "Not Found"}',
+        {"error": "model 'm' not found"}, {"object": "error", "message": "too long", "code": 400},
+        {"status": 503, "body": "no healthy upstream"}, {"status_code": 500, "body": CHOICES},
+        {"status": 200, "headers": {}, "body": "OK"}, {"status": 200, "body": '{"choices": []}'}, '{"choices": []}',
+        'data: {"error": {"message": "overloaded"}}\n\n', "data: [DONE]\n\n",
+    ],
+)  # fmt: skip
+def test_an_error_of_a_gateway_is_no_answer(response: Any, codec: TextCodec) -> None:
+    assert found_in({"request": {"messages": [ASK]}, "response": response}, codec) == ([], True, False)
+
+
+def test_a_record_that_says_that_it_failed_has_no_answer(codec: TextCodec) -> None:
+    line = {"request": {"messages": [ASK]}, "response": "Try again later.", "response_status": 429}
+    assert found_in(line, codec) == ([], True, False)
+    assert found_in({**line, "response_status": 200}, codec).has_answer
+
+
+def test_calls_of_sharegpt_are_calls(codec: TextCodec) -> None:
+    tool = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+    call = {"name": "look", "arguments": {"where": "mat"}}
+    for called in (json.dumps(call), json.dumps([call]), json.dumps({"name": "look", "arguments": '{"where": "mat"}'})):
+        turns = [{"from": "human", "value": ASK["content"]}, {"from": "function_call", "value": called},
+                 {"from": "observation", "value": "a key"}, {"from": "gpt", "value": SAY["content"]}]  # fmt: skip
+        openai = [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                  {"role": "tool", "tool_call_id": "c1", "content": "a key"}, SAY]  # fmt: skip
+        found = found_in({"conversations": turns, "tools": json.dumps([tool])}, codec)
+        assert found == found_in({"messages": openai, "tools": [{"type": "function", "function": tool}]}, codec)
+        assert "<tool_call>" in codec.decode(found.examples[0].token_ids[found.examples[0].prompt_length :])
+    turns[1]["value"] = "I cannot call."
+    assert "I cannot call." in codec.decode(found_in({"conversations": turns}, codec).examples[0].token_ids)
+
+
 def test_json_that_a_model_wrote_stays_its_text(codec: TextCodec) -> None:
     said = '{"name": "key", "place": ["mat"]}'
     expected = [codec.encode_completion_example("the key is", said)]

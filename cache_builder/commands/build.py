@@ -28,6 +28,7 @@ which follows from its first bytes, unless its name (.jsonl, .json, .csv, .parqu
 Objects are
   {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
   {"prompt": "...", "completion": "..."}    also "messages" or "input" with "response" or "output"
+  {"instruction": "...", "input": "...", "output": "..."}
   {"text": "..."}
   {"token_ids": [...], "prompt_length": 12}
   {"request": {...}, "response": {...}}     bodies of OpenAI's or Anthropic's calls

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from cache_builder.inputs.wire import STATUSES, as_mapping, chunks_in, is_error, joined
+from ssd.errors import RequestError
+
 Message = Mapping[str, Any]
 
 UNDERSTOOD: Final = (
@@ -50,7 +53,9 @@ def records_within(line: Mapping[str, Any], depth: int = 0) -> tuple[str, list[M
 
 
 def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
+    """Whether a value is a list of objects, and not of messages."""
+    is_list = isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
+    return is_list and not all("role" in each for each in value)
 
 
 def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
@@ -70,12 +75,26 @@ def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
             return [Exchange(_turns(_parsed(line["messages"]), line), is_conversation=True, **_template(line))]
         is_call = "text" not in line and (any(key in _CALLS for key in there) or "input" in line)
         return [Exchange(None)] if is_call else None
-    is_other = line.get("type") in _NO_MODEL or line.get("status") == "failure"
+    is_other = (
+        line.get("type") in _NO_MODEL
+        or line.get("status") == "failure"
+        or is_error({key: line[key] for key in STATUSES if key in line})
+    )
     said = () if is_other else tuple(said_in(line if answer_key == "choices" else line[answer_key]))
+    if request_key in (None, "input") and (asked := _instruction(line)):
+        return [Exchange(asked, said, **_template(line))]
     if request_key is None:
         is_half = isinstance(line[answer_key], str) and not there and not any(key in line for key in _PLAIN)
         return None if is_half and answer_key in ("completion", "output") else [Exchange(None, said)]
     asked, options = _asked_in(line, request_key)
+    if isinstance(asked, Mapping) or not (
+        isinstance(asked, str | Sequence) or hasattr(asked, "__array__") or asked is None
+    ):
+        keys = ", ".join(f'"{str(key)[:40]}"' for key in list(asked)[:8]) if isinstance(asked, Mapping) else ""
+        raise RequestError(
+            f'"{request_key}" must be text, messages or token ids, got {type(asked).__name__}'
+            + (f" of {keys}: name the text by --field prompt=... and --field completion=..." if keys else "")
+        )
     if _is_redacted(asked):
         asked = None
     elif isinstance(asked, str) and any(not isinstance(each, str) for each in said):
@@ -87,7 +106,8 @@ def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
 
 _ROLES: Final = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
-    "function_call": "assistant", "observation": "tool", "function_response": "tool",
+    "function_call": "assistant", "tool_call": "assistant", "observation": "tool", "function_response": "tool",
+    "tool_response": "tool", "ai": "assistant", "prompter": "user",
 }  # fmt: skip
 
 
@@ -96,7 +116,28 @@ def _sharegpt(line: Mapping[str, Any]) -> Any:
     turns = line["conversations"]
     if not isinstance(turns, list):
         return turns
-    return [_named(turn["from"], turn["value"]) if _has(turn, "from", "value") else turn for turn in turns]
+    found, last_id = list[Any](), ""
+    for number, turn in enumerate(turns):
+        message = _named(turn["from"], turn["value"]) if _has(turn, "from", "value") else turn
+        if _has(turn, "value") and turn.get("from") in _CALLERS and (calls := _calls_in(turn["value"])):
+            last_id = f"call{number:05}"  # Mistral's templates want nine characters
+            message = _message("assistant", "", [{**call, "id": last_id} for call in calls], "")
+        elif isinstance(message, dict) and message.get("role") == "tool" and last_id:
+            message = {**message, "tool_call_id": last_id}
+        found.append(message)
+    return found
+
+
+_CALLERS: Final = ("function_call", "tool_call")
+
+
+def _calls_in(value: Any) -> list[dict[str, Any]]:
+    """The calls of functions that a text is, as JSON; none if it is anything else."""
+    parsed = _parsed(value.strip()) if isinstance(value, str) else value
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    if not all(_has(call, "name") for call in calls):
+        return []
+    return [_call(call, "id", "arguments" if "arguments" in call else "parameters") for call in calls]
 
 
 def _claude(line: Mapping[str, Any]) -> Any:
@@ -114,13 +155,13 @@ def _chatgpt(line: Mapping[str, Any]) -> Any:
     while isinstance(at, str) and at in nodes and at not in seen:
         seen.add(at)
         message = nodes[at].get("message")
-        if isinstance(message, dict) and not _mapping(message.get("metadata")).get(
+        if isinstance(message, dict) and not as_mapping(message.get("metadata")).get(
             "is_visually_hidden_from_conversation"
         ):
-            content = _mapping(message.get("content"))
+            content = as_mapping(message.get("content"))
             parts = content.get("parts") if content.get("content_type", "text") in ("text", "multimodal_text") else None
             text = "\n".join(part for part in parts if isinstance(part, str)) if isinstance(parts, list) else ""
-            branch.append((_mapping(message.get("author")).get("role"), text))
+            branch.append((as_mapping(message.get("author")).get("role"), text))
         at = nodes[at].get("parent")
     return _joined(reversed(branch))
 
@@ -151,9 +192,11 @@ def _joined(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
 
 # -- what was asked ---------------------------------------------------------------------------------------------------
 
-ASKED: Final = ("request", "params", "body", "messages", "prompt", "input", "proxy_server_request")
+_CALLS: Final = ("request", "params", "body", "request_body", "requestBody", "proxy_server_request")
+ASKED: Final = (
+    "request", "params", "body", "request_body", "requestBody", "messages", "prompt", "input", "proxy_server_request",
+)  # fmt: skip
 """By what records call it; the first under which something is asked."""
-_CALLS: Final = ("request", "params", "body", "proxy_server_request")
 _PLAIN: Final = ("messages", "prompt", "input")
 
 
@@ -169,14 +212,15 @@ def _asked_in(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]]:
     if key in ("messages", "prompt"):
         value = line[key]
         parsed = _parsed(value) if key == "messages" else value
-        return (_turns(parsed, line) if isinstance(parsed, list) else _text_or_ids(value)), _template(line)
+        is_chat = isinstance(parsed, list) and any(isinstance(each, dict) for each in parsed)
+        return (_turns(parsed, line, key) if is_chat else _text_or_ids(value)), _template(line)
     value = _parsed(line[key])
     if isinstance(value, dict):
         body = _body(value)
         inner = next((name for name in _PLAIN if body.get(name)), None)
         return (None, {}) if inner is None else _asked_in(body, inner)
     if isinstance(value, list) and any(_has(each, "role") or _has(each, "type") for each in value):
-        return _turns(value, line), _template(line)
+        return _turns(value, line, key), _template(line)
     if isinstance(line.get("instructions"), str) and isinstance(value, str):
         return _turns([{"role": "user", "content": value}], line), _template(line)
     return (line[key] if isinstance(line[key], str) else None), _template(line)
@@ -188,7 +232,10 @@ def _text_or_ids(value: Any) -> Any:
 
 
 def _template(line: Mapping[str, Any]) -> dict[str, Any]:
-    places = (line, *(_mapping(line.get(name)) for name in ("model_parameters", "modelParameters", "optional_params")))
+    places = (
+        line,
+        *(as_mapping(line.get(name)) for name in ("model_parameters", "modelParameters", "optional_params")),
+    )
     tools = next((_parsed(place["tools"]) for place in places if place.get("tools")), None)
     if isinstance(tools, list):
         tools = [_tool(tool) for tool in tools]
@@ -204,14 +251,20 @@ def _tool(tool: Any) -> Any:
     return {"type": "function", "function": {"name": tool["name"], **about, "parameters": parameters}}
 
 
-def _turns(messages: Any, body: Mapping[str, Any]) -> Any:
-    """Messages of chat completions, from those of Anthropic or items of OpenAI's responses too; else as it is."""
+def _turns(messages: Any, body: Mapping[str, Any], name: str = "messages") -> Any:
+    """Messages of chat completions, from those of Anthropic, of LangChain or items of OpenAI's responses too; else what
+    was given. ``name`` : of the field that holds them. Raises RequestError."""
     if not isinstance(messages, list):
         return messages
     system = body.get("system") or body.get("instructions")
     found: list[Any] = [{"role": "system", "content": system}] if isinstance(system, str | list) else []
-    for message in messages:
-        found += _turn(message) if isinstance(message, dict) else [message]
+    for number, message in enumerate(messages):
+        turns = list(_turn(message)) if isinstance(message, dict) else [message]
+        for turn in turns:
+            if isinstance(turn, dict) and "role" not in turn:
+                keys = ", ".join(f'"{str(key)[:40]}"' for key in list(message)[:8])
+                raise RequestError(f'"{name}"[{number}] has no "role", but {keys or "nothing"}: is it a message?')
+        found += turns
     return found
 
 
@@ -226,7 +279,14 @@ def _turn(message: Message) -> Iterator[Any]:
     elif not isinstance(content, list) or not any(
         _has(block, "type") and block["type"] in _BLOCKS for block in content
     ):
-        yield {key: value for key, value in message.items() if key != "type"}
+        given = {key: value for key, value in message.items() if key != "type"}
+        if "role" not in message and isinstance(kind, str) and kind in _ROLES | _LANGCHAIN:
+            given["role"] = (_ROLES | _LANGCHAIN)[kind]
+        if isinstance(content, list):
+            given["content"] = [_part(part) for part in content]
+        if isinstance(calls := message.get("tool_calls"), list) and calls and all(_has(call, "name") for call in calls):
+            given["tool_calls"] = [_call(call, "id", "args" if "args" in call else "arguments") for call in calls]
+        yield given
     else:
         blocks = [block for block in content if isinstance(block, dict)]
         for block in blocks:
@@ -238,6 +298,17 @@ def _turn(message: Message) -> Iterator[Any]:
         text = _text_of(blocks)
         if text or calls:
             yield _message(str(message.get("role")), text, calls, thought)
+
+
+_LANGCHAIN: Final = {"system": "system", "tool": "tool"}
+"""Types of LangChain's messages, beside those that are roles elsewhere."""
+
+
+def _part(part: Any) -> Any:
+    """A part of a content, with its text where chat completions have it."""
+    if not _has(part, "type") or part["type"] not in _TEXTS or "text" in part:
+        return part
+    return {**part, "text": part.get("value", part.get("content"))}
 
 
 _BLOCKS: Final = ("tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -268,9 +339,25 @@ def _text_of(content: Any) -> str:
     return "\n".join(str(part.get("text") or "") for part in parts if part.get("type", "text") in _TEXTS)
 
 
+def _instruction(line: Mapping[str, Any]) -> list[Any] | None:
+    """The messages of Alpaca's fields, and of Dolly's and OpenOrca's: an instruction, a blank line and its input."""
+    text = line.get("instruction") or line.get("question")
+    if not isinstance(text, str):
+        return None
+    more = [line[key] for key in ("input", "context") if isinstance(line.get(key), str) and line[key]]
+    turns = [{"role": "user", "content": "\n\n".join([text, *more])}]
+    for pair in reversed(line["history"] if isinstance(line.get("history"), list) else []):
+        if isinstance(pair, list | tuple) and len(pair) == 2:
+            turns[:0] = [
+                {"role": role, "content": each} for role, each in zip(("user", "assistant"), pair, strict=True)
+            ]
+    system = line.get("system") or line.get("system_prompt")
+    return _turns(turns, {"system": system})  # type: ignore[no-any-return]
+
+
 # -- what was said ----------------------------------------------------------------------------------------------------
 
-SAID: Final = ("response", "completion", "result", "output", "choices")
+SAID: Final = ("response", "completion", "result", "output", "response_body", "responseBody", "choices")
 """By what records call it; the first that is there. With the last the record is itself a response."""
 _NO_MODEL: Final = (
     "SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL",
@@ -282,12 +369,18 @@ _ONE_TEXT: Final = ("text", "completion", "content", "response", "output")
 def said_in(value: Any, depth: int = 0) -> list[str | Message]:
     """The answers in a response, of whatever form: texts and messages; none where there is none. O(its size)."""
     parsed = _parsed(value)
-    if depth > _MOST_DEPTH or parsed is None:
+    if depth > _MOST_DEPTH or parsed is None or is_error(parsed):
         return []
+    if (chunks := chunks_in(parsed)) is not None:
+        return _said_in_object(joined(chunks), depth)
     if isinstance(parsed, str):
         return [parsed] if parsed and parsed not in _REDACTED else []
     if isinstance(parsed, dict):
+        if isinstance(text := _text_of_body(parsed), str):  # of HTTP: what is no JSON there is no answer
+            return [answer for answer in said_in(text, depth + 1) if answer != text]
         found = _said_in_object(_body(parsed), depth)
+        if not found and not parsed.keys().isdisjoint(("choices", "usage")):
+            return []
     else:
         turns = parsed if isinstance(parsed, list) else []
         if any(_has(turn, "role") or _has(turn, "type") for turn in turns):
@@ -345,11 +438,26 @@ def _parsed(value: Any) -> Any:
 
 
 def _body(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Files of batches wrap the body once more."""
-    for name in ("body", "params"):
-        if isinstance(part.get(name), dict):
-            return part[name]  # type: ignore[no-any-return]
+    """Files of batches wrap the body once more, and those of HTTP hold it as text."""
+    for body in (part.get("body"), part.get("params"), _text_of_body(part)):
+        if isinstance(parsed := _parsed(body), dict):
+            return parsed
     return part
+
+
+def _text_of_body(part: Mapping[str, Any]) -> Any:
+    """The text of a body of HTTP, as gateways and archives of HTTP (HAR) keep it; None without one."""
+    return next(
+        (
+            body
+            for body in (
+                part.get("body"),
+                *(as_mapping(part.get(name)).get("text") for name in ("postData", "content")),
+            )
+            if isinstance(body, str)
+        ),
+        None,
+    )
 
 
 def _is_there(value: Any) -> bool:
@@ -361,7 +469,3 @@ def _is_there(value: Any) -> bool:
 
 def _has(value: Any, *names: str) -> bool:
     return isinstance(value, dict) and all(name in value for name in names)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

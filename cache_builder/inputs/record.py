@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from cache_builder.inputs.exchanges import ASKED, CONVERSATIONS, SAID
+from cache_builder.inputs.wire import STATUSES
 from ssd.errors import ConfigError, SSDError
 
 Format: TypeAlias = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
@@ -48,9 +49,8 @@ def shown_name(name: str) -> str:
 
 NAMES = ("text", "prompt", "completion", "messages", "token_ids", "prompt_length")
 COLUMNS = (
-    *NAMES, "conversations", "mapping", "current_node", "chat_messages", "observations", "request", "params", "body",
-    "input", "instructions", "system", "proxy_server_request", "response", "result", "output", "choices", "type",
-    "status",
+    *NAMES, *ASKED, *SAID, *STATUSES, "conversations", "mapping", "current_node", "chat_messages", "observations",
+    "instruction", "question", "context", "history", "instructions", "system", "system_prompt", "type",
     "tools", "model_parameters", "modelParameters", "optional_params", "chat_template_kwargs",
 )  # fmt: skip
 """What of a table is read."""

@@ -144,8 +144,6 @@ def _found_in(line: Mapping[str, Any], where: str, codec: TextCodec) -> Found:
 
 def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Example]:
     asked = exchange.asked
-    if not exchange.is_conversation and not isinstance(asked, str | list | tuple | np.ndarray | None):
-        raise InputError(f"{where}: what was asked must be text, messages or token ids, got {type(asked).__name__}")
     if asked is None:
         for answer in exchange.said:
             text = answer if isinstance(answer, str) else answer["content"]

@@ -1,0 +1,146 @@
+"""Responses as gateways keep them: streams are joined to one body, and error pages are told from answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+_STREAM: Final = re.compile(r"\s*(?:(?::|event:|id:|retry:)[^\n]*\n\s*)*data: ?[\[{]")
+_ERROR_PAGE: Final = re.compile(
+    r"\s*(?:upstream (?:connect error|request timeout|prematurely closed|timed out)|no healthy upstream"
+    r"|error code: [45]\d\d"
+    r"|<(?:!doctype )?html\b.{0,2000}?<title>[^<]*(?:\b[45]\d\d\b|error|unavailable|time-?out)"
+    r"|(?:[45]\d\d[ :-]*)?(?:too many requests|internal server error|bad gateway|service (?:temporarily )?unavailable"
+    r"|gateway time-?out|stream timeout)\W*\Z"
+    r"|[45]\d\d[ :-]+(?:page )?(?:bad request|unauthorized|forbidden|not found)\W*\Z)",
+    re.IGNORECASE | re.DOTALL,
+)
+"""What Envoy, nginx, Cloudflare and others answer when the server behind them does not."""
+_ERROR_KEYS: Final = frozenset(
+    ("error", "detail", "message", "code", "status", "status_code", "type", "param", "object", "request_id", "path",
+     "timestamp", "success")
+)  # fmt: skip
+STATUSES: Final = (
+    "status", "status_code", "statusCode", "response_status", "responseStatus", "http_status", "http_status_code",
+)  # fmt: skip
+_GROWING: Final = ("content", "text", "arguments", "reasoning_content", "reasoning", "response", "thinking", "refusal")
+
+
+def is_error(response: Any) -> bool:
+    """Whether a response says that a call failed: an error page, an error body, or a status of 400 and more."""
+    if isinstance(response, str):
+        return _ERROR_PAGE.match(response) is not None
+    if not isinstance(response, Mapping):
+        return False
+    status = next((response[key] for key in STATUSES if response.get(key) is not None), None)
+    if re.fullmatch("[45][0-9][0-9]", str(status)) or "error" in (response.get("object"), response.get("type")):
+        return True
+    what = (
+        response.get("error")
+        or response.get("detail")
+        or (isinstance(response.get("message"), str) and len(response) > 1)
+    )
+    return bool(what) and response.keys() <= _ERROR_KEYS
+
+
+def chunks_in(value: Any) -> list[Mapping[str, Any]] | None:
+    """The chunks of a streamed response, from the text of the stream or from a list of them; None for anything else."""
+    if isinstance(value, str):
+        if not _STREAM.match(value):
+            is_json = value[:1] == "{" and "\n{" in value  # a line for each chunk
+            return chunks_in([_loaded(line) for line in value.splitlines() if line]) if is_json else None
+        data = (line[5:].strip() for line in value.splitlines() if line.startswith("data:"))
+        return [chunk for chunk in map(_loaded, data) if isinstance(chunk, dict)]
+    if not isinstance(value, list) or not value:
+        return None
+    if all(isinstance(each, str) for each in value):
+        return chunks_in("\n".join(value))
+    return value if all(isinstance(each, dict) for each in value) and any(map(_is_chunk, value)) else None
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_chunk(value: Mapping[str, Any]) -> bool:
+    kind, choices = value.get("type"), value.get("choices")
+    return (
+        (isinstance(choices, list) and any(isinstance(each, dict) and "delta" in each for each in choices))
+        or (isinstance(kind, str) and kind.startswith(("response.", "message_", "content_block_")))
+        or value.get("done") is False
+    )
+
+
+def joined(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The body that a stream would have been without streaming: OpenAI's, Anthropic's or Ollama's. O(characters)."""
+    body: dict[str, Any] = {}
+    for chunk in chunks:
+        kind, index = chunk.get("type"), chunk.get("index")
+        if isinstance(whole := chunk.get("response"), dict) and kind in ("response.completed", "response.incomplete"):
+            return whole
+        if kind == "response.output_text.delta":
+            _add(body, {"text": chunk.get("delta")})
+        elif kind == "content_block_start":
+            _add(body, {"content": [{"index": index, **as_mapping(chunk.get("content_block")), "input": ""}]})
+        elif kind == "content_block_delta":
+            delta = as_mapping(chunk.get("delta"))
+            more = {"text": delta.get("text"), "thinking": delta.get("thinking"), "input": delta.get("partial_json")}
+            _add(body, {"content": [{"index": index, **more}]})
+        elif not isinstance(kind, str) or not kind.startswith(("message_", "response.")):
+            _add(body, {key: chunk[key] for key in ("choices", "message", "response") if key in chunk})
+    body = _listed(body)
+    for choice in body.get("choices", ()):
+        if "delta" in choice:
+            choice["message"] = {**choice["delta"], "role": "assistant"}
+    return body
+
+
+def _add(whole: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add a piece: texts grow, elements of lists are told apart by their index, and all else is replaced."""
+    for key, value in more.items():
+        if isinstance(value, Mapping):
+            _add(_inner(whole, key), value)
+        elif isinstance(value, list):
+            for number, each in enumerate(value):
+                if isinstance(each, Mapping):
+                    _add(_inner(_inner(whole, key, _Elements), each.get("index", number)), each)
+        elif isinstance(value, str) and (key in _GROWING or key == "input"):
+            whole.setdefault(key, _Pieces())
+            if isinstance(whole[key], _Pieces):
+                whole[key].append(value)
+        elif value is not None:
+            whole[key] = value
+
+
+class _Pieces(list[str]):
+    """The pieces of a text."""
+
+
+class _Elements(dict[Any, Any]):
+    """The elements of a list by their index."""
+
+
+def _inner(whole: dict[Any, Any], key: Any, kind: type[dict[Any, Any]] = dict) -> dict[Any, Any]:
+    if not isinstance(whole.get(key), kind):
+        whole[key] = kind()
+    found: dict[Any, Any] = whole[key]
+    return found
+
+
+def _listed(value: Any) -> Any:
+    """JSON again, without pieces."""
+    if isinstance(value, _Pieces):
+        return "".join(value)
+    if isinstance(value, _Elements):
+        return [_listed(each) for each in value.values()]
+    return {key: _listed(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """``value``, or an empty one if it is something else."""
+    return value if isinstance(value, dict) else {}
