@@ -135,7 +135,7 @@ def test_batches_that_number_alike_are_joined_in_pairs_or_not_at_all(tmp_path: P
         (tmp_path / f"{name}_in.jsonl").write_bytes(jsonl(line))
         (tmp_path / f"{name}_out.jsonl").write_bytes(jsonl(batch_line("request-1", f"said {name}")))
     read = [examples_of(each, codec) for each in read_sources(find_sources([str(tmp_path)]), lambda num_bytes: None)]
-    texts = [codec.decode(each.examples[0].token_ids) for each in read]
+    texts = [codec.decode([*each.examples[0].token_ids]) for each in read]
     assert all(f"of {name}" in text and f"said {name}" in text for name, text in zip("ab", texts, strict=True))
     (tmp_path / "a_out_errors.jsonl").write_bytes(jsonl(batch_line("request-9", "of nobody")))
     with pytest.raises(InputError, match="begin with the same custom_id"):

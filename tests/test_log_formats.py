@@ -333,9 +333,9 @@ def test_calls_of_sharegpt_are_calls(codec: TextCodec) -> None:
                   {"role": "tool", "tool_call_id": "c1", "content": "a key"}, SAY]  # fmt: skip
         found = found_in({"conversations": turns, "tools": json.dumps([tool])}, codec)
         assert found == found_in({"messages": openai, "tools": [{"type": "function", "function": tool}]}, codec)
-        assert "<tool_call>" in codec.decode(found.examples[0].token_ids[found.examples[0].prompt_length :])
+        assert "<tool_call>" in codec.decode([*found.examples[0].token_ids[found.examples[0].prompt_length :]])
     turns[1]["value"] = "I cannot call."
-    assert "I cannot call." in codec.decode(found_in({"conversations": turns}, codec).examples[0].token_ids)
+    assert "I cannot call." in codec.decode([*found_in({"conversations": turns}, codec).examples[0].token_ids])
 
 
 def test_json_that_a_model_wrote_stays_its_text(codec: TextCodec) -> None:
@@ -356,7 +356,7 @@ def test_calls_are_written_as_the_template_writes_them(tmp_path: Path) -> None:
     result = {"role": "tool", "tool_call_id": "c1", "content": "a key"}
     turns = [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, result, SAY]
     openai = found_in({"messages": turns}, codec).examples
-    assert [codec.decode(each.token_ids[each.prompt_length :]) for each in openai] == [
+    assert [codec.decode([*each.token_ids[each.prompt_length :]]) for each in openai] == [
         'CALL look {"where": "mat"}<|end|>', "Under the mat.<|end|>",
     ]  # fmt: skip
     use = [{"type": "thinking", "thinking": "hm", "signature": ""},
@@ -385,8 +385,8 @@ def test_what_a_model_thought_is_written_as_the_template_writes_it(tmp_path: Pat
     ):
         (example,) = found_in(line, codec).examples
         prompt, answer = example.token_ids[: example.prompt_length], example.token_ids[example.prompt_length :]
-        assert codec.decode(prompt).endswith("<|assistant|>")
-        assert codec.decode(answer) == "<think>Mats hide keys.</think>Under the mat.<|end|>"
+        assert codec.decode([*prompt]).endswith("<|assistant|>")
+        assert codec.decode([*answer]) == "<think>Mats hide keys.</think>Under the mat.<|end|>"
 
 
 def test_tools_are_told_and_called_in_words_where_the_template_knows_of_none(tmp_path: Path) -> None:
@@ -402,8 +402,8 @@ def test_tools_are_told_and_called_in_words_where_the_template_knows_of_none(tmp
     told = codec.encode_chat([ASK], template_kwargs={"tools": [tool]}, tools_in_words=True)
     assert one.token_ids[: one.prompt_length] == told and "<tools>" in codec.decode(told)
     called = '<tool_call>\n{"name": "look", "arguments": {"where": "mat"}}\n</tool_call><|end|>'
-    assert codec.decode(one.token_ids[one.prompt_length :]) == called
-    assert "<tool_response>\na key\n</tool_response>" in codec.decode(two.token_ids[: two.prompt_length])
+    assert codec.decode([*one.token_ids[one.prompt_length :]]) == called
+    assert "<tool_response>\na key\n</tool_response>" in codec.decode([*two.token_ids[: two.prompt_length]])
 
 
 def test_claudes_batches_are_joined_and_their_tools_are_known(tmp_path: Path, codec: TextCodec) -> None:

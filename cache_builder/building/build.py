@@ -239,9 +239,9 @@ class _Builder:
             num_records=1, num_without_prompt=not found.has_prompt, num_without_answer=not found.has_answer
         )
         kept: list[Tokens] = []
-        for token_ids, prompt_length in found.examples:
-            tokens = np.array(token_ids, np.int32)
-            pieces = self._known.pieces(tokens, prompt_length, 0)
+        for example in found.examples:
+            tokens = np.array(example.token_ids, np.int32)
+            pieces = self._known.pieces(tokens, example.prompt_length, 0)
             num_stored = sum(map(len, pieces))
             counts.num_sequences += len(pieces)
             counts.num_tokens += num_stored

@@ -12,8 +12,8 @@ import numpy as np
 
 from cache_builder.commands.options import CACHE_DIRECTORY, add_chat_template, codec_of
 from cache_builder.held import Decode, Held, learned_of, open_one, percent, shown
+from cache_builder.inputs.conversations import chat_encoding
 from cache_builder.inputs.record import InputError
-from cache_builder.inputs.records import chat_encoding
 from cache_builder.inputs.streams import open_raw, readable
 from ssd.bundled import MODEL_PATH
 from ssd.config import MAX_SPECULATIVE_TOKENS, DraftConfig

@@ -119,12 +119,13 @@ def read_log(
         num_without_prompt += not found.has_prompt
         num_without_answer += not found.has_answer
         for example in found.examples:
-            if not len(example.token_ids):
+            token_ids = np.asarray(example.token_ids, np.int32)
+            if not len(token_ids):
                 continue
-            tokens.extend(example.token_ids)
-            lengths.append(len(example.token_ids))
+            tokens.frombytes(token_ids.tobytes())
+            lengths.append(len(token_ids))
             records.append(num_records)
-            prompts.append(min(example.prompt_length or not found.has_prompt, len(example.token_ids)))
+            prompts.append(min(example.prompt_length or not found.has_prompt, len(token_ids)))
             if label is not None:
                 labels.append(label)
     if not any(map(int.__lt__, prompts, lengths)) or not any(prompts):

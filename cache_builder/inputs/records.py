@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cache_builder.inputs.conversations import Answer, answered, answers_in
 from cache_builder.inputs.exchanges import UNDERSTOOD, Exchange, exchanges_of, records_within
 from cache_builder.inputs.kinds import kind_of
 from cache_builder.inputs.lines import csv_rows, documents, json_lines, with_requests
@@ -26,7 +26,7 @@ from cache_builder.inputs.streams import open_stream, readable
 from cache_builder.inputs.tables import arrow_rows, parquet_rows
 from ssd.errors import RequestError, shown
 from ssd.text.codec import Example, TextCodec
-from ssd.text.messages import knows_tools, normalize_messages
+from ssd.text.messages import normalize_messages
 
 
 def read_sources(
@@ -85,7 +85,7 @@ class Found(NamedTuple):
     """The sequences of a record, and what it lacked: ``has_prompt`` False where only an answer is known, ``has_answer``
     False where there is none, so that there are no sequences either. A document has neither to lack."""
 
-    examples: list[Example]
+    examples: Sequence[Example | Answer]
     has_prompt: bool = True
     has_answer: bool = True
 
@@ -142,7 +142,7 @@ def _found_in(line: Mapping[str, Any], where: str, codec: TextCodec) -> Found:
     return Found(examples, has_prompt, has_answer=bool(examples))
 
 
-def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Example]:
+def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Example | Answer]:
     asked = exchange.asked
     if asked is None:
         for answer in exchange.said:
@@ -154,12 +154,11 @@ def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Examp
         if exchange.is_conversation and isinstance(asked, list) and not asked:
             return  # a chat that was never used
         messages = normalize_messages(asked)  # type: ignore[arg-type]  # it names what is wrong
-        asked_at = [(messages, answer) for answer in exchange.said]
         if exchange.is_conversation:
-            asked_at = [(messages[:n], each) for n, each in enumerate(messages) if n and each["role"] == "assistant"]
-        for before, answer in asked_at:
+            yield from answers_in(messages, kwargs, codec)
+        for answer in exchange.said:
             message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-            yield from _answered(before, message, kwargs, codec)
+            yield from answered(messages, message, kwargs, codec)
     else:
         for answer in exchange.said:
             text = _string(answer, "completion", where)
@@ -173,32 +172,6 @@ def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Examp
 
 def _is_chat(asked: str | Sequence[Any]) -> bool:
     return not isinstance(asked, str) and any(isinstance(each, dict) for each in asked)
-
-
-def _answered(
-    messages: list[Any], answer: Mapping[str, Any], kwargs: dict[str, Any], codec: TextCodec
-) -> Iterator[Example]:
-    """The answer behind its prompt, as the server encodes it. Calls and what was thought are written as the template
-    writes them; where that does not go on from the prompt, only the text is known."""
-    if not answer.get("content") and not answer.get("tool_calls"):
-        return
-    encode = chat_encoding(codec, kwargs)
-    prompt = encode(messages)
-    if answer.get("tool_calls") or answer.get("reasoning_content"):
-        whole = encode([*messages, answer], add_generation_prompt=False)
-        if whole[: len(prompt)] == prompt and len(whole) > len(prompt):
-            ends = [at for at in range(len(prompt), len(whole)) if whole[at] in codec.eos_token_ids]
-            yield Example(whole[: ends[0] + 1] if ends else whole, len(prompt))
-            return
-    if answer.get("content"):
-        yield codec.encode_answer_example(prompt, str(answer["content"]))
-
-
-def chat_encoding(codec: TextCodec, kwargs: dict[str, Any]) -> Callable[..., list[int]]:
-    """`TextCodec.encode_chat` as the server calls it: tools are in words where the template knows of none."""
-    template = codec.chat_template(with_tools="tools" in kwargs)
-    in_words = template is not None and not knows_tools(template)
-    return partial(codec.encode_chat, template_kwargs=kwargs, tools_in_words=in_words)
 
 
 def _template_kwargs(exchange: Exchange, where: str) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+"""Conversations as prompts and answers in token ids, as a server encodes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ssd.errors import RequestError
+from ssd.retrieval.segment import Tokens
+from ssd.text.codec import Example, TextCodec
+from ssd.text.messages import knows_tools
+
+Message = Mapping[str, Any]
+Encode = Callable[..., list[int]]
+
+
+class Answer(NamedTuple):
+    """An `Example` that shares its beginning with the other answers of a conversation.
+
+    ``history`` : int32[n], a view. ``rest`` : the ids after it. ``prompt_length`` : of both together.
+    """
+
+    history: Tokens
+    rest: list[int]
+    prompt_length: int
+
+    @property
+    def token_ids(self) -> Tokens:
+        """int32[n], a copy. O(n)."""
+        return np.concatenate([self.history, np.array(self.rest, np.int32)])
+
+
+_FEW: Final = 8
+"""So many answers take less time one by one."""
+_STUB: Final = ({"role": "user", "content": "x"},)
+_TOOL: Final = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {"type": "object"}}}
+
+
+def answers_in(messages: Sequence[Message], kwargs: dict[str, Any], codec: TextCodec) -> list[Example | Answer]:
+    """Every answer of a conversation behind its prompt. Raises RequestError.
+
+    ``messages`` : normalized. ``kwargs`` : variables of the template. O(characters) if the template only appends, else
+    O(answers * characters).
+    """
+    places = [n for n, each in enumerate(messages) if n and each["role"] == "assistant" and _has_output(each)]
+    if len(places) > _FEW and (found := _appended(messages, places, kwargs, codec)) is not None:
+        return [*found]
+    return [answer for place in places for answer in answered(messages[:place], messages[place], kwargs, codec)]
+
+
+def answered(
+    messages: Sequence[Message], answer: Message, kwargs: dict[str, Any], codec: TextCodec
+) -> Iterator[Example]:
+    """The answer behind its prompt, as the server encodes it; none if it is empty. Raises RequestError."""
+    encode = chat_encoding(codec, kwargs)
+    if _has_output(answer):
+        yield from _encoded(encode(messages), messages, answer, encode, codec)
+
+
+def _has_output(answer: Message) -> bool:
+    return bool(answer.get("content") or answer.get("tool_calls"))
+
+
+def _encoded(
+    prompt: list[int], messages: Sequence[Message], answer: Message, encode: Encode, codec: TextCodec
+) -> Iterator[Example]:
+    """The answer behind the ids of ``messages``. Calls and what was thought are written as the template writes them; if
+    that does not go on from the prompt, only the text is known."""
+    if answer.get("tool_calls") or answer.get("reasoning_content"):
+        whole = encode([*messages, answer], add_generation_prompt=False)
+        if whole[: len(prompt)] == prompt and len(whole) > len(prompt):
+            ends = [at for at in range(len(prompt), len(whole)) if whole[at] in codec.eos_token_ids]
+            yield Example(whole[: ends[0] + 1] if ends else whole, len(prompt))
+            return
+    if answer.get("content"):
+        yield codec.encode_answer_example(prompt, str(answer["content"]))
+
+
+def _appended(
+    messages: Sequence[Message], places: list[int], kwargs: dict[str, Any], codec: TextCodec
+) -> list[Answer] | None:
+    """The answers at ``places`` if the template only appends, else None.
+
+    Each turn is encoded behind a short message, and what that adds is appended to the turns before. Of the result the
+    second answer, the last one and the last with calls or thoughts are compared with what they are one by one.
+    """
+    encode = chat_encoding(codec, kwargs)
+    encode_turn = chat_encoding(codec, {**kwargs, "tools": [_TOOL]}) if kwargs.get("tools") else encode
+    found: list[tuple[int, list[int], int]] = []
+    try:
+        history = encode(messages[: places[0]], add_generation_prompt=False)
+        stub, stub_prompt = encode_turn(_STUB, add_generation_prompt=False), encode_turn(_STUB)
+        for place, following in pairwise([*places, places[-1]]):
+            for rest, length in _encoded(stub_prompt, _STUB, messages[place], encode_turn, codec):
+                if rest[: len(stub)] != stub:
+                    return None
+                found.append((len(history), rest[len(stub) :], len(history) + length - len(stub)))
+            turn = encode_turn([*_STUB, *messages[place:following]], add_generation_prompt=False)
+            if turn[: len(stub)] != stub:
+                return None
+            history += turn[len(stub) :]
+    except RequestError:  # of a turn alone
+        return None
+    if len(found) < len(places):
+        return None
+    whole = np.array(history, np.int32)
+    answers = [Answer(whole[:shared], rest, length) for shared, rest, length in found]
+    written = [n for n, place in enumerate(places) if messages[place].keys() & {"tool_calls", "reasoning_content"}]
+    for number in {1, len(places) - 1, *written[-1:]}:
+        alone = answered(messages[: places[number]], messages[places[number]], kwargs, codec)
+        if [*alone] != [Example(answers[number].token_ids.tolist(), answers[number].prompt_length)]:
+            return None
+    return answers
+
+
+def chat_encoding(codec: TextCodec, kwargs: dict[str, Any]) -> Encode:
+    """`TextCodec.encode_chat` as the server calls it: tools are in words where the template knows of none."""
+    template = codec.chat_template(with_tools="tools" in kwargs)
+    in_words = template is not None and not knows_tools(template)
+    return partial(codec.encode_chat, template_kwargs=kwargs, tools_in_words=in_words)
