@@ -33,7 +33,8 @@ Objects are
   {"token_ids": [...], "prompt_length": 12}
   {"request": {...}, "response": {...}}     bodies of OpenAI's or Anthropic's calls
   {"custom_id": "...", "response": {...}}   a batch's output; name its input file too, then they are joined
-and what LiteLLM and Langfuse log and ChatGPT, Claude and ShareGPT export. Other names are given by --field.
+and what LiteLLM and Langfuse log, ChatGPT, Claude and ShareGPT export, and Claude Code, Codex and OpenTelemetry
+(gen_ai) keep. Other names are given by --field.
 Prompts and messages are encoded exactly as the server does.
 
 A build that is ended, by kill -9 too, goes on where it was when the same command is given again.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from cache_builder.inputs.spans import call_of, is_openinference, spans_in
 from cache_builder.inputs.wire import STATUSES, as_mapping, chunks_in, is_error, joined
 from ssd.errors import RequestError
 
@@ -59,7 +60,18 @@ def _is_list_of_objects(value: Any) -> bool:
 
 
 def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
-    """Those of a record; None where nothing of it is understood. One without an answer has no ``said``."""
+    """Those of a record; None where nothing of it is understood. One without an answer has no ``said``.
+
+    Raises RequestError for a record that is known and not read.
+    """
+    if (spans := spans_in(line)) is not None:
+        if any(map(is_openinference, spans)):
+            raise _refusal("a span of OpenInference (Phoenix)", "spans with gen_ai attributes")
+        calls = [(span, call_of(span)) for span in spans]
+        return [each for _, call in calls for each in ((exchanges_of(call) or ()) if call else (Exchange(None),))]
+    for names, what, instead in _REFUSED:
+        if line.keys() >= names and "completion" not in line:
+            raise _refusal(what, instead)
     for key, kinds, read in CONVERSATIONS:
         if isinstance(line.get(key), kinds):
             return [Exchange(read(line), is_conversation=True, **_template(line))]
@@ -73,6 +85,8 @@ def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
     if answer_key is None:
         if request_key == "messages":
             return [Exchange(_turns(_parsed(line["messages"]), line), is_conversation=True, **_template(line))]
+        if request_key is None and (conversation := _only_conversation(line)) is not None:
+            return [Exchange(_turns(conversation, line), is_conversation=True, **_template(line))]
         is_call = "text" not in line and (any(key in _CALLS for key in there) or "input" in line)
         return [Exchange(None)] if is_call else None
     is_other = (
@@ -95,11 +109,45 @@ def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
             f'"{request_key}" must be text, messages or token ids, got {type(asked).__name__}'
             + (f" of {keys}: name the text by --field prompt=... and --field completion=..." if keys else "")
         )
+    if isinstance(asked, list) and said and _repeats(asked[-1:], said[0]):
+        return [Exchange(asked, is_conversation=True, **options)]
     if _is_redacted(asked):
         asked = None
     elif isinstance(asked, str) and any(not isinstance(each, str) for each in said):
         asked = [{"role": "user", "content": asked}]
     return [Exchange(asked, said, **options)]
+
+
+_REFUSED: Final = (
+    ({"chosen", "rejected"}, "a pair of answers, one of them preferred (DPO),",
+     "the preferred one by --field prompt=prompt --field completion=chosen"),
+    ({"preferred_output", "non_preferred_output"}, "a pair of answers, one of them preferred (DPO),",
+     "the preferred one by --field messages=input.messages --field completion=preferred_output"),
+    ({"run_type", "inputs"}, "a run of LangSmith", "its messages by --field"),
+    ({"answer_id", "choices"}, "an answer of MT-bench without its question", "conversations"),
+    ({"parent_id", "role", "text"}, "a message of a tree such as OpenAssistant's", "whole conversations"),
+)  # fmt: skip
+"""Fields of records that are known and not read, what these are, and what can be given instead."""
+
+
+def _refusal(what: str, instead: str) -> RequestError:
+    return RequestError(f"{what} is not read: give {instead}")
+
+
+def _only_conversation(line: Mapping[str, Any]) -> list[Any] | None:
+    """The one list of messages of a record, whatever it is called; None if there is none, or more than one."""
+    found = [
+        value for value in line.values()
+        if isinstance(value, list) and value and all(_has(each, "role") and len(each) > 1 for each in value)
+    ]  # fmt: skip
+    return found[0] if len(found) == 1 else None
+
+
+def _repeats(last: Sequence[Any], answer: str | Message) -> bool:
+    """Whether the last message is the answer, so that a record's messages are the whole conversation."""
+    text = answer if isinstance(answer, str) else answer["content"]
+    return any(_has(each, "role", "content") and each["role"] == "assistant" and _text_of(each["content"]) == text
+               for each in last)  # fmt: skip
 
 
 # -- conversations, whole ---------------------------------------------------------------------------------------------
@@ -264,7 +312,11 @@ def _turns(messages: Any, body: Mapping[str, Any], name: str = "messages") -> An
             if isinstance(turn, dict) and "role" not in turn:
                 keys = ", ".join(f'"{str(key)[:40]}"' for key in list(message)[:8])
                 raise RequestError(f'"{name}"[{number}] has no "role", but {keys or "nothing"}: is it a message?')
-        found += turns
+        before = as_mapping(found[-1]) if found else {}
+        if as_mapping(message).get("type") == "function_call" and before.get("role") == "assistant":
+            found[-1] = {**before, "tool_calls": [*(before.get("tool_calls") or ()), *turns[0]["tool_calls"]]}
+        else:
+            found += turns
     return found
 
 

@@ -50,6 +50,7 @@ def shown_name(name: str) -> str:
 NAMES = ("text", "prompt", "completion", "messages", "token_ids", "prompt_length")
 COLUMNS = (
     *NAMES, *ASKED, *SAID, *STATUSES, "conversations", "mapping", "current_node", "chat_messages", "observations",
+    "attributes", "events", "resourceSpans",
     "instruction", "question", "context", "history", "instructions", "system", "system_prompt", "type",
     "tools", "model_parameters", "modelParameters", "optional_params", "chat_template_kwargs",
 )  # fmt: skip

@@ -21,6 +21,7 @@ from cache_builder.inputs.record import (
     Record,
     shown_name,
 )
+from cache_builder.inputs.sessions import with_sessions
 from cache_builder.inputs.sources import Source
 from cache_builder.inputs.streams import open_stream, readable
 from cache_builder.inputs.tables import arrow_rows, parquet_rows
@@ -59,7 +60,10 @@ def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_
                 yield from documents(shown, file, part.start, part.stop)
             else:
                 lines = json_lines(shown, file, part.start, part.stop)
-                yield from with_requests(lines, part.requests) if part.requests else _unwrapped(lines, fields)
+                if part.requests:
+                    yield from with_requests(lines, part.requests)
+                else:
+                    yield from _unwrapped(with_sessions(lines), fields)
 
 
 def _unwrapped(records: Iterator[Record], fields: FieldNames) -> Iterator[Record]:

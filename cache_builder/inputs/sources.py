@@ -13,7 +13,8 @@ from typing import Any
 
 from cache_builder.inputs.kinds import is_line_by_line, kind_of
 from cache_builder.inputs.lines import Side, side_of
-from cache_builder.inputs.record import STANDARD_INPUT, Format, InputError
+from cache_builder.inputs.record import LONGEST_RECORD, STANDARD_INPUT, Format, InputError
+from cache_builder.inputs.sessions import is_session
 from cache_builder.inputs.streams import COMPRESSED, file_system, is_regular, is_url, open_raw, open_stream, readable
 from cache_builder.inputs.tables import row_group_bytes
 from ssd.errors import first_line, shown
@@ -226,7 +227,8 @@ def _kind_of(source: Source) -> Format | None:
         beginning = file.peek(1)
         kind = kind_of(source.format, beginning, source.name)
         is_as_it_is = raw.peek(1)[: len(beginning)] == beginning and bool(beginning.strip())
-    can_be_cut = kind == "parquet" or (kind == "jsonl" and is_line_by_line(beginning)) or kind == "text"
+        is_lines = kind == "jsonl" and is_line_by_line(beginning) and not is_session(file.readline(LONGEST_RECORD))
+    can_be_cut = kind in ("parquet", "text") or is_lines
     return kind if is_as_it_is and can_be_cut else None
 
 

@@ -1,0 +1,131 @@
+"""OpenTelemetry's spans of calls of models (``gen_ai``), as records of the call: OpenLLMetry's and the standard's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from cache_builder.inputs.wire import as_mapping
+
+_IDS: Final = ("span_id", "spanId", "trace_id", "traceId", "context")
+_CALLS: Final = (None, "chat", "text_completion", "generate_content")
+
+
+def spans_in(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """The spans that a record is: itself, or all of an export (OTLP); None for a record of another kind."""
+    if isinstance(line.get("resourceSpans"), list):
+        scopes = [scope for each in line["resourceSpans"] for scope in _objects(as_mapping(each).get("scopeSpans"))]
+        return [span for scope in scopes for span in _objects(scope.get("spans"))]
+    attributes = line.get("attributes")
+    if not isinstance(attributes, dict | list) or "messages" in line or "request" in line:
+        return None
+    is_span = any(key in line for key in _IDS) or (isinstance(attributes, dict) and "gen_ai" in str([*attributes]))
+    return [line] if is_span else None
+
+
+def call_of(span: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The call of a span as a record with ``messages``, ``response`` and ``tools``; None for any other span."""
+    attributes: dict[str, Any] = {}
+    for part in (span, *_objects(span.get("events"))):
+        for name, value in _attributes(part.get("attributes")):
+            _put(attributes, name.split("."), value)
+    said = as_mapping(attributes.get("gen_ai"))
+    if as_mapping(said.get("operation")).get("name") not in _CALLS:
+        return None
+    asked = as_mapping(said.get("input")).get("messages", said.get("prompt"))
+    answers = as_mapping(said.get("output")).get("messages", said.get("completion"))
+    if asked is None and answers is None:
+        return None
+    messages = [message for each in _listed(asked) for message in _messages_of(each)]
+    system = _text_of_parts(_listed(said.get("system_instructions")))
+    functions = as_mapping(as_mapping(attributes.get("llm")).get("request")).get("functions")
+    tools = as_mapping(said.get("tool")).get("definitions", functions)
+    return {
+        "messages": [{"role": "system", "content": system}, *messages] if system else messages,
+        "response": {"choices": [{"message": message} for each in _listed(answers) for message in _messages_of(each)]},
+        "tools": [{**tool, "parameters": _parsed(tool.get("parameters"))} for tool in _objects(_listed(tools))],
+    }
+
+
+def is_openinference(span: Mapping[str, Any]) -> bool:
+    """Whether a span is Phoenix's, whose attributes are not those of ``gen_ai``."""
+    names = [name for name, _ in _attributes(span.get("attributes"))]
+    return any(name.startswith(("openinference.", "llm.input_messages")) or name == "llm" for name in names)
+
+
+def _attributes(given: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values; OTLP keeps them as a list, with the type of each value."""
+    if isinstance(given, dict):
+        yield from given.items()
+    for each in _objects(given):
+        if isinstance(each.get("key"), str):
+            yield each["key"], _plain(each.get("value"))
+
+
+def _plain(value: Any) -> Any:
+    """A value of OTLP without its type."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "arrayValue":
+        return [_plain(each) for each in as_mapping(inner).get("values", [])]
+    if kind == "kvlistValue":
+        return dict(_attributes(as_mapping(inner).get("values")))
+    return inner
+
+
+def _put(whole: dict[str, Any], path: list[str], value: Any) -> None:
+    """``value`` at a path of dotted names; what is in the way is replaced."""
+    for name in path[:-1]:
+        if not isinstance(whole.get(name), dict):
+            whole[name] = {}
+        whole = whole[name]
+    whole[path[-1]] = value
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list, from JSON in a string or from objects by number."""
+    value = _parsed(value)
+    if isinstance(value, dict) and all(key.isdecimal() for key in value):
+        return [value[key] for key in sorted(value, key=int)]
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _messages_of(message: Any) -> Iterator[Any]:
+    """A message as chat completions have it, and the results of calls in it as messages of their own."""
+    if isinstance(message, str):
+        yield {"role": "user", "content": message}
+    elif isinstance(message, dict) and isinstance(message.get("parts"), list):
+        parts = _objects(message["parts"])
+        for part in parts:
+            if part.get("type") == "tool_call_response":
+                result = part.get("response", part.get("result"))
+                text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+                yield {"role": "tool", "tool_call_id": part.get("id"), "content": text}
+        calls = [part for part in parts if part.get("type") == "tool_call"]
+        text, thought = _text_of_parts(parts), _text_of_parts(parts, "reasoning")
+        if text or calls:
+            has = {"tool_calls": calls, "reasoning_content": thought}
+            yield {"role": message.get("role"), "content": text, **{key: value for key, value in has.items() if value}}
+    elif isinstance(message, dict):
+        calls = _listed(message.get("tool_calls"))
+        yield {**message, "tool_calls": calls} if calls else message
+
+
+def _text_of_parts(parts: list[Any], kind: str = "text") -> str:
+    texts = [part.get("content") for part in _objects(parts) if part.get("type") == kind]
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _parsed(value: Any) -> Any:
+    if not isinstance(value, str) or value[:1] not in ("{", "["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
