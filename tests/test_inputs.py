@@ -324,6 +324,27 @@ def test_directories_and_patterns_give_each_file_once_in_order(tmp_path: Path) -
     assert len(find_sources(names)) == 4
 
 
+def test_the_card_of_a_data_set_is_no_document(tmp_path: Path) -> None:
+    import fsspec
+
+    files = {
+        "README.md": b"---\nlicense: mit\n---\n# Keys", "dataset_info.json": b'{"features": {}}', "state.json": b"{}",
+        "data/a.jsonl": jsonl({"text": "first"}), "docs/README.md": b"# How to",
+    }  # fmt: skip
+    memory = fsspec.filesystem("memory")
+    try:
+        for name, data in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_bytes(data)
+            memory.pipe(f"/cards/{name}", data)
+        for place in (str(tmp_path), "memory://cards"):
+            names = [source.name.partition("/data/")[2] or Path(source.name).name for source in find_sources([place])]
+            assert names == ["a.jsonl", "README.md"]
+        assert len(find_sources([str(tmp_path / "README.md"), str(tmp_path)])) == 3, "it was named"
+    finally:
+        memory.rm("/cards", recursive=True)
+
+
 def test_urls_are_read_as_files_are(tmp_path: Path) -> None:
     import fsspec
 

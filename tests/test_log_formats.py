@@ -456,6 +456,38 @@ def test_tools_and_messages_may_be_json_in_strings(codec: TextCodec) -> None:
     assert (exchange.asked, exchange.tools, exchange.is_conversation) == ([ASK, SAY], [tool], True)
 
 
+def test_other_names_of_roles_and_texts_are_read(codec: TextCodec) -> None:
+    parts = [{"type": "text", "value": ASK["content"]}]
+    chain = [{"type": "system", "content": SYSTEM["content"]}, {"type": "human", "content": ASK["content"]}]
+    for line, asked in (
+        ({"messages": [{"role": "user", "content": parts}, SAY]}, [ASK]),
+        ({**LANGFUSE, "input": chain, "output": {"type": "ai", "content": SAY["content"]}}, [SYSTEM, ASK]),
+    ):
+        assert found_in(line, codec).examples == chat_examples(codec, [*asked, SAY])
+    call = {"name": "look", "args": {"where": "mat"}, "id": "c1", "type": "tool_call"}
+    calls = [*chain, {"type": "ai", "content": "", "tool_calls": [call]}, {"type": "tool", "content": "a key"}]
+    (exchange,) = exchanges.exchanges_of({**LANGFUSE, "input": calls}) or []
+    assert isinstance(exchange.asked, list) and [each["role"] for each in exchange.asked[2:]] == ["assistant", "tool"]
+    assert exchange.asked[2]["tool_calls"] == [CALL]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt": {"raw": "q", "label": "l"}, "response": {"output": "a"}}, '"prompt" must be .* of "raw", "label"'),
+        ({"input": [{"message": ASK}, {"type": "x"}], "output": "a"}, '"input".0. has no "role", but "message"'),
+        ({"messages": [{"message": ASK}]}, '"messages".0. has no "role", but "message"'),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "image": "x"}]}, SAY]},
+            "messages.0..content.0. is",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_name_of_its_field(line: Any, message: str, codec: TextCodec) -> None:
+    with pytest.raises(InputError, match=f"^log:1: {message}"):
+        found_in(line, codec)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -184,15 +184,16 @@ def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, for
     (cache,) = open_held([directory])
     credits = credits_of(cache, found)
     kept = chosen(credits, budget)
-    num_sequences = 0
+    num_sequences = num_tokens = num_kept = 0
     with new_cache(out, fingerprint=cache.fingerprint, namespace=cache.namespace, force=force) as writer:
         for start, sequence in _placed(cache):
+            num_tokens += len(sequence)
             for piece in kept_pieces(sequence, start, kept):
                 writer.append(piece)
                 num_sequences += 1
-        num_written = writer.num_tokens
+                num_kept += len(piece)
     used, kept_blocks = credits > 0, kept.reshape(-1, BLOCK_TOKENS // LEAD_IN_TOKENS).all(1)
-    print(f"{out}: {num_written:,} of {cache.num_tokens:,} tokens in {num_sequences:,} sequences")
+    print(f"{out}: {num_kept:,} of {num_tokens:,} tokens in {num_sequences:,} sequences")
     print(f"  {(used & kept_blocks).sum():,} of the {used.sum():,} blocks that drafts came from are kept")
 
 

@@ -85,7 +85,7 @@ def _local(name: str, format: Format) -> Iterator[Source]:
 def _of_directory(path: Path, format: Format) -> Iterator[Source]:
     sources: list[Source] = []
     for file in sorted(path.rglob("*")):
-        if _is_known(str(file.relative_to(path))) and file.is_file():
+        if _is_known(str(file.relative_to(path))) and file.is_file() and not _is_card(str(file)):
             sources.append(_file(file, format))
     if not sources:
         raise InputError(f"{path}: is a directory without files of a known kind. Name its files")
@@ -108,7 +108,8 @@ def _remote(name: str, format: Format) -> Iterator[Source]:
             entries = system.glob(path, detail=True)
         elif not is_web and system.isdir(path):
             found = system.find(path, detail=True)
-            entries = {key: found[key] for key in found if _is_known(key.removeprefix(path))}
+            known = [key for key in found if _is_known(key.removeprefix(path))]
+            entries = {key: found[key] for key in known if not _is_card(str(system.unstrip_protocol(key)))}
         else:
             entries = {name: system.info(path)}
         for key in sorted(entries):
@@ -142,6 +143,16 @@ def _is_known(inside: str) -> bool:
     """Of a file in a directory: neither it nor a directory in between is hidden, or another program's own."""
     is_hidden = any(part.startswith((".", "_")) for part in Path(inside).parts)
     return not is_hidden and Path(_bare(inside)).suffix.lower() in _FORMATS
+
+
+def _is_card(name: str) -> bool:
+    """Whether a file describes the data set in whose directory it lies: Hugging Face's, or a README with a heading of
+    YAML. Raises InputError."""
+    last = name.rpartition("/")[2].lower()
+    if last == "readme.md":
+        with readable(name), open_raw(name) as file:
+            return file.peek(3).startswith(b"---")
+    return last in ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
 def _format_of(name: str, format: Format) -> Format:
