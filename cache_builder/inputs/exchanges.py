@@ -491,25 +491,21 @@ def _parsed(value: Any) -> Any:
 
 def _body(part: Mapping[str, Any]) -> Mapping[str, Any]:
     """Files of batches wrap the body once more, and those of HTTP hold it as text."""
-    for body in (part.get("body"), part.get("params"), _text_of_body(part)):
-        if isinstance(parsed := _parsed(body), dict):
-            return parsed
-    return part
+    for name in ("body", "params"):
+        if isinstance(part.get(name), dict):
+            return part[name]  # type: ignore[no-any-return]
+    parsed = _parsed(_text_of_body(part))
+    return parsed if isinstance(parsed, dict) else part
 
 
 def _text_of_body(part: Mapping[str, Any]) -> Any:
     """The text of a body of HTTP, as gateways and archives of HTTP (HAR) keep it; None without one."""
-    return next(
-        (
-            body
-            for body in (
-                part.get("body"),
-                *(as_mapping(part.get(name)).get("text") for name in ("postData", "content")),
-            )
-            if isinstance(body, str)
-        ),
-        None,
-    )
+    for name in ("body", "postData", "content"):
+        value = part.get(name)
+        text = value if name == "body" else value.get("text") if isinstance(value, dict) else None
+        if isinstance(text, str):
+            return text
+    return None
 
 
 def _is_there(value: Any) -> bool:

@@ -25,6 +25,7 @@ _ERROR_KEYS: Final = frozenset(
 STATUSES: Final = (
     "status", "status_code", "statusCode", "response_status", "responseStatus", "http_status", "http_status_code",
 )  # fmt: skip
+_FAILED: Final = re.compile("[45][0-9][0-9]")
 _GROWING: Final = ("content", "text", "arguments", "reasoning_content", "reasoning", "response", "thinking", "refusal")
 
 
@@ -34,15 +35,16 @@ def is_error(response: Any) -> bool:
         return _ERROR_PAGE.match(response) is not None
     if not isinstance(response, Mapping):
         return False
-    status = next((response[key] for key in STATUSES if response.get(key) is not None), None)
-    if re.fullmatch("[45][0-9][0-9]", str(status)) or "error" in (response.get("object"), response.get("type")):
+    statuses = [response[key] for key in STATUSES if key in response]
+    if any(_FAILED.fullmatch(str(each)) for each in statuses) or "error" in (
+        response.get("object"),
+        response.get("type"),
+    ):
         return True
-    what = (
-        response.get("error")
-        or response.get("detail")
-        or (isinstance(response.get("message"), str) and len(response) > 1)
-    )
-    return bool(what) and response.keys() <= _ERROR_KEYS
+    if not response.keys() <= _ERROR_KEYS:
+        return False
+    says_more = isinstance(response.get("message"), str) and len(response) > 1
+    return bool(response.get("error") or response.get("detail") or says_more)
 
 
 def chunks_in(value: Any) -> list[Mapping[str, Any]] | None:
