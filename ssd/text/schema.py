@@ -28,6 +28,7 @@ MOST_EXACT: Final = 2**53
 
 _MOST_PAIRS = 1 << 16  # llguidance compares the branches of a list with each other: 1,500 took 17 to 50 s
 _MOST_MULTIPLE = 10_000  # llguidance counts up to the digits of a multiple: 999983 took 22 s and 350 MB
+_MOST_LOOKED_AT = 10_000  # schemas within one, to see that a value of it ends
 _MOST_NAMES = 64  # property names that are listed in place of the pattern that matches them
 
 # Larger bounds are moved inwards to a multiple of this number: such integers below 2^63 are exact as floats, and so are
@@ -122,7 +123,9 @@ def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
             raise SchemaError("the schema false allows no value")
         if made is True:
             made = {}
-        _Preparation(made, strict).prepare(made, "")
+        preparation = _Preparation(made, strict)
+        preparation.prepare(made, "")
+        preparation.finish()
         closed: dict[str, Any] = close_objects(made)
         return closed
     except RecursionError:
@@ -200,7 +203,7 @@ def reason_of(complaint: str) -> str:
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     if "Regex is empty" in reason:
         reason = "Unsatisfiable schema: its patterns, format and length exclude each other"
-    reason = re.sub(r": json-schema:\S*", "", reason)
+    reason = re.sub(r": json-schema:\S*|^at .*failed to compile JSON schema: ", "", reason)
     return reason.replace("Unsatisfiable schema:", "no value satisfies it:")
 
 
@@ -229,6 +232,10 @@ class _Preparation:
         self._strict = strict
         self._seen: set[int] = set()
         self._progressing: set[int] = set()
+        self._references: list[tuple[dict[str, Any], str]] = []
+        self._with_branches: list[dict[str, Any]] = []
+        self._ending: set[int] = set()
+        self._num_looked_at = 0
         self._num_pairs = 0
         self._multiples: set[Decimal] = set()
 
@@ -246,12 +253,22 @@ class _Preparation:
         for child, pointer in list(children(node, at)):
             self.prepare(child, pointer)
         if (target := resolve(self._root, node.get("$ref"))) is not None:
-            self._require_progress(node, at, frozenset())
+            self._references.append((node, at))
             self.prepare(target, unquote(node["$ref"][1:]))
         self._count_properties(node, at)
         self._prepare_string(node, at)
         self._prepare_number(node, at)
-        self._prepare_branches(node)
+        self._with_branches.append(node)
+
+    def finish(self) -> None:
+        """Prepare what depends on the rest of the schema, all of which is prepared otherwise."""
+        for node, at in self._references:
+            self._require_progress(node, at, frozenset())
+            self._num_looked_at = 0
+            if self._never_ends(node, frozenset()):
+                raise SchemaError(f"$ref at {at}/$ref leads back to itself without an end: no finite value is valid")
+        for node in self._with_branches:
+            self._prepare_branches(node)
 
     def _refuse(self, node: dict[str, Any], key: str, at: str, reason: str, keyword: str | None = None) -> None:
         """Raise SchemaError, or leave the keyword out of a schema that need not be strict."""
@@ -281,8 +298,29 @@ class _Preparation:
             self._require_progress(part, at, begun | {id(node)})
         self._progressing.add(id(node))
 
+    def _never_ends(self, node: Schema, begun: frozenset[int]) -> bool:
+        """Whether each value of a schema has another value of a schema that is ``begun`` within it."""
+        if not isinstance(node, dict) or id(node) in self._ending or self._num_looked_at > _MOST_LOOKED_AT:
+            return False
+        if id(node) in begun:
+            return True
+        self._num_looked_at += 1
+        needed = [*node.get("allOf", []), resolve(self._root, node.get("$ref"))]
+        if types_of(node) == {"object"}:
+            needed += [node.get("properties", {}).get(name) for name in map(str, node.get("required", []))]
+        if types_of(node) == {"array"} and node.get("minItems", 0) > 0:
+            needed += node["prefixItems"][: node["minItems"]] if "prefixItems" in node else [node.get("items")]
+        choices = [node[key] for key in ("anyOf", "oneOf") if node.get(key)]
+        begun |= {id(node)}
+        if any(self._never_ends(part, begun) for part in needed):
+            return True
+        if any(all(self._never_ends(part, begun) for part in parts) for parts in choices):
+            return True
+        self._ending.add(id(node))
+        return False
+
     def _check_values(self, node: dict[str, Any], at: str) -> None:
-        """Refuse values that a keyword cannot have, and leave out keywords of types that a value cannot have."""
+        """Raise SchemaError for values that a keyword cannot have; leave out keywords of types that no value has."""
         for bound, exclusive in (_BOUNDS[:2], _BOUNDS[2:]):
             if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and bound in node:  # draft 4
                 node[exclusive] = node.pop(bound)
@@ -291,7 +329,7 @@ class _Preparation:
             if kind is int and isinstance(value, float) and value.is_integer():  # 3.0 is an integer in JSON Schema
                 node[key] = int(value)
             elif key in node and (isinstance(value, bool) or not isinstance(value, kind)):
-                self._refuse(node, key, at, f"must be {words}, got {shown(value)}")
+                raise SchemaError(f"{key} at {at}/{key} must be {words}, got {shown(value)}")
         types = types_of(node)
         for key, needed in _TYPE_OF_KEYWORD.items():
             if types is not None and needed not in types:
