@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from cache_builder.building.build import (
     plan_of,
 )
 from cache_builder.building.unfinished import unfinished_directory, working_directory
+from cache_builder.commands import options
 from cache_builder.inputs.record import InputError
 from cache_builder.inputs.sources import find_sources
 from cache_builder.workers import run
@@ -135,6 +137,19 @@ def test_a_block_of_a_batch_is_another_where_its_requests_have_changed(tmp_path:
     (after,) = plan_of(find_sources([str(tmp_path)]), "how")
     assert before.key == same.key != after.key
     assert before.place == after.place
+
+
+def test_a_long_build_tells_its_rate_and_the_time_left(
+    corpus: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["build", str(corpus), "--tokenizer", str(model), "--out", str(tmp_path / "out"), "--force"]
+    assert main(command) == 0
+    assert capsys.readouterr().err == "", "it was short"
+    monkeypatch.setattr(options, "_SECONDS_BETWEEN_LINES", 1e-6)
+    assert main(command) == 0
+    assert re.search(r"ssd-cache: [0-9.]+[kM] of [0-9.]+[kM], [0-9.]+[kM]?B/s, [0-9:]+ left\n", capsys.readouterr().err)
+    assert main([*command, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -154,6 +155,30 @@ def test_the_command_prints_a_summary_for_people(tmp_path: Path, capsys: pytest.
     assert said.startswith("12 requests are too few for a figure: 30 are needed\n")
     assert re.search(r"\nreplayed: speed-up \d\.\d\d if a pass of 32 tokens takes as long as one .*assumed", said)
     assert "What the cache adds" in said and "What this cannot know" in said
+
+
+def test_a_page_has_the_curve_of_each_class_and_the_assumptions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [json.loads(line) for line in write_log(tmp_path / "log.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["meta"]["kind"] = line["meta"]["kind"].replace("kind 1", "<b>$\\x$ 钥匙")
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = tmp_path / "page.html"
+    found = run_json(capsys, str(tmp_path / "log.jsonl"), "--class-by", "meta.kind", "--html", str(page))
+    assert sum(part["output_tokens"] for part in found["growth"]) == found["output_tokens"]
+    for each in found["classes"]:
+        assert sum(part["output_tokens"] for part in each["growth"]) == each["output_tokens"]
+    text = page.read_text()
+    assert text.count("<svg") == 1 and "<b>" not in text and text.count("&lt;b&gt;$\\x$ 钥匙") >= 2
+    assert "kind 0" in text and "all requests" in text and "Costs of a forward pass: an assumption" in text
+    assert "What this cannot know" in text and not re.search(r"<script|(?:src|href)=.http", text)
+    command = ["evaluate", str(tmp_path / "log.jsonl"), "--tokenizer", TOKENIZER, "--html"]
+    assert main([*command, str(tmp_path / "none" / "page.html")]) == 2
+    assert "give a file in a directory that exists" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*command, str(page)]) == 2 and "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_a_warm_directory_is_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

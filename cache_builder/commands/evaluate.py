@@ -49,6 +49,10 @@ def add(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument("--class-by", metavar="FIELD", help="a field of the records that names their class; a.b nests")
     command.add_argument("--json", action="store_true", help="print one JSON line alone")
+    command.add_argument(
+        "--html", type=Path, metavar="FILE",
+        help="also write one HTML file to send on: the speed-up as the cache grows, by class, and its assumptions",
+    )  # fmt: skip
     add_log_arguments(command)
     add_cost_arguments(command)
     group = command.add_argument_group("decoding", "with --measure: what is decoded with the model, one at a time")
@@ -72,9 +76,12 @@ def add(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from cache_builder.evaluation.evaluate import Plan, evaluate, measured, num_to_decode
+    from cache_builder.evaluation.page import require_matplotlib, write_page
     from cache_builder.evaluation.report import headline, summary
 
     _check(options)
+    if options.html is not None:
+        require_matplotlib()
     if options.measure is not None and options.tokenizer == str(MODEL_PATH):
         options.tokenizer = options.measure
     codec, log = read_logs(options, options.inputs, options.class_by)
@@ -92,6 +99,8 @@ def run(options: argparse.Namespace) -> int:
     result |= {"inputs": [Path(name).name for name in options.inputs], "tokenizer": Path(options.tokenizer).name}
     result["measured"] = measured(options, log, plan, costs)
     result["headline"] = headline(result)
+    if options.html is not None:
+        write_page(result, options.html)
     print(json.dumps(result) if options.json else summary(result))
     return 0
 
@@ -100,6 +109,8 @@ def _check(options: argparse.Namespace) -> None:
     """Raises ConfigError for what argparse cannot know."""
     if options.cache == "frozen" and not options.warm:
         raise ConfigError("--cache frozen searches what --warm names: give --warm DIR")
+    if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
+        raise ConfigError(f"--html {options.html}: give a file in a directory that exists")
     for name, value, least in (
         ("--draft-limit", options.draft_limit, 1),
         ("--measure-requests", options.measure_requests, 0), ("--measure-tokens", options.measure_tokens, 2),

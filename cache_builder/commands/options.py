@@ -69,6 +69,7 @@ def add_log_of_namespace(command: argparse.ArgumentParser, what: str) -> None:
 
 
 _LONGEST_SHOWN: Final = 120
+_SECONDS_BETWEEN_LINES: Final = 30.0
 
 
 def shown(value: object) -> str:
@@ -117,11 +118,23 @@ def fingerprints_in(client: redis.Redis, options: argparse.Namespace) -> list[st
 
 
 def progress_bar(total: int, unit: str, *, quiet: bool = False) -> Any:
-    """tqdm's bar on a terminal, nothing anywhere else or where it is ``quiet``. ``total`` : 0 where it is not known."""
+    """tqdm's bar on a terminal, and elsewhere a line every half a minute: what is done, its rate and the time left.
+
+    ``total`` : 0 where it is not known. ``quiet`` : show nothing.
+    """
     from tqdm import tqdm
 
-    is_seen = sys.stderr.isatty() and not quiet
-    return tqdm(total=total or None, unit=unit, unit_scale=True, leave=False, disable=not is_seen)
+    class Lines(tqdm):  # type: ignore[misc, unused-ignore]
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            if msg is None and self._time() - self.start_t >= self.delay:
+                left = " of {total_fmt}, {rate_fmt}, {remaining} left" if self.total else ", {rate_fmt}"
+                text = self.format_meter(**self.format_dict | {"bar_format": "{n_fmt}" + left})
+                print(f"ssd-cache: {text}", file=sys.stderr)
+
+    shown = {"total": total or None, "unit": unit, "unit_scale": True, "leave": False, "disable": quiet}
+    if sys.stderr.isatty():
+        return tqdm(**shown)
+    return Lines(**shown, mininterval=_SECONDS_BETWEEN_LINES, delay=_SECONDS_BETWEEN_LINES)
 
 
 def add_log_arguments(command: argparse.ArgumentParser) -> None:

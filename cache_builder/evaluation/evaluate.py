@@ -160,6 +160,12 @@ def evaluate(
     figures = partial(_figures, costs, best)
     uses = [*((use, replay(log, plan, costs.curve, use, progress)) for use in plan.lesser_uses), (plan.cache, main)]
     numbers, without = np.arange(len(main.requests)), np.setdiff1d(np.arange(len(log)), main.requests)
+
+    def growth(of: Flags) -> list[dict[str, Any]]:
+        """The figures of those requests in each tenth of all that has some of them."""
+        parts = [(end, of & (numbers >= begin) & (numbers < end)) for begin, end in _tenths(len(numbers))]
+        return [{"requests": end, **figures(main, part)} for end, part in parts if part.any()]
+
     return {
         "report": "evaluate",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -180,16 +186,14 @@ def evaluate(
         **figures(main),
         "documents": {"number": len(without), "tokens": int(np.diff(log.starts)[without].sum())},
         "classes": [
-            {"name": name, "requests": int(of.sum()), **figures(main, of)} for name, of in _classes(main, log.labels)
+            {"name": name, "requests": int(of.sum()), **figures(main, of), "growth": growth(of)}
+            for name, of in _classes(main, log.labels)
         ],
         "by_source": [
             {"source": source, "drafts": drafts, "drafted": drafted, "accepted": accepted}
             for source, (drafts, drafted, accepted) in main.by_source.items()
         ],
-        "growth": [
-            {"requests": end, **figures(main, (numbers >= begin) & (numbers < end))}
-            for begin, end in _tenths(len(numbers))
-        ],
+        "growth": growth(np.ones(len(numbers), np.bool_)),
         "by_cache": [{"cache": use, **figures(outcome)} for use, outcome in uses],
         "needs": {
             "memory_bytes": main.index_bytes + main.ring_bytes,

@@ -40,7 +40,7 @@ def headline(evaluation: Evaluation) -> str:
         return f"Outputs differ with drafts: do not use this, and report it with {measured['model']}"
     if not (enough := [way for way in ways if way["requests"] >= LEAST_REQUESTS]):
         return _too_few(max(way["requests"] for way in ways))
-    said = " and ".join(f"{way['speedup']:.2f}x {_way(way)} on {way['requests']:,} requests" for way in enough)
+    said = " and ".join(f"{way['speedup']:.2f}x {way_of(way)} on {way['requests']:,} requests" for way in enough)
     return f"{said}: tokens a second, measured with {measured['model']}, every output the same to the bit"
 
 
@@ -48,7 +48,8 @@ def _too_few(requests: int) -> str:
     return f"{requests:,} requests are too few for a figure: {LEAST_REQUESTS} are needed"
 
 
-def _way(way: Evaluation) -> str:
+def way_of(way: Evaluation) -> str:
+    """The sampling of a measurement."""
     return f"at temperature {way['temperature']:g}" if way["temperature"] else "greedy"
 
 
@@ -141,7 +142,7 @@ _SPEED_UP: Final[_Columns] = (("speed-up", "{speedup:.2f}"),)
 def _tables(evaluation: Evaluation) -> Iterator[tuple[str, _Columns, Sequence[Evaluation]]]:
     """Title, columns and rows of each."""
     measured = (evaluation.get("measured") or {"temperatures": ()})["temperatures"]
-    ways = [{**way, "way": _way(way), "num_slower": len(way["slower"])} for way in measured]
+    ways = [{**way, "way": way_of(way), "num_slower": len(way["slower"])} for way in measured]
     alone: _Columns = (
         ("of output", "{output_speedup:.2f}"), ("outputs that differ", "{outputs_differ:,}"),
         ("slower requests", "{num_slower:,}"),

@@ -1,0 +1,93 @@
+"""An evaluation as one HTML file that can be sent on: a figure of the speed-up, its assumptions and all tables."""
+
+from __future__ import annotations
+
+import html
+import io
+import warnings
+from pathlib import Path
+from string import Template
+from typing import Any, Final
+
+from cache_builder.evaluation.report import Evaluation, headline, summary, way_of
+from cache_builder.held import plain
+from ssd.errors import ConfigError
+
+_MOST_CURVES: Final = 7
+_PAGE: Final = Template("""\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>ssd-cache evaluate: $title</title>
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+svg { width: 100%; height: auto }
+h1 { font-size: 1.5rem }
+pre { white-space: pre-wrap; font-size: 13px; line-height: 1.35 }
+</style>
+<h1>$title</h1>
+$figure
+<h2>Assumptions</h2>
+<ul>
+$assumptions
+</ul>
+<h2>All figures</h2>
+<pre>
+$summary
+</pre>
+</html>
+""")
+
+
+def require_matplotlib() -> None:
+    """Raise ConfigError if there is nothing to draw with."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise ConfigError("--html needs matplotlib: pip install matplotlib") from None
+
+
+def write_page(evaluation: Evaluation, path: Path) -> None:
+    """Write the file; names of classes and files may have been written by anybody. Raises OSError."""
+    assumptions = [f"Costs of a forward pass: {evaluation['cost']['source']}", *evaluation["unknown"]]
+    path.write_text(
+        _PAGE.substitute(
+            title=_escaped(headline(evaluation)),
+            figure=_figure(evaluation),
+            assumptions="\n".join(f"<li>{_escaped(each)}</li>" for each in assumptions),
+            summary=html.escape(summary(evaluation)),
+        ),
+        encoding="utf-8",
+    )
+
+
+def _escaped(text: str) -> str:
+    return html.escape(plain(text))
+
+
+def _figure(evaluation: Evaluation) -> str:
+    """The speed-up in each part of the log, of all requests and by class, as an SVG element."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    curves: list[tuple[str, list[dict[str, Any]], str]] = [("all requests", evaluation["growth"], "requests")]
+    curves += [(f"class {each['name']}", each["growth"], "requests") for each in evaluation["classes"][:_MOST_CURVES]]
+    for way in (evaluation.get("measured") or {"temperatures": ()})["temperatures"]:
+        curves.append((f"measured, {way_of(way)}", way["growth"], "up_to"))
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False}), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a font without a letter: the reader's browser has others
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        for number, (name, parts, key) in enumerate(curves):
+            places, values = [part[key] for part in parts], [part["speedup"] for part in parts]
+            axes.plot(places, values, marker="o", markersize=3, linewidth=1.2 if number else 2.5, label=plain(name))
+        axes.axhline(1.0, color="gray", linewidth=0.8)
+        axes.set_xlabel("requests so far")
+        axes.set_ylabel("speed-up of output tokens")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best", fontsize="small")
+        figure.savefig(out, format="svg")
+    text = out.getvalue()
+    return text[text.index("<svg") :]
