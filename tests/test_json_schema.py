@@ -50,7 +50,9 @@ SCHEMAS = st.recursive(
 def holds(schema: Any, value: Any) -> bool:
     try:
         return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
-    except RecursionError:  # {"$ref": "#"} alone
+    except BaseException as error:  # {"$ref": "#"} alone; where Python's stack ends, a library in Rust may panic
+        if not isinstance(error, RecursionError) and type(error).__name__ != "PanicException":
+            raise
         return False
 
 

@@ -100,7 +100,7 @@ def _prepared(name: str, schema: Mapping[str, Any], strict: bool) -> dict[str, A
     try:
         return {**prepare_schema({**schema, "type": "object"}, strict=strict), "$comment": parameters}
     except SchemaError as error:
-        raise RequestError(f"tools cannot be used: {parameters}: {error}", param="tools") from None
+        raise RequestError(f"tools cannot be used: {parameters}: {error!s:.500}", param="tools") from None
 
 
 def _json(schema: Mapping[str, Any]) -> str:
