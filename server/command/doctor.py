@@ -32,6 +32,8 @@ _FEATURES = ("avx2", "fma", "bmi2", "avx512f", "avx512bf16", "amx-bf16", "neon",
 _MOST_PASS_COST = 10.0
 """The cost of a 16-token pass, in single-token passes, above which drafts rarely gain anything."""
 _OUTPUT_TOKENS = 32
+_WIDEST = 65
+"""The most tokens of each sequence in the passes that are timed."""
 
 
 class Report:
@@ -152,7 +154,7 @@ def _report_engine(report: Report, engine: Engine, namespace: str) -> None:
     report.line("speculation", speculation.reason, is_ok=speculation.active)
     if not engine.is_speculating:
         return
-    times = timed_passes(engine.target, 65)
+    times = timed_passes(engine.target, min(_WIDEST, engine.max_model_len))
     for num_rows in sorted({rows for rows, _ in times}):
         found = ", ".join(f"{width}: {1e3 * s:.2f}" for (rows, width), s in sorted(times.items()) if rows == num_rows)
         report.line("pass times", f"{num_rows} sequence{'s' * (num_rows > 1)}, ms by tokens of each: {found}")
