@@ -155,8 +155,8 @@ def test_tool_call_arguments_reach_the_template_as_objects(codec: TextCodec) -> 
 def test_templates_that_want_arguments_as_text_get_them(codec: TextCodec) -> None:
     call: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": '{"x": "é <|end|>"}'}}
     messages: list[dict[str, Any]] = [USER, {"role": "assistant", "tool_calls": [call]}]
-    template = "{{ 'f' + messages[1].tool_calls[0].function.arguments }}"
-    assert codec.decode(codec.encode_chat(messages, chat_template=template)) == 'f{"x": "é <|end|>"}'
+    template = "{{ messages[0].content + messages[1].tool_calls[0].function.arguments }}"
+    assert codec.decode(codec.encode_chat(messages, chat_template=template)) == 'hello{"x": "é <|end|>"}'
     with pytest.raises(RequestError, match="refuses"):
         codec.encode_chat(messages, chat_template="{{ 1 / 0 }}")
 
@@ -183,12 +183,13 @@ ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "c": "a
 
 def said(refusal: str, conversation: str) -> str:
     """What becomes of messages, one a letter, where a template refuses some. ``c`` : an assistant calls a function."""
-    call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+    call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"x": ""}'}}]}
     messages = [
         {"role": ROLES[letter], "content": f"{letter}{number}", **(call if letter == "c" else {})}
         for number, letter in enumerate(conversation)
     ]
-    each = REFUSALS[refusal] + "[{{ m.role[0] }} {{ m.content }}]"
+    calls = "{% for c in m.tool_calls %}{{ c.function.arguments.values() | join }}{% endfor %}"
+    each = REFUSALS[refusal] + "[{{ m.role[0] }} {{ m.content }}" + calls + "]"
     template = "{% set ns = namespace(n=0) %}{% for m in messages %}" + each + "{% endfor %}"
     codec = CODECS["byte level"]
     return codec.decode(codec.encode_chat(messages, chat_template=template)).replace("\n\n", "+")

@@ -12,49 +12,60 @@ from server.base.limits import Limits
 from server.base.settings import ServerSettings
 from server.running.texts import Texts, codec_of
 from server.schema.chat import ChatBody, ChatTemplateFields, TokenizeChatBody, ToolUse
-from server.tools.formats import AUTO, JSON, OFF, REASONING_FORMATS, detect, make_parser, special_tokens
+from server.tools.formats import (
+    AUTO,
+    IN_WORDS,
+    JSON,
+    OFF,
+    REASONING_FORMATS,
+    detect,
+    make_parser,
+    special_tokens,
+    write_calls,
+)
 from server.tools.grammars import call_grammar, count_reasoning_tokens, reasoning_rule
 from server.tools.messages import Messages, call_id, short_call_id, with_numbered_call_ids, with_short_call_ids
 from server.tools.reasoning import goes_on_thinking
 from server.tools.values import Functions
 from ssd.config import StructuredOutput
 from ssd.errors import RequestError
-from ssd.text.messages import knows_tools
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
+    from ssd.text.chat_template import ChatTemplate
     from ssd.text.codec import TextCodec
-
-
-IN_WORDS = "hermes"
-"""The format of calls where the template knows of no tools, see `ssd.text.messages`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """Names of parsers, None for none. ``in_words`` : the template is not told of tools, the model is all the same."""
+    """Names of parsers, None for none. ``in_words`` : the template is not told of tools, the model is all the same.
+
+    ``several`` : the template takes messages of several calls; else an answer has one.
+    """
 
     tool_call: str | None = None
     reasoning: str | None = None
     in_words: bool = False
+    several: bool = True
 
 
 @lru_cache(maxsize=8)
-def message_format(template: str | None, tool_call: str, reasoning: str) -> MessageFormat:
-    """How messages look by a template that is in use. O(characters) for a new one.
+def message_format(template: ChatTemplate | None, tool_call: str, reasoning: str) -> MessageFormat:
+    """The format of messages of a template that is in use. A new one is rendered a few times.
 
     ``tool_call``, ``reasoning`` : a parser's name, or "auto" for what the template speaks of, or "none".
     """
     if template is None or tool_call == reasoning == OFF:
         return MessageFormat()
-    calls, thoughts = detect(template)
+    calls, thoughts = detect(template.source, template.sample_call())
     if tool_call != AUTO:
         calls = None if tool_call == OFF else tool_call
     if reasoning != AUTO:
         thoughts = None if reasoning == OFF else reasoning
     # Who names another format has told the model of it, and of the tools, himself.
-    in_words = not knows_tools(template) and (tool_call == AUTO or calls == IN_WORDS)
-    return MessageFormat(IN_WORDS if in_words else calls, thoughts, in_words)
+    in_words = not template.takes_tools and (tool_call == AUTO or calls == IN_WORDS)
+    several = in_words or template.takes_several_calls
+    return MessageFormat(IN_WORDS if in_words else calls, thoughts, in_words, several)
 
 
 _TAIL_TOKENS = 32
@@ -80,6 +91,8 @@ def plan_answer(
 ) -> AnswerPlan:
     """What ``body`` asks for, of a model that writes as ``form`` says, after ``prompt``. Raises RequestError."""
     use, asked = body.tool_use(), body.structured_output()
+    if use is not None and not form.several:
+        use = replace(use, parallel=False)
     mode = "none" if use is None else use.mode
     if mode == "none" and form.reasoning is None:
         return AnswerPlan(None, asked)
@@ -163,6 +176,11 @@ def _output(
     return StructuredOutput.parts(rules, parts, first.param)
 
 
+def _writing(form: MessageFormat) -> dict[str, Any]:
+    """Arguments of `TextCodec.encode_chat` that say how tools and calls are written."""
+    return {"tools_in_words": form.in_words, "write_calls": partial(write_calls, form.tool_call)}
+
+
 B = TypeVar("B", bound=ChatTemplateFields)
 
 _CALL_IDS: Mapping[str | None, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
@@ -181,7 +199,7 @@ class Chats:
     async def prepare(self, engine: Engine, body: ChatBody) -> tuple[list[int], AnswerPlan]:
         """Token ids of the conversation, and the plan of its answer; raises RequestError."""
         body, form = self._told(engine, body)
-        prompt = await self._texts.messages(engine, body, tools_in_words=form.in_words)
+        prompt = await self._texts.messages(engine, body, **_writing(form))
         codec, limits, use = codec_of(engine), self._settings.limits, body.tool_use()
         if use is not None and (use.mode == "required" or body.structured_output() is not None):  # a grammar of all
             return prompt, await self._lanes.answers.run(plan_answer, body, form, codec, prompt, limits)
@@ -190,7 +208,7 @@ class Chats:
     async def tokenize(self, engine: Engine, body: TokenizeChatBody) -> tuple[list[int], Any]:
         """Token ids of the conversation, and each one's text where that is asked for."""
         body, form = self._told(engine, body)
-        return await self._texts.tokenize(engine, body, tools_in_words=form.in_words)
+        return await self._texts.tokenize(engine, body, **_writing(form))
 
     def _told(self, engine: Engine, body: B) -> tuple[B, MessageFormat]:
         """The conversation as the template is given it, and the format of its messages."""
@@ -202,7 +220,7 @@ class Chats:
             raise RequestError(
                 "the chat template of this model does not read documents: put them into a message", param="documents"
             )
-        template = codec.chat_template(with_tools=use is not None)
+        template = codec.template(with_tools=use is not None)
         form = message_format(template, self._settings.tool_call_parser, self._settings.reasoning_parser)
         if named := _CALL_IDS.get(form.tool_call):
             body = body.model_copy(update={"messages": named(body.messages)})

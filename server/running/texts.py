@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,9 +65,9 @@ class Texts:
                 raise self._too_many(most)
         return found
 
-    async def messages(self, engine: Engine, body: ChatTemplateFields, *, tools_in_words: bool = False) -> list[int]:
-        """Token ids of a conversation. ``tools_in_words`` : its template knows of no tools."""
-        call, num_characters = self._conversation(engine, body, tools_in_words=tools_in_words)
+    async def messages(self, engine: Engine, body: ChatTemplateFields, **writing: Any) -> list[int]:
+        """Token ids of a conversation. ``writing`` : further arguments of `TextCodec.encode_chat`."""
+        call, num_characters = self._conversation(engine, body, writing)
         return await self._lanes.run_on_text(num_characters, call)
 
     async def prediction(self, engine: Engine, text: str) -> tuple[int, ...]:
@@ -102,9 +102,9 @@ class Texts:
         return await self._lanes.run_on_text(sum(map(len, ids)), call)
 
     async def tokenize(
-        self, engine: Engine, body: TokenizeTextBody | ChatTemplateFields, *, tools_in_words: bool = False
+        self, engine: Engine, body: TokenizeTextBody | ChatTemplateFields, **writing: Any
     ) -> tuple[list[int], Any]:
-        """Ids of a text or a conversation, and each one's text where that is asked for."""
+        """Ids of a text or a conversation, and each one's text where that is asked for; ``writing`` : as above."""
         codec = codec_of(engine)
         most = self.most_tokens(engine)
         if isinstance(body, TokenizeTextBody):
@@ -117,7 +117,7 @@ class Texts:
 
         else:
             wants_texts = getattr(body, "return_token_strs", False)
-            ids, _ = self._conversation(engine, body, tools_in_words=tools_in_words)
+            ids, _ = self._conversation(engine, body, writing)
 
         def call() -> tuple[list[int], Any]:
             tokens = ids()
@@ -139,7 +139,7 @@ class Texts:
         return max(self._limits.max_request_tokens, engine.max_model_len)
 
     def _conversation(
-        self, engine: Engine, body: ChatTemplateFields, *, tools_in_words: bool
+        self, engine: Engine, body: ChatTemplateFields, writing: Mapping[str, Any]
     ) -> tuple[Callable[[], list[int]], int]:
         """What tokenises a conversation, and about how many characters it has."""
         contents = [str(message.get("content")) for message in body.messages]
@@ -155,7 +155,7 @@ class Texts:
         arguments = {
             **body.template_arguments(),
             "allow_special_tokens": self._settings.allow_special_tokens,
-            "tools_in_words": tools_in_words,
+            **writing,
         }
 
         def call() -> list[int]:

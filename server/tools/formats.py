@@ -6,19 +6,25 @@ anew for each piece, and openai-harmony reads tokens of a vocabulary that it loa
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
-from server.tools.messages import MessageParser, Reader
+from server.tools.messages import MessageParser, Messages, Reader
 from server.tools.readers import CALL_ID, CallFormat, Calls, Written
 from server.tools.reasoning import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, ReasoningFormat, channels
 from server.tools.reasoning import reasoning as reasoning_reader
 from server.tools.values import Functions
+from ssd.text.chat_template import SAMPLE_ARGUMENTS, SAMPLE_NAME, SAMPLE_SCHEMA, CallSample
 
 AUTO, OFF = "auto", "none"
 """What options take beside the names of formats."""
+
+IN_WORDS = "hermes"
+"""The format of calls if the template knows of no tools, see `ssd.text.messages`."""
 
 JSON = "json"
 """What a model is made to write for a call where its format has no grammar, or it has none."""
@@ -77,6 +83,10 @@ _MINIMAX = CallFormat(
         call_end="</invoke>\n", before="<minimax:tool_call>\n", between="", after="</minimax:tool_call>",
     ),
     told_by=(("<minimax:tool_call>",),),
+)  # fmt: skip
+_GIGACHAT = CallFormat(
+    call=("<|function_call|>", "function call<|role_sep|>"), noise=("<|message_sep|>",),
+    told_by=(("<|function_call|>",),),
 )  # fmt: skip
 _K3 = [f"<|{mark}|>{name}<|sep|>" for mark in ("open", "close") for name in ("response", "tools")]
 _PYTHONIC = CallFormat(arguments="python", bare=("[",), told_by=(("[func_name1(",), ("[func1(",)))  # fmt: skip
@@ -156,7 +166,49 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
     ),
     "lfm2": CallFormat(
         arguments="python", call=("<|tool_call_start|>",), end=("<|tool_call_end|>",),
-        told_by=(("<|tool_list_start|>",), ("<|tool_call_start|>",)),
+        told_by=(("<|tool_list_start|>",), ("<|tool_call_start|>",), ("<|im_start|>", "List of tools: [")),
+    ),
+    "cohere": CallFormat(
+        call=("<|START_ACTION|>",), end=("<|END_ACTION|>",),
+        noise=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        written=Written(
+            call='{"tool_name": "NAME", "parameters": ARGUMENTS}', before="<|START_ACTION|>[", between=", ",
+            after="]<|END_ACTION|>",
+        ),
+        told_by=(("<|START_ACTION|>",),),
+    ),
+    "apertus": CallFormat(
+        arguments="keyed", call=("<|tools_prefix|>",), end=("<|tools_suffix|>",),
+        written=Written(
+            call='{"NAME": ARGUMENTS}', before="<|tools_prefix|>[", between=", ", after="]<|tools_suffix|>"
+        ),
+        told_by=(("<|tools_prefix|>",),),
+    ),
+    "gigachat31": replace(_GIGACHAT, written=Written(call=f"<|function_call|>{_OBJECT}", several=False)),
+    "gigachat3": replace(
+        _GIGACHAT, written=Written(call=f"<|message_sep|>\n\nfunction call<|role_sep|>\n{_OBJECT}", several=False),
+        told_by=(("<|role_sep|>", "function call"),),
+    ),
+    "nemotron_json": CallFormat(
+        call=("<TOOLCALL>",), end=("</TOOLCALL>",), told_by=(("<TOOLCALL>",),),
+        written=Written(call=_OBJECT, before="<TOOLCALL>[", between=", ", after="]</TOOLCALL>"),
+    ),
+    "minicpm5": CallFormat(
+        arguments="tags", call=("<function name=",), after_name=((">",),), key="<param name=", after_key=(">",),
+        value_end="</param>", call_end="</function>", told_by=(("<function name=", "<param name="),),
+        written=Written(
+            call='<function name="NAME">', parameter='<param name="KEY">', value_end="</param>",
+            call_end="</function>",
+        ),
+    ),
+    "functionary_v32": CallFormat(
+        arguments="json", call=(">>>",), opened="all", noise=(">>>all\n",),
+        written=Written(call="NAME\nARGUMENTS", between=">>>"), told_by=((">>>all",), (">>>${recipient}",)),
+    ),
+    "functionary_v31": CallFormat(
+        arguments="json", call=("<function=",), after_name=((">",),), end=("</function>",),
+        written=Written(call="<function=NAME>ARGUMENTS</function>", between=""),
+        told_by=(("<function=example_function_name>", "parameters in JSON"), ("</function>", "<|python_tag|>")),
     ),
     "olmo3": CallFormat(
         arguments="python", call=("<function_calls>",), end=("</function_calls>",), told_by=(("<function_calls>",),),
@@ -182,7 +234,10 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         told_by=(("<|python_start|>",), ("<|header_start|>", "[func_name1(")),
     ),
     "pythonic": _PYTHONIC,
-    "llama4_json": replace(_LLAMA, told_by=(("<|header_start|>", '"parameters": '),)),
+    "llama4_json": replace(
+        _LLAMA, noise=("<|python_start|>", "<|python_end|>", "<|header_start|>", "<|header_end|>"),
+        told_by=(("<|header_start|>", '"parameters": '),),
+    ),
     "llama3_json": _LLAMA,
     "xlam": CallFormat(
         call=("[TOOL_CALLS]",), bare=("{", "["), written=Written(call=_OBJECT, before="[", between=", ", after="]"),
@@ -201,6 +256,14 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "muse_glimmer": ReasoningFormat(
         (f" to=self{MESSAGE}", f"to=self{MESSAGE}"), ("<|eom|>", "<|eot|>"), header=f"{START}assistant",
         told_by=(("<atem:function_calls>",),),
+    ),
+    "cohere": ReasoningFormat(
+        ("<|START_THINKING|>",), ("<|END_THINKING|>",), also_ends=("<|START_ACTION|>", "<|START_RESPONSE|>"),
+        told_by=(("<|START_THINKING|>",),),
+    ),
+    "apertus": ReasoningFormat(
+        ("<|inner_prefix|>",), ("<|inner_suffix|>",), also_ends=("<|tools_prefix|>",),
+        told_by=(("<|inner_prefix|>",),),
     ),
     "kimi_k3": ReasoningFormat(
         ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), also_ends=tuple(_K3[:2]),
@@ -239,17 +302,78 @@ _MARKER = re.compile(r"<[^<>\s]*(?:\||｜|tool_call|function_call|think)[^<>\s]*
 """Of the texts of a row: what may be a special token."""
 
 
-def detect(chat_template: str) -> tuple[str | None, str | None]:
-    """Names of the tool-call and the reasoning format that a chat template speaks of; None where it speaks of none."""
-    tables: tuple[Mapping[str, CallFormat | ReasoningFormat], ...] = (TOOL_FORMATS, REASONING_FORMATS)
-    tool_call, reasoning = (
-        next((name for name, row in table.items() if _is_told(row.told_by, chat_template)), None) for table in tables
-    )
-    return tool_call, reasoning
+def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | None, str | None]:
+    """Names of the tool-call and the reasoning format that a chat template has; None where none is known.
+
+    ``sample`` : a call as the template writes it. The format is the first that reads it back, of those that the
+    template mentions and then of all others. Without one, the first that the template mentions.
+    """
+    mentioned = [name for name, row in TOOL_FORMATS.items() if _is_told(row.told_by, chat_template)]
+    reasoning = next((name for name, row in REASONING_FORMATS.items() if _is_told(row.told_by, chat_template)), None)
+    if sample is None:
+        return (mentioned[0] if mentioned else None), reasoning
+    names = (name for name in (*mentioned, *TOOL_FORMATS) if name != JSON and _reads_back(name, sample))
+    return next(names, None), reasoning
+
+
+_NO_CONTENT = re.compile(r"(?:\s|<think>\s*</think>|<[^<>\s]*>|\[/?[A-Z_]+\])*")
+"""Markers that may stand beside a call: the end of a message, reasoning that is empty."""
+
+
+def _reads_back(name: str, sample: CallSample) -> bool:
+    """Whether a format finds the call of ``sample``, and no content."""
+    for text in sample.texts:
+        messages = Messages(partial(make_parser, name, None, functions={SAMPLE_NAME: SAMPLE_SCHEMA}))
+        found = messages.whole(0, text)
+        calls = [(call.name, json.loads(call.arguments)) for call in found.tool_calls if call.is_json]
+        if calls == [(SAMPLE_NAME, SAMPLE_ARGUMENTS)] and _NO_CONTENT.fullmatch("".join(found.content)):
+            return True
+    return False
 
 
 def _is_told(told_by: tuple[tuple[str, ...], ...], chat_template: str) -> bool:
     return any(all(string in chat_template for string in strings) for strings in told_by)
+
+
+def write_calls(tool_call: str | None, functions: Sequence[Mapping[str, Any]]) -> str:
+    """Functions, each with ``name`` and ``arguments``, as a model of this format writes calls.
+
+    Formats whose writing is not known, and arguments that are no object in tags, are written as Hermes models do.
+    """
+    form = TOOL_FORMATS[tool_call or IN_WORDS]
+    if form.arguments == "python":
+        calls = ", ".join(f"{each.get('name')}({_keywords(each)})" for each in functions)
+        return f"{''.join(form.call[:1])}[{calls}]{''.join(form.end[:1])}"
+    written = form.written or _HERMES.written
+    assert written is not None
+    if written.parameter and not all(isinstance(each.get("arguments", {}), Mapping) for each in functions):
+        written = _HERMES.written
+        assert written is not None
+    calls = written.between.join(_written_call(written, number, each) for number, each in enumerate(functions))
+    return written.before + calls + written.after
+
+
+def _written_call(form: Written, number: int, function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments", {})
+    if form.parameter:
+        values = (
+            form.parameter.replace("KEY", key) + (value if isinstance(value, str) else _json(value)) + form.value_end
+            for key, value in arguments.items()
+        )
+        return form.call.replace("NAME", str(function.get("name"))) + "".join(values) + form.call_end
+    told = {"NAME": str(function.get("name")), "NUMBER": str(number), "ARGUMENTS": _json(arguments)}
+    return re.sub("|".join(told), lambda match: told[match[0]], form.call)
+
+
+def _keywords(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, Mapping):
+        arguments = {"arguments": arguments}
+    return ", ".join(f"{k}={_json(v) if isinstance(v, str) else repr(v)}" for k, v in arguments.items())
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def make_parser(

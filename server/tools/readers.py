@@ -40,6 +40,7 @@ _KEY = re.compile(rf"""\s*(?:"(?P<quoted>[^"]*)"|["']?(?P<bare>[^"'\s]+)["']?)(?
 _TYPE = re.compile(r"""\s(string|type)=["']([^"']*)""")
 _IS_TOKEN = re.compile(r"[|｜]|^\[")
 """What prose does not have."""
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 
 CALL_ID = "[CALL_ID]"
@@ -74,19 +75,21 @@ class CallFormat:
 
     ``told_by`` : strings of chat templates, all of one of these. ``arguments`` : what stands behind a call's beginning:
     an "object" of name and arguments, or a list of those; a name and "json"; a name and "tags"; calls of "python"; a
-    name and "gemma"'s literals. ``message_ends`` : of a model whose messages have headers, some of which name one.
+    name and "gemma"'s literals; an object "keyed" by the name, or a list of those. ``message_ends`` : of a model whose
+    messages have headers, some of which name one.
 
     ``section`` : begins several calls; where that ``closes``, nothing in it is content. ``call`` : begins one. ``bare``
     : with what a message may begin with calls at once. ``head``, ``after_name`` : around the name. ``end`` : what may
     follow; a model often leaves it out. ``noise`` : says nothing itself. ``space_is_text`` : before a call, too.
 
-    ``key``, ``after_key``, ``value_end``, ``call_end`` : of tags. ``on_lines`` : values stand on lines of their own,
-    whose ends are not part of them. ``value_end_before_tag`` : the end of a value is one only before another tag.
-    ``escaped`` : keys as in XML. ``written`` : for grammars.
+    ``opened`` : the prompt ends with the marker of a call, which this name of no function and a line end turn into
+    content. ``key``, ``after_key``, ``value_end``, ``call_end`` : of tags. ``on_lines`` : values stand on lines of
+    their own, whose ends are not part of them. ``value_end_before_tag`` : the end of a value is one only before another
+    tag. ``escaped`` : keys as in XML. ``written`` : for grammars.
     """
 
     told_by: tuple[tuple[str, ...], ...] = ()
-    arguments: Literal["object", "json", "tags", "python", "gemma"] = "object"
+    arguments: Literal["object", "json", "tags", "python", "gemma", "keyed"] = "object"
     message_ends: tuple[str, ...] = ()
     section: tuple[str, ...] = ()
     closes: bool = False
@@ -97,6 +100,7 @@ class CallFormat:
     end: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()
     space_is_text: bool = False
+    opened: str = ""
     key: str = ""
     after_key: tuple[str, ...] = ()
     value_end: str = ""
@@ -159,25 +163,38 @@ class Calls:
         self._functions = functions
         self._scanner = scanner
         self._pieces = pieces
-        self._accepts: Callable[[str], bool] = functions.__contains__ if functions and form.bare else bool
+        self._accepts: Callable[[str], bool] = (
+            functions.__contains__ if functions and (form.bare or form.opened) else bool
+        )
         self._read_one: Callable[[], Steps[None]] = getattr(self, f"_read_{form.arguments}")
 
     def read(self) -> Steps[None]:
         form, scanner, pieces = self._form, self._scanner, self._pieces
         if form.bare:
-            yield from scanner.space()
-            if (yield from scanner.peek()) in form.bare:
-                yield from self.read_group("")
+            yield from self._read_bare()
+        elif form.opened and (yield from scanner.literal(f"{form.opened}\n")):
+            scanner.forget()
+        elif form.opened:
+            yield from self.read_group(form.call[0])
             pieces.content(scanner.trail())
         while form.call and (marker := (yield from scanner.until(form.starts, pieces.content))):
             yield from self.read_group(marker)
             pieces.content(scanner.trail())
+
+    def _read_bare(self) -> Steps[None]:
+        """Calls without a marker, where a message begins or behind what says nothing itself."""
+        yield from self._scanner.space()
+        if (yield from self._scanner.peek()) in self._form.bare:
+            yield from self.read_group("")
+        self._pieces.content(self._scanner.trail())
 
     def read_group(self, marker: str) -> Steps[None]:
         """A call, or a list of them, behind ``marker``; what is none of it stays in the trail or unread."""
         form, scanner, pieces = self._form, self._scanner, self._pieces
         if marker in form.noise:
             scanner.forget()
+            if form.bare:
+                yield from self._read_bare()
             return
         num_calls = pieces.num_calls
         is_prose = not marker or (pieces.is_within_line and not _IS_TOKEN.search(marker))
@@ -272,7 +289,7 @@ class Calls:
             if key is None or not (yield from scanner.literal(":")):
                 return False
             yield from scanner.space()
-            if key == "name" and name is None:
+            if key in _NAMES and name is None:
                 name = yield from scanner.string()
                 if not name or not self._accepts(name):
                     return False
@@ -303,6 +320,31 @@ class Calls:
             self._end(name, first=True)
         return True
 
+    def _read_keyed(self) -> Steps[None]:
+        return self._read_list(self._keyed, (",",), "")
+
+    def _keyed(self) -> Steps[bool]:
+        """An object whose one key is the name and whose value are the arguments; whether it is complete."""
+        scanner = self._scanner
+        if not (yield from scanner.literal("{")):
+            return False
+        yield from scanner.space()
+        name = yield from scanner.string()
+        yield from scanner.space()
+        if not name or not self._accepts(name) or not (yield from scanner.literal(":")):
+            return False
+        yield from scanner.space()
+        if (yield from scanner.peek()) != "{":
+            return False
+        self._begin(name)
+        if not (yield from scanner.value(self._pieces.arguments)):
+            return False
+        yield from scanner.space()
+        if not (yield from scanner.literal("}")):
+            return False
+        scanner.forget()
+        return True
+
     def _held_arguments(self) -> Steps[str | None]:
         """An object, an object that is written as a string, or null; None where there is none of them."""
         scanner = self._scanner
@@ -319,7 +361,10 @@ class Calls:
 
     def _read_json(self) -> Steps[None]:
         scanner = self._scanner
-        if not self._form.section and (yield from scanner.peek()) in ("{", "["):  # older models of Mistral
+        if not (self._form.section or self._form.opened) and (yield from scanner.peek()) in (
+            "{",
+            "[",
+        ):  # older models of Mistral
             yield from self._read_object()
         elif (yield from self._literals(self._form.head)):
             name = yield from scanner.word(_NAME)

@@ -6,15 +6,18 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, lru_cache
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property, lru_cache, partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import xxhash
 
 from ssd.errors import RequestError, shown
+from ssd.text.call_variants import WriteCalls, has_object_arguments, variants, write_hermes_calls
+from ssd.text.chat_template import ChatTemplate, Loss
 from ssd.text.load_tokenizer import HubOptions, eos_token_ids_of, load_tokenizer
-from ssd.text.messages import SYSTEM_ROLES, in_words, normalize_messages, ways_to_say, with_one_system
+from ssd.text.messages import Message, in_words, normalize_messages, ways_to_say
 from ssd.text.special_tokens import Marks, SpecialTokens, whole_characters
 
 _RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -64,8 +67,7 @@ class TextCodec:
         )
         """Ids that stand for structure and not for text; ``TextStream`` leaves them out."""
         self._special_tokens = SpecialTokens(tokenizer, self.special_ids | {*eos_token_ids})
-        self._takes_system = lru_cache(maxsize=8)(self._has_system)
-        self._leaves_system_out = lru_cache(maxsize=8)(self._has_one_system)
+        self._template = lru_cache(maxsize=8)(partial(ChatTemplate, apply=tokenizer.apply_chat_template))
 
     @classmethod
     def load(
@@ -129,14 +131,17 @@ class TextCodec:
         chat_template: str | None = None,
         allow_special_tokens: bool = False,
         tools_in_words: bool = False,
+        write_calls: WriteCalls = write_hermes_calls,
     ) -> list[int]:
         """Ids of a conversation, through the tokenizer's chat template or the given one.
 
         ``messages`` : OpenAI's, with text content. ``template_kwargs`` : further variables for the template, ``tools``
         among them. Special tokens that these spell out are text, see `SpecialTokens`, unless ``allow_special_tokens``.
-        ``tools_in_words`` : the template does not know of tools, see `ssd.text.messages`. What a template refuses is
-        said to it in other ways, see `ssd.text.messages.ways_to_say`; so is what it would leave out without a word.
-        Raises RequestError: ``param`` is "messages", "chat_template" or "chat_template_kwargs".
+        ``tools_in_words`` : the template does not know of tools, see `ssd.text.messages`. What a template refuses or
+        leaves out is written in other messages, see `ssd.text.call_variants.variants`. ``write_calls`` : writes calls
+        as the model does, for a template that leaves them out.
+        Raises RequestError, also for messages that would be missing in the prompt: ``param`` is "messages", "tools",
+        "chat_template" or "chat_template_kwargs".
         """
         normalized = normalize_messages(messages)
         kwargs = dict(template_kwargs or {})
@@ -151,50 +156,40 @@ class TextCodec:
                 "give a chat template (--chat-template FILE)",
                 param="messages",
             )
+        at_fault = "messages" if chat_template is None else "chat_template"
         marks: Marks | None = None
-        try:
-            with self._lock:
-                template = self._tokenizer.get_chat_template(chat_template, kwargs.get("tools"))
-                if "developer" not in template:  # it knows no such role: this is what it is elsewhere
-                    for message in normalized:
-                        message["role"] = "system" if message["role"] == "developer" else message["role"]
+        with self._lock:
+            try:
+                source = self._tokenizer.get_chat_template(chat_template, kwargs.get("tools"))
+                template = self._template(source)
+                normalized, kwargs = template.with_roles(normalized), template.with_fields(kwargs)
+                said, numbers = normalized, list(range(len(normalized)))
                 if tools_in_words:
                     tools = kwargs.pop("tools", ())
-                    normalized = in_words(normalized, tools, has_system=self._takes_system(template))
-                has_others = any(message["role"] in SYSTEM_ROLES for message in normalized[1:])
-                if has_others and self._leaves_system_out(template):
-                    normalized = with_one_system(normalized)
+                    said = in_words(normalized, tools, has_system=template.takes_system)
+                    numbers = _numbers_in_words(normalized, said)
                 if not allow_special_tokens:
-                    normalized, kwargs, marks = self._special_tokens.mark(normalized, kwargs, template)
-
-                def render(conversation: list[dict[str, Any]]) -> str:
-                    rendered: str = self._tokenizer.apply_chat_template(
-                        conversation,
-                        chat_template=template,
-                        add_generation_prompt=add_generation_prompt,
-                        continue_final_message=continue_final_message,
-                        tokenize=False,
-                        **kwargs,
-                    )
-                    return rendered
-
-                refusals: list[Exception] = []
-                for conversation in ways_to_say(normalized):
-                    try:
-                        text = render(conversation)
-                        break
-                    except Exception as error:
-                        refusals.append(error)
-                else:
-                    raise refusals[-1]
-        except RequestError:
-            raise
-        except Exception as error:  # whatever a template raises: it is code, and the messages are its input
-            at_fault = "messages" if chat_template is None else "chat_template"
-            said = str(error) if marks is None else marks.without(str(error))
-            raise RequestError(
-                f"the chat template refuses these messages: {said or type(error).__name__:.500}", param=at_fault
-            ) from error
+                    said, kwargs, marks = self._special_tokens.mark(said, kwargs, source)
+                options = {
+                    "add_generation_prompt": add_generation_prompt,
+                    "continue_final_message": continue_final_message,
+                }
+                choice = template.choose(said, kwargs, write_calls, **options)
+                if choice.losses:
+                    raise _left_out([Loss(numbers[loss.message], loss.call) for loss in choice.losses], at_fault)
+                text = _render(template, said, choice.number, write_calls, {**kwargs, **options})
+            except RequestError:
+                raise
+            except Exception as error:  # whatever a template raises: it is code, and the messages are its input
+                reason = (str(error) if marks is None else marks.without(str(error))) or type(error).__name__
+                if template.refuses_tools(kwargs):
+                    raise RequestError(
+                        f"the chat template refuses these tools: {reason:.500}", param="tools"
+                    ) from error
+                raise RequestError(
+                    f"the chat template refuses these messages{_without_object(normalized)}: {reason:.500}",
+                    param=at_fault,
+                ) from error
         if marks is None:
             return self._encode(text, add_special_tokens=False)
         with self._lock:
@@ -213,28 +208,10 @@ class TextCodec:
             return None
         return template
 
-    def _has_system(self, template: str) -> bool:
-        """Whether a template has a place for a system message."""
-        return 0 in self._written(template, ["system", "user"])
-
-    def _has_one_system(self, template: str) -> bool:
-        """Whether a template writes some system messages, of several at the beginning and later, and no others."""
-        second = "developer" if "developer" in template else "system"
-        written = self._written(template, ["system", second, "user", "assistant", "system", "user"])
-        return 0 < len(written & {0, 1, 4}) < 3
-
-    def _written(self, template: str, roles: Sequence[str]) -> set[int]:
-        """Which messages of a conversation of these roles a template writes; none where it refuses that."""
-        said = [f"0f6ac8{number}" for number in range(len(roles))]
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)],
-                chat_template=template,
-                tokenize=False,
-            )
-        except Exception:  # it is code, and says so by raising whatever it likes
-            return set()
-        return {number for number, content in enumerate(said) if content in text}
+    def template(self, *, with_tools: bool = False) -> ChatTemplate | None:
+        """The template of `chat_template`, for questions about it; None without one."""
+        source = self.chat_template(with_tools=with_tools)
+        return None if source is None else self._template(source)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         text = whole_characters(text)
@@ -302,6 +279,56 @@ class TextCodec:
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def _render(
+    template: ChatTemplate,
+    messages: list[Message],
+    number: int | None,
+    write_calls: WriteCalls,
+    options: Mapping[str, Any],
+) -> str:
+    """The variant with this number; if it is refused, or no number is known, the first of `ways_to_say` that is not."""
+    if number is not None:
+        chosen = next(islice(variants(messages, write_calls), number, None))
+        with suppress(Exception):  # one that the marks did not cause
+            return template.render(chosen.messages, **options)
+    refusals: list[Exception] = []
+    for way in ways_to_say(messages):
+        try:
+            return template.render(way, **options)
+        except Exception as error:
+            refusals.append(error)
+    raise refusals[-1]
+
+
+def _numbers_in_words(messages: Sequence[Message], told: Sequence[Message]) -> list[int]:
+    """The number of the message that each message of `in_words` begins with."""
+    follows = zip(messages, [{}, *messages], strict=False)
+    numbers = [
+        number for number, (message, before) in enumerate(follows)
+        if not message["role"] == before.get("role") == "tool"
+    ]  # fmt: skip
+    return [0] * (len(told) - len(numbers)) + numbers
+
+
+def _left_out(losses: Sequence[Loss], param: str) -> RequestError:
+    named = ", ".join(map(str, losses[:5])) + (f" and {len(losses) - 5} more" if len(losses) > 5 else "")
+    return RequestError(
+        f"the chat template has no place for {named}: leave this part out, send it as a message of the user, or give "
+        "another chat template (--chat-template FILE)",
+        param=param,
+    )
+
+
+def _without_object(messages: Sequence[Message]) -> str:
+    """Name the first call whose arguments are no object, which is what many templates refuse."""
+    for number, message in enumerate(messages):
+        for place, call in enumerate(message.get("tool_calls", ())):
+            function = call.get("function")
+            if isinstance(function, Mapping) and not has_object_arguments(function):
+                return f" ({Loss(number, place)} has arguments that are no JSON object)"
+    return ""
 
 
 def _rust_decode(tokenizer: Any) -> Callable[..., str] | None:

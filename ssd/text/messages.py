@@ -257,12 +257,16 @@ def in_words(
 
 def _called(message: Mapping[str, Any]) -> str:
     calls = [call.get("function") for call in message["tool_calls"]]
-    written = [
-        f"<tool_call>\n{_json({'name': call.get('name'), 'arguments': call.get('arguments', {})})}\n</tool_call>"
-        for call in calls
-        if isinstance(call, Mapping)
-    ]
+    written = hermes_calls([call for call in calls if isinstance(call, Mapping)])
     return "\n".join([message["content"], *written] if message["content"] else written)
+
+
+def hermes_calls(functions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each call as Hermes models write it."""
+    return [
+        f"<tool_call>\n{_json({'name': call.get('name'), 'arguments': call.get('arguments', {})})}\n</tool_call>"
+        for call in functions
+    ]
 
 
 def _json(value: Any) -> str:

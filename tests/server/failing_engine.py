@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, Requ
 from ssd.engine.proposals import SpeculationStatus
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 from ssd.model.target import Exactness
+from ssd.text.chat_template import ChatTemplate
 from tests.waiting import PATIENCE_S, START_S, wait_until
 
 
@@ -49,8 +51,18 @@ class CharCodec:
     def chat_template(self, given: str | None = None, **_options: Any) -> str | None:
         return given
 
+    @lru_cache  # noqa: B019  # as the real one: a template that is asked again is the same object
+    def template(self, **_options: Any) -> ChatTemplate | None:
+        source = self.chat_template()
+        return None if source is None else ChatTemplate(source, apply_to_nothing)
+
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
+
+
+def apply_to_nothing(*_messages: Any, **_options: Any) -> str:
+    """A template that refuses everything, so that its source decides what it is taken for."""
+    raise ValueError("no such template")
 
 
 class FailingEngine:

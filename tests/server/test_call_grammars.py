@@ -87,6 +87,16 @@ WRITTEN = {
         for number, arguments in enumerate((PARIS, ROME))
     )
     + "<|tool_calls_section_end|>",
+    "cohere": "<|START_ACTION|>["
+    + ", ".join(f'{{"tool_name": "get_weather", "parameters": {arguments}}}' for arguments in (PARIS, ROME))
+    + "]<|END_ACTION|>",
+    "apertus": f'<|tools_prefix|>[{{"get_weather": {PARIS}}}, {{"get_weather": {ROME}}}]<|tools_suffix|>',
+    "gigachat31": f'<|function_call|>{{"name": "get_weather", "arguments": {ROME}}}',
+    "gigachat3": f'<|message_sep|>\n\nfunction call<|role_sep|>\n{{"name": "get_weather", "arguments": {ROME}}}',
+    "nemotron_json": listed("<TOOLCALL>", "</TOOLCALL>"),
+    "minicpm5": tagged('<function name="NAME">', '<param name="KEY">', "</param>", "</function>"),
+    "functionary_v31": "".join(f"<function=get_weather>{arguments}</function>" for arguments in (PARIS, ROME)),
+    "functionary_v32": f"get_weather\n{PARIS}>>>get_weather\n{ROME}",
     "openai": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ROME}",
 }
 

@@ -16,6 +16,7 @@ from server.schema.chat import ChatBody
 from server.tools.formats import REASONING_FORMATS
 from server.tools.messages import with_numbered_call_ids, with_short_call_ids
 from ssd.errors import RequestError
+from ssd.text.chat_template import ChatTemplate
 from ssd.text.codec import TextCodec
 from ssd.text.grammar_compiler import GrammarCompiler
 from tests.tokenizers_for_tests import byte_level_tokenizer
@@ -46,6 +47,11 @@ def grammars() -> GrammarCompiler:
     return GrammarCompiler(codec(), vocab_size=codec().vocab_size, eos_token_ids=codec().eos_token_ids)
 
 
+def template_of(source: str) -> ChatTemplate:
+    """Not the codec's own template."""
+    return ChatTemplate(source, PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer()).apply_chat_template)
+
+
 def plan(form: MessageFormat, *, prompt: str = "hello", limits: Limits | None = None, **fields: Any) -> AnswerPlan:
     body = ChatBody.parse({"messages": [{"role": "user", "content": "x"}], **fields})
     return plan_answer(body, form, codec(), codec().encode_completion(prompt), limits or Limits())
@@ -73,6 +79,15 @@ def test_a_format_without_a_grammar_of_its_own_is_made_to_write_json() -> None:
     assert found.messages is not None
     (call,) = found.messages.whole(0, written).tool_calls
     assert (call.name, json.loads(call.arguments)) == ("f", {"x": 2})
+
+
+def test_an_answer_has_one_call_where_the_template_takes_no_more_in_a_message() -> None:
+    for several in (True, False):
+        form = MessageFormat("hermes", several=several)
+        assert accepts(plan(form, tools=[TOOL], tool_choice="required"), f"{CALL}\n{CALL}") is several
+        messages = plan(form, tools=[TOOL]).messages
+        assert messages is not None and len(messages.whole(0, f"{CALL}\n{CALL}").tool_calls) == 1 + several
+        assert accepts(plan(form, tools=[TOOL], tool_choice="required"), CALL)
 
 
 def test_an_answer_of_a_schema_may_be_a_call_instead_where_calls_are_possible() -> None:
@@ -164,4 +179,4 @@ def test_grammars_of_too_many_functions_are_refused_by_name() -> None:
 def test_the_format_is_the_templates_unless_it_is_given(
     options: tuple[str, str], template: str, expected: MessageFormat
 ) -> None:
-    assert message_format(template, *options) == expected
+    assert message_format(template_of(template), *options) == expected

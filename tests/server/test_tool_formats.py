@@ -8,14 +8,24 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
-from server.tools.formats import REASONING_FORMATS, detect, make_parser, special_tokens
+from server.tools.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    detect,
+    make_parser,
+    special_tokens,
+    write_calls,
+)
 from server.tools.grammars import count_reasoning_tokens
-from server.tools.messages import ToolCallDelta
+from server.tools.messages import Messages, ToolCallDelta
 from server.tools.reasoning import goes_on_thinking
+from ssd.text.chat_template import ChatTemplate
 from tests.reference.messages import Hermes
+from tests.tokenizers_for_tests import byte_level_tokenizer
 
 Message = tuple[str, str, list[tuple[str, str]]]
 
@@ -94,6 +104,32 @@ RECORDED: list[tuple[str | None, str | None, str, str, str, list[tuple[str, str]
         "granite", "granite", "Here is my thought process: Hm.\n\nHere is my response: Wait. <|tool_call|>"
         '[{"name": "get_weather", "arguments": {"city": "Paris"}}]', "Wait.", "Hm.", [WEATHER],
     ),
+    # Llama 4's own template, with text and without
+    (
+        "llama4_json", None, '<|python_start|>Let me see.<|python_end|>{"name": "get_weather", "parameters": {"city": '
+        '"Paris"}}', "Let me see.", "", [WEATHER],
+    ),
+    (
+        "llama4_json", None, '<|python_start|>{"name": "get_weather", "parameters": {"city": "Paris"}}<|python_end|>',
+        "", "", [WEATHER],
+    ),
+    (
+        "cohere", "cohere", "<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    {\"tool_call_id\": \"0\", "
+        '"tool_name": "get_weather", "parameters": {"city": "Paris"}}\n]<|END_ACTION|>', "", "Hm.", [WEATHER],
+    ),
+    (
+        "cohere", "cohere", "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>So.<|END_RESPONSE|>", "So.", "Hm.",
+        [],
+    ),
+    (
+        "apertus", "apertus", '<|inner_prefix|>Hm.<|tools_prefix|>[{"get_weather": {"city": "Paris"}}, {"now": {}}]'
+        "<|tools_suffix|>", "", "Hm.", [WEATHER, ("now", "{}")],
+    ),
+    ("gigachat3", None, 'Wait.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "now", "arguments": {}}', "Wait.",
+     "", [("now", "{}")]),
+    ("functionary_v32", None, 'all\nWait.>>>get_weather\n{"city": "Paris"}', "Wait.", "", [WEATHER]),
+    ("functionary_v32", None, "now\n{}>>>all\nNoon. >>> print(1)", "Noon. >>> print(1)", "", [("now", "{}")]),
+    ("functionary_v31", None, 'Wait. <function=get_weather>{"city": "Paris"}</function>', "Wait.", "", [WEATHER]),
     ("phi4_mini_json", None, '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", "", [("now", "{}")]),
     (
         "deepseek_v41", "deepseek_v3", "<think>Look.</think>\n\n<｜DSML｜ calls>\n"
@@ -340,3 +376,76 @@ TEMPLATES = {
 @pytest.mark.parametrize("names", TEMPLATES, ids=str)
 def test_formats_are_told_by_the_chat_template(names: tuple[str | None, str | None]) -> None:
     assert detect(TEMPLATES[names]) == names
+
+
+_FIELDS = ("{{ c.function.name }}", "{{ c.function.arguments | tojson }}")
+# The format that a template writes, what it mentions beside the tools, and how it writes a call.
+WRITING: list[tuple[str | None, str, str]] = [
+    (
+        "llama4_json", '<|header_start|> Respond in the format {"name": function name, "parameters": dictionary}.',
+        '<|python_start|>{{ m.content }}<|python_end|>{"name": "NAME", "parameters": ARGUMENTS}',
+    ),
+    (
+        "jamba", "Write the calls within <tool_call></tool_call>.",
+        '<tool_calls>[{"name": "NAME", "arguments": ARGUMENTS}]</tool_calls>',
+    ),
+    ("functionary_v31", "<|python_tag|>", "<function=NAME>ARGUMENTS</function>"),
+    ("hermes", "<|python_tag|>", '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'),
+    ("apertus", "<tool_call>", '<|tools_prefix|>[{"NAME": ARGUMENTS}]<|tools_suffix|>'),
+    ("gigachat31", "", '<|function_call|>{"name": "NAME", "arguments": ARGUMENTS}'),
+    (None, "<tool_call>", "<call><name>NAME</name><json>ARGUMENTS</json></call>"),
+]  # fmt: skip
+
+
+def template_writing(mentioned: str, call: str) -> ChatTemplate:
+    """A template that mentions some text beside the tools, and writes calls so."""
+    call = call.replace("NAME", _FIELDS[0]).replace("ARGUMENTS", _FIELDS[1])
+    source = (
+        (
+            "{% if tools %}{{ tools | tojson }}{{ mentioned }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
+            "{% if m.tool_calls %}{% for c in m.tool_calls %}CALL{% endfor %}{% else %}{{ m.content }}{% endif %}"
+            "<|eot|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        )
+        .replace("{{ mentioned }}", "{% raw %}" + mentioned + "{% endraw %}")
+        .replace("CALL", call)
+    )
+    return ChatTemplate(source, PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer()).apply_chat_template)
+
+
+@pytest.mark.parametrize(("name", "mentioned", "call"), WRITING, ids=str)
+def test_the_format_is_the_one_that_reads_what_the_template_writes(name: str | None, mentioned: str, call: str) -> None:
+    template = template_writing(mentioned, call)
+    assert detect(template.source, template.sample_call())[0] == name
+
+
+def test_a_template_that_writes_no_calls_has_the_format_that_it_mentions() -> None:
+    template = ChatTemplate(
+        "{{ tools }} <|tool_list_start|>{% for m in messages %}{{ m.content }}{% endfor %}",
+        PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer()).apply_chat_template,
+    )
+    assert template.sample_call() is None
+    assert detect(template.source, None)[0] == "lfm2"
+
+
+ARGUMENTS = st.dictionaries(
+    st.from_regex(r"[a-z]{1,5}", fullmatch=True),
+    st.text(st.characters(exclude_categories=["Cs", "Cc", "Co"], exclude_characters="<>|`\\"), max_size=8)
+    | st.integers(-9, 9) | st.booleans() | st.lists(st.integers(0, 9), max_size=2),
+    max_size=3,
+)  # fmt: skip
+
+
+@given(st.sampled_from(sorted(TOOL_FORMATS)), st.lists(ARGUMENTS, min_size=1, max_size=2))
+def test_calls_are_written_as_they_are_read(name: str, several: list[dict[str, Any]]) -> None:
+    form = TOOL_FORMATS[name]
+    assume(form.written is not None or form.arguments == "python")  # others as Hermes models
+    assume(form.written is None or form.written.several or len(several) == 1)
+    types = {dict: "object", list: "array", bool: "boolean", int: "integer", str: "string"}
+    schemas = {
+        f"f{number}": {"properties": {key: {"type": types[type(value)]} for key, value in arguments.items()}}
+        for number, arguments in enumerate(several)
+    }
+    text = write_calls(name, [{"name": f"f{n}", "arguments": arguments} for n, arguments in enumerate(several)])
+    messages = Messages(lambda: make_parser(name, None, functions=schemas))
+    read = [(call.name, json.loads(call.arguments)) for call in messages.whole(0, text).tool_calls]
+    assert read == [(f"f{number}", arguments) for number, arguments in enumerate(several)]

@@ -1,0 +1,138 @@
+"""Other ways to write an assistant's tool calls and their results, for templates that refuse them or leave them out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ssd.text.messages import Message, hermes_calls, ways_to_say
+
+WriteCalls = Callable[[Sequence[Mapping[str, Any]]], str]
+"""Writes functions, each with ``name`` and ``arguments``, as the model itself writes calls."""
+
+
+class Variant(NamedTuple):
+    """A conversation that says the same in other messages. ``one_call_each`` : no message has several calls."""
+
+    messages: list[Message]
+    one_call_each: bool = False
+
+
+def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Variant]:
+    """The conversation as it is, then in other messages, the least changed first; every variant once.
+
+    In turn: a call's text in a message before it; one message for each call, followed by its result; results as the
+    user's messages; calls as text. Arguments that are no object become one with the key "arguments". All of this in
+    every way of `ways_to_say`. Their order and number depend on roles, and on which parts there are, alone.
+    """
+    seen: list[list[Message]] = []
+    for arrangement, one_call_each in _arrangements(messages, write_calls):
+        for conversation in (arrangement, _with_object_arguments(arrangement)):
+            if conversation in seen:
+                continue
+            seen.append(conversation)
+            for way in ways_to_say(conversation):
+                yield Variant(way, one_call_each)
+
+
+def _arrangements(messages: list[Message], write_calls: WriteCalls) -> Iterator[tuple[list[Message], bool]]:
+    """Each with whether no message of it has several calls. Nothing is made before it is needed."""
+    yield messages, False
+    yield _text_apart(messages), False
+    yield _one_call_each(messages), True
+    yield _one_call_each(_text_apart(messages)), True
+    yield _results_as_users(messages), False
+    yield _results_as_users(_one_call_each(messages)), True
+    yield _calls_as_text(messages, write_calls, beside_text=True), False
+    yield _calls_as_text(messages, write_calls), False
+    yield _results_as_users(_calls_as_text(messages, write_calls)), False
+
+
+def functions_of(message: Message) -> list[Mapping[str, Any]]:
+    """The functions that a message calls; malformed calls are left out."""
+    functions = [call.get("function") for call in message.get("tool_calls", ())]
+    return [function for function in functions if isinstance(function, Mapping)]
+
+
+def has_object_arguments(function: Mapping[str, Any]) -> bool:
+    """Whether a call has arguments as the API defines them: a JSON object, or none."""
+    return isinstance(function.get("arguments", {}), Mapping)
+
+
+def _text_apart(messages: Sequence[Message]) -> list[Message]:
+    """The text beside calls as a message of its own before them."""
+    found: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls") and message["content"]:
+            found.append({key: value for key, value in message.items() if key != "tool_calls"})
+            message = {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}
+        found.append(message)
+    return found
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """A message for each call, and its result behind it: the one with its id, else the next one."""
+    found: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        end = next((n for n in range(at, len(messages)) if messages[n]["role"] != "tool"), len(messages))
+        results, at = list(messages[at:end]), end
+        named = [call["id"] for call in calls if call.get("id") is not None]
+        for number, call in enumerate(calls):
+            first = {**message, "tool_calls": [call]}
+            found.append(first if number == 0 else {"role": message["role"], "content": "", "tool_calls": [call]})
+            own = [n for n, result in enumerate(results) if result.get("tool_call_id") == call.get("id") in named]
+            own = own or [n for n, result in enumerate(results) if result.get("tool_call_id") not in named][:1]
+            found += [results.pop(n) for n in own[:1]]
+        found += results
+    return found
+
+
+def _results_as_users(messages: Sequence[Message]) -> list[Message]:
+    return [
+        {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        if message["role"] == "tool"
+        else message
+        for message in messages
+    ]
+
+
+def _calls_as_text(messages: Sequence[Message], write_calls: WriteCalls, *, beside_text: bool = False) -> list[Message]:
+    """Calls at the end of the content; with ``beside_text`` only if there is other content."""
+    found: list[Message] = []
+    for message in messages:
+        functions = functions_of(message)
+        if functions and (message["content"] or not beside_text):
+            written = [message["content"], write_calls(functions)] if message["content"] else [write_calls(functions)]
+            message = {key: value for key, value in message.items() if key != "tool_calls"}
+            message["content"] = "\n".join(written)
+        found.append(message)
+    return found
+
+
+def _with_object_arguments(messages: Sequence[Message]) -> list[Message]:
+    def with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = call.get("function")
+        if not isinstance(function, Mapping) or has_object_arguments(function):
+            return call
+        given = function["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": {"arguments": text}}}
+
+    return [
+        {**message, "tool_calls": [with_object(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def write_hermes_calls(functions: Sequence[Mapping[str, Any]]) -> str:
+    """Calls as `ssd.text.messages.in_words` has them."""
+    return "\n".join(hermes_calls(functions))

@@ -1,0 +1,291 @@
+"""A chat template and what it leaves out of the prompt, found by rendering marks.
+
+A template is a program. Whether it writes a role, a list of parts or a second tool call cannot be seen in its source,
+which may mention a role in a comment alone. So marks are rendered in the place of all contents and arguments, once for
+each shape of conversations, and conversations of this shape use the first variant in whose rendering every mark occurs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+from ssd.text.call_variants import WriteCalls, functions_of, has_object_arguments, variants
+from ssd.text.messages import Message, knows_tools
+
+_MOST_SHAPES = 512
+"""The maximum number of shapes that are remembered for one template."""
+_REPEATED = re.compile(r"((?:[^;]+;){1,6}?)\1{2,}")
+"""Several messages that occur three times or more in a row."""
+_LONGEST_VALUE = 64
+
+SAMPLE_NAME = "get_weather_0f6ac8"
+SAMPLE_ARGUMENTS: Mapping[str, str] = {"city": "Oslo 0f6ac8"}
+SAMPLE_SCHEMA: Mapping[str, Any] = {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
+}  # fmt: skip
+_SAMPLE_TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": SAMPLE_NAME, "description": "Weather.", "parameters": SAMPLE_SCHEMA}}
+]
+_SAMPLE_IDS = (f"functions.{SAMPLE_NAME}:0", "a1b2c3d4e")
+"""Ids that templates accept: Kimi's writes nothing else of a function, Mistral's wants nine characters."""
+_MISSING = {"description": "", "parameters": {"type": "object", "properties": {}}}
+"""What templates read of every function, though the API does not require it."""
+
+
+class Loss(NamedTuple):
+    """A part of a conversation that is not in the prompt: the content of a message, or one of its calls."""
+
+    message: int
+    call: int | None = None
+
+    def __str__(self) -> str:
+        return f"messages[{self.message}]" + ("" if self.call is None else f".tool_calls[{self.call}]")
+
+
+class Choice(NamedTuple):
+    """The variant of conversations of one shape: its number, None if the template refuses all; and what it loses."""
+
+    number: int | None
+    losses: tuple[Loss, ...] = ()
+    one_call_each: bool = False
+
+
+class CallSample(NamedTuple):
+    """How a template writes one call of ``SAMPLE_NAME`` with ``SAMPLE_ARGUMENTS``.
+
+    ``texts`` : the assistant's message, each without another part of what every message begins with.
+    """
+
+    prompt: str
+    texts: tuple[str, ...]
+
+
+class ChatTemplate:
+    """The source of a chat template, rendered by a tokenizer. Safe to use from several threads."""
+
+    def __init__(self, source: str, apply: Callable[..., str]) -> None:
+        """``apply`` : a tokenizer's ``apply_chat_template``."""
+        self.source = source
+        self._apply = apply
+        self._choices: dict[object, Choice] = {}
+        self._reads_parts_alone: dict[str, bool] = {}
+        self._needs_missing: dict[frozenset[str], bool] = {}
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """Return the prompt; raises whatever the template raises."""
+        messages = [_in_parts(each) if self._parts_alone(each["role"]) else each for each in messages]
+        return self._apply(messages, chat_template=self.source, tokenize=False, **options)
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a system message before the user's first one is written."""
+        return self._writes([_turn("system"), _turn("user")], 0)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether functions are written; if the template refuses this trial, whether it mentions them."""
+        written = self._try([_turn("user")], tools=_SAMPLE_TOOLS, add_generation_prompt=True)
+        return knows_tools(self.source) and (written is None or SAMPLE_NAME in written)
+
+    @cached_property
+    def takes_several_calls(self) -> bool:
+        """Whether a message may have several calls; False if it may have one."""
+        results = [
+            {"role": "tool", "tool_call_id": id, "name": SAMPLE_NAME, "content": "5"}
+            for id in ("a1b2c3d4e", "a1b2c3d4f")
+        ]
+        calls = [_sample_call(each["tool_call_id"]) for each in results]
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        found = self.choose([_turn("user"), message, *results], {"tools": _SAMPLE_TOOLS}, lambda _: "")
+        return not found.one_call_each
+
+    def with_roles(self, messages: list[Message]) -> list[Message]:
+        """The role "developer" as "system" if the template has no place for it, and not only mentions or copies it."""
+        if all(message["role"] != "developer" for message in messages) or self._takes_developer:
+            return messages
+        return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+
+    def with_fields(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """``variables`` with the fields of functions, and the list of them, that the template reads in any case."""
+        tools = variables.get("tools")
+        if not tools:
+            return {**variables, "tools": []} if tools is None and self._needs_tools else dict(variables)
+        functions = [tool.get("function", {}) for tool in tools]
+        missing = frozenset(name for name in _MISSING for function in functions if name not in function)
+        if missing and missing not in self._needs_missing:
+            part = {name: value for name, value in _SAMPLE_TOOLS[0]["function"].items() if name not in missing}
+            refused = self._try([_turn("user")], tools=[{"type": "function", "function": part}]) is None
+            self._needs_missing[missing] = refused and self._try([_turn("user")], tools=_SAMPLE_TOOLS) is not None
+        if not missing or not self._needs_missing[missing]:
+            return dict(variables)
+        return {**variables, "tools": [
+            {**tool, "function": {**function, **{k: v for k, v in _MISSING.items() if k not in function}}}
+            for tool, function in zip(tools, functions, strict=True)
+        ]}  # fmt: skip
+
+    def choose(
+        self, messages: list[Message], variables: Mapping[str, Any], write_calls: WriteCalls, **options: Any
+    ) -> Choice:
+        """The variant of `variants` that the template writes completely, else the one that it loses least of.
+
+        Conversations of the same shape are tried once. O(variants x a rendering) for a new shape.
+        """
+        shape = (_shape(messages), _outline(variables), tuple(options.values()))
+        found = self._choices.get(shape)
+        if found is None:
+            if len(self._choices) >= _MOST_SHAPES:
+                self._choices.clear()
+            found = self._choices[shape] = self._find(messages, {**variables, **options}, write_calls)
+        return found
+
+    def _find(self, messages: list[Message], options: Mapping[str, Any], write_calls: WriteCalls) -> Choice:
+        marks = _marks(messages)
+        best = Choice(None)
+        for number, variant in enumerate(variants(_marked(messages), write_calls)):
+            text = self._try(variant.messages, **options)
+            if text is None:
+                continue
+            losses = tuple(loss for loss, mark in marks.items() if mark not in text)
+            if best.number is None or len(losses) < len(best.losses):
+                best = Choice(number, losses, variant.one_call_each)
+            if not losses:
+                break
+        return best
+
+    def refuses_tools(self, variables: Mapping[str, Any]) -> bool:
+        """Whether it is the functions that the template refuses."""
+        user, without = [_turn("user")], {name: value for name, value in variables.items() if name != "tools"}
+        return bool(variables.get("tools")) and self._try(user, **variables) is None != self._try(user, **without)
+
+    def sample_call(self) -> CallSample | None:
+        """How the template writes a call; None if it does not, or refuses it."""
+        options = {"tools": _SAMPLE_TOOLS}
+        for as_text, id in product((False, True), _SAMPLE_IDS):
+            call = _sample_call(id, as_text=as_text)
+            whole = self._try([_turn("user"), {"role": "assistant", "content": "", "tool_calls": [call]}], **options)
+            if whole is not None and all(text in whole for text in (SAMPLE_NAME, *SAMPLE_ARGUMENTS.values())):
+                break
+        else:
+            return None
+        answered = self._try([_turn("user"), _turn("assistant", 1)], **options) or ""
+        header, _, end = answered.partition(_mark(1))
+        asked = self._try([_turn("user")], add_generation_prompt=True, **options) or ""
+        length = next((at for at, (ours, theirs) in enumerate(zip(header, whole, strict=False)) if ours != theirs), 0)
+        shared = header[:length]
+        shared = shared[: shared.rfind("<")] if shared.rfind("<") > shared.rfind(">") else shared
+        prompts = [prompt for prompt in (asked, header, shared) if prompt and whole.startswith(prompt)] or [""]
+        texts = (whole[len(prompt) :].removesuffix(end) if end else whole[len(prompt) :] for prompt in prompts)
+        return CallSample(asked, tuple(dict.fromkeys(texts)))
+
+    @cached_property
+    def _takes_developer(self) -> bool:
+        return "developer" in self.source and self._writes([_turn("developer"), _turn("user")], 0)
+
+    @cached_property
+    def _needs_tools(self) -> bool:
+        user = [_turn("user")]
+        return self._try(user) is None and self._try(user, tools=[]) is not None
+
+    def _parts_alone(self, role: str) -> bool:
+        """Whether the content of ``role`` is read as a list of parts, and lost as a string."""
+        if (found := self._reads_parts_alone.get(role)) is None:
+            self._reads_parts_alone[role] = False  # as it is rendered meanwhile
+            before = [_turn("user", 1)] if role == "assistant" else []
+            messages = [*before, _turn(role), *([_turn("user", 2)] if role != "user" else [])]
+            in_parts = [_in_parts(message) for message in messages]
+            found = not self._writes(messages, 0) and self._writes(in_parts, 0)
+            self._reads_parts_alone[role] = found
+        return found
+
+    def _writes(self, messages: Sequence[Message], number: int) -> bool:
+        return _mark(number) in (self._try(messages) or "")
+
+    def _try(self, messages: Sequence[Message], **options: Any) -> str | None:
+        try:
+            return self.render(messages, **options)
+        except Exception:  # a template is a program that refuses messages by raising whatever it likes
+            return None
+
+
+def _mark(number: int, call: int | None = None) -> str:
+    return f"0f6ac8m{number:06d}" + ("x" if call is None else f"c{call:06d}x")
+
+
+def _turn(role: str, number: int = 0) -> Message:
+    return {"role": role, "content": _mark(number)}
+
+
+def _sample_call(id: object, *, as_text: bool = False) -> dict[str, Any]:
+    arguments = json.dumps(SAMPLE_ARGUMENTS) if as_text else SAMPLE_ARGUMENTS
+    return {"id": id, "type": "function", "function": {"name": SAMPLE_NAME, "arguments": arguments}}
+
+
+def _in_parts(message: Message) -> Message:
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
+
+
+def _marks(messages: Sequence[Message]) -> dict[Loss, str]:
+    """The mark of each part of a conversation."""
+    found: dict[Loss, str] = {}
+    for number, message in enumerate(messages):
+        if message["content"].strip():
+            found[Loss(number)] = _mark(number)
+        for place, call in enumerate(message.get("tool_calls", ())):
+            if isinstance(call.get("function"), Mapping):
+                found[Loss(number, place)] = _mark(number, place)
+    return found
+
+
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    """A conversation of the same shape, with marks as contents and arguments."""
+
+    def call_of(number: int, place: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function, mark = call.get("function"), _mark(number, place)
+        if not isinstance(function, Mapping):
+            return call
+        arguments = {"c": {"0f6ac8": mark}, "x": mark, "l": [mark]}[_kind(function)]
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    found = []
+    for number, message in enumerate(messages):
+        marked = {**message, "content": _mark(number) if message["content"].strip() else ""}
+        if "tool_calls" in message:
+            marked["tool_calls"] = [call_of(number, place, call) for place, call in enumerate(message["tool_calls"])]
+        found.append(marked)
+    return found
+
+
+def _kind(function: Mapping[str, Any]) -> str:
+    """A letter for the type of a call's arguments: an object, text, or another value."""
+    if has_object_arguments(function):
+        return "c"
+    return "x" if isinstance(function["arguments"], str) else "l"
+
+
+def _shape(messages: Sequence[Message]) -> str:
+    """Roles and parts of the messages; of what is repeated three times or more only two are left."""
+    found = ""
+    for message in messages:
+        calls = "".join(map(_kind, functions_of(message)))
+        fields = [name[0] for name in ("reasoning_content", "thinking", "tool_call_id") if name in message]
+        calls = re.sub(r"(.)\1\1+", r"\1\1", calls)
+        found += f"{message['role']},{bool(message['content'].strip()):d},{calls},{''.join(fields)};"
+    while (shorter := _REPEATED.sub(r"\1\1", found)) != found:
+        found = shorter
+    return found
+
+
+def _outline(variables: Mapping[str, Any]) -> tuple[object, ...]:
+    """The names of the variables, with short values but for what is written itself."""
+
+    def outline(value: object) -> object:
+        is_short = isinstance(value, str | bool | int | float) and len(str(value)) < _LONGEST_VALUE
+        return str(value) if is_short else bool(value)
+
+    return tuple((name, outline(value)) for name, value in sorted(variables.items()))
