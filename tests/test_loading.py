@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.exactness import Report, Setting, compare, reference_greedy
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
-from ssd.config import SamplingParams
+from ssd.config import EngineConfig, SamplingParams
+from ssd.engine import Engine
 from ssd.errors import ModelError
 from ssd.model.loading import memory as kv_budget
 from ssd.model.loading import threads
@@ -44,6 +45,36 @@ def checkpoint(tmp_path: Path) -> Path:
 def change(checkpoint: Path, **settings: Any) -> None:
     path = checkpoint / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+@pytest.mark.parametrize("kind", ["magic", "su"])
+def test_an_unknown_kind_of_rope_is_named(checkpoint: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    change(checkpoint, rope_parameters=None, rope_scaling={"type": kind, "factor": 2.0})
+    with pytest.raises(ModelError, match=rf"rope_scaling of the type '{kind}', .* it has default, .*yarn"):
+        load_model(checkpoint, device="cpu")
+    assert not caplog.records
+
+
+def test_weights_in_float8_without_a_scale_are_named(checkpoint: Path) -> None:
+    change(checkpoint, dtype="float8_e4m3fn")
+    with pytest.raises(ModelError, match=r"weights are torch\.float8_e4m3fn, without a quantization_config"):
+        load_model(checkpoint, device="cpu")
+
+
+def test_a_tokenizer_of_another_model_and_one_without_an_end_are_warned_about(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = load_model(checkpoint, device="cpu").config.vocab_size
+    codec = TextCodec.load(str(MODEL_PATH))
+    for size, ids, warning in (
+        (own + 1, (0,), f"has {own + 1} token ids and the model {own}"),
+        (own, (), "no token ends"),
+    ):
+        caplog.clear()
+        codec.vocab_size, codec.eos_token_ids = size, ids
+        Engine.from_pretrained(checkpoint, device="cpu", codec=codec, config=EngineConfig(max_num_seqs=1))
+        (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+        assert warning in record.getMessage()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -54,6 +54,27 @@ def test_a_lone_tokenizer_file_finds_its_end_of_text(sentencepiece: TextCodec) -
     assert not sentencepiece.has_chat_template
 
 
+def test_end_tokens_are_those_of_config_json_where_no_generation_config_names_any(tmp_path: Path) -> None:
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary["added_tokens"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+
+    def ends(**files: object) -> tuple[int, ...]:
+        for name in ("config", "generation_config"):
+            (tmp_path / f"{name}.json").unlink(missing_ok=True)
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return TextCodec.load(str(tmp_path / "tokenizer.json")).eos_token_ids
+
+    assert ends() == ()
+    assert ends(config={"eos_token_id": 5}) == (5,)
+    assert ends(config={"eos_token_id": [5, 6]}, generation_config={"temperature": 0.7}) == (5, 6)
+    assert ends(config={"eos_token_id": [5, 6]}, generation_config={"eos_token_id": 7}) == (7,)
+    assert ends(config={"text_config": {"eos_token_id": 8}}) == (8,)
+    assert ends(config={"eos_token_id": None}) == ()
+
+
 def test_the_fingerprint_says_what_ids_mean(codec: TextCodec, model: Path, tmp_path: Path) -> None:
     assert len(codec.fingerprint) == 32
     assert set(codec.fingerprint) <= set("0123456789abcdef")

@@ -7,19 +7,36 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from server.command.arguments import Options
 from server.command.options import CacheOptions, ModelOptions
 from ssd.errors import ConfigError, ModelError, first_line
 from ssd.text.load_tokenizer import HubOptions, go_offline_without_a_hub, is_offline
 
+if TYPE_CHECKING:
+    from ssd.text.codec import TextCodec
+
 log = logging.getLogger(__name__)
 
 _INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_GGUF = b"GGUF"
+_ENCODERS = (
+    "Albert", "Bert", "BigBird", "Camembert", "CLIP", "ConvBert", "Deberta", "DistilBert", "Electra", "ErnieFor",
+    "ErnieModel", "Esm", "Eurobert", "Flaubert", "Longformer", "MPNet", "ModernBert", "NomicBert", "Roberta",
+    "RoFormer", "SqueezeBert", "XLMRoberta", "XLNetModel",
+)  # fmt: skip
+"""What the names of classes of encoders begin with."""
+_ENCODER_HEADS = (
+    "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
+    "ForNextSentencePrediction",
+)  # fmt: skip
+_DECODER_HEADS = ("ForCausalLM", "LMHeadModel", "Decoder")
 _ADVICE = "give a Hugging Face model directory, or the id of a model, which is OWNER/NAME"
 
 
@@ -29,10 +46,11 @@ def find_config(model: str, hub: HubOptions) -> Path:
     if directory.is_dir():
         path = directory / "config.json"
         if not path.exists():
-            raise ModelError(f"{model} has no config.json: {_ADVICE}")
+            raise ModelError(f"{model} has no config.json{_other_kind(directory)}: {_ADVICE}")
         return path
     if directory.exists():
-        raise ModelError(f"{model} is a file: {_ADVICE}")
+        kind = "a GGUF file, which is not read here" if _begins(directory, _GGUF) else "a file"
+        raise ModelError(f"{model} is {kind}: {_ADVICE}")
     if directory.is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1:
         raise ModelError(f"there is no directory {model}: {_ADVICE}")
     return _fetched(model, "config.json", hub)
@@ -40,6 +58,7 @@ def find_config(model: str, hub: HubOptions) -> Path:
 
 def read_config(path: Path) -> Mapping[str, Any]:
     """A config.json; raises ModelError where it is none."""
+    _require_no_pointer(path)
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -59,11 +78,55 @@ def context_of(config: Mapping[str, Any]) -> int | None:
     return None
 
 
+def _begins(path: Path, beginning: bytes) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(beginning)) == beginning
+    return False
+
+
+def _require_no_pointer(path: Path) -> None:
+    if _begins(path, _LFS_POINTER):
+        raise ModelError(f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in its directory")
+
+
+def _other_kind(directory: Path) -> str:
+    """What a directory without a config.json is, if that is known."""
+    if (adapter := directory / "adapter_config.json").exists():
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if base := json.loads(adapter.read_bytes()).get("base_model_name_or_path"):
+                return f", it is a LoRA adapter of {base}: serve that model with --lora-modules NAME={directory}"
+        return f", it is a LoRA adapter: serve its model with --lora-modules NAME={directory}"
+    if any(_begins(path, _GGUF) for path in directory.glob("*.gguf")):
+        return ", but GGUF files, which are not read here"
+    return ""
+
+
+def check_generates(model: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for an encoder, a classifier, or an encoder with a decoder: these models continue no text."""
+    kinds = config.get("architectures")
+    named = [kind for kind in kinds if isinstance(kind, str)] if isinstance(kinds, list) else []
+    if not named or config.get("is_decoder") is True or any(kind.endswith(_DECODER_HEADS) for kind in named):
+        return
+    if config.get("is_encoder_decoder") is True:
+        found = "a model of an encoder and a decoder"
+    elif all(kind.endswith(_ENCODER_HEADS) or kind.startswith(_ENCODERS) for kind in named):
+        found = "an encoder or a classifier"
+    else:
+        return
+    raise ModelError(f"{model} is {found} ({', '.join(named)}), which continues no text: {_ADVICE}")
+
+
 def check_weights_are_there(model: str) -> None:
-    """Raise ModelError where a directory has no weights, or not all files that its index names. Ids pass."""
+    """Raise ModelError where a directory has no weights, or not all files that its index names. Ids pass.
+
+    Raises it, too, for files that are Git LFS pointers.
+    """
     directory = Path(model)
     if not directory.is_dir():
         return
+    for path in directory.iterdir():
+        if path.suffix in (*_WEIGHT_SUFFIXES, ".json", ".model", ".jinja"):
+            _require_no_pointer(path)
     for path in (directory / name for name in _INDEX_NAMES):
         if path.exists():
             try:
@@ -139,11 +202,15 @@ def check_before_loading(options: Options) -> None:
 
 def _check_model(options: Options) -> None:
     model = options.model
-    context = context_of(read_config(find_config(model.path, model.hub)))
+    config = read_config(find_config(model.path, model.hub))
+    check_generates(model.path, config)
+    context = context_of(config)
     wanted = options.engine.config.max_model_len
     if context is not None and wanted is not None and wanted > context:
         raise ModelError(f"--max-model-len {wanted} exceeds the model's context of {context} tokens")
     check_weights_are_there(model.path)
+    if Path(model.tokenizer_path).is_file():
+        _require_no_pointer(Path(model.tokenizer_path))
     for name, path in model.adapters.items():
         is_there, is_id = (Path(path) / "adapter_config.json").exists(), path.count("/") == 1
         is_path = Path(path).exists() or path.startswith(("/", "./", "../", "~"))
@@ -168,6 +235,22 @@ def _check_template(model: ModelOptions) -> None:
         raise ConfigError(f"--chat-template, line {error.lineno}: {error.message}") from error
 
 
+def check_own_templates(codec: TextCodec) -> None:
+    """Raise ModelError for a chat template of the model that cannot be compiled."""
+    import jinja2
+
+    from ssd.text.load_tokenizer import parse_template
+
+    for with_tools in (False, True):
+        try:
+            parse_template(codec.chat_template(with_tools=with_tools) or "")
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(
+                f"the model's chat template, line {error.lineno}: {error.message}. Repair its chat_template.jinja or "
+                "tokenizer_config.json, or give another one (--chat-template FILE)"
+            ) from error
+
+
 def _check_cache(cache: CacheOptions) -> None:
     from ssd.retrieval.files import DirectoryLock, check_namespace, read_manifest
 
@@ -189,6 +272,19 @@ def _check_cache(cache: CacheOptions) -> None:
         _check_redis(cache.config.redis_url)
 
 
+def check_directory(directory: Path) -> str:
+    """Write and remove a file in the directory, or in the nearest one above it that exists; return what is free."""
+    nearest = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            free = shutil.disk_usage(nearest).free
+    except OSError as error:
+        raise ConfigError(
+            f"--cache-dir {directory} cannot be written ({nearest}: {error.strerror}): give a directory that can"
+        ) from error
+    return f"{directory} can be written, {free / 1e9:.1f} GB are free"
+
+
 def _check_size(cache: CacheOptions) -> None:
     """Text is kept in files below the cache's directory, without one in memory."""
     needed = cache.config.index.capacity_tokens * _BYTES_PER_CACHED_TOKEN
@@ -196,6 +292,7 @@ def _check_size(cache: CacheOptions) -> None:
     if directory is None:
         there, what = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "of memory"
     else:
+        check_directory(directory)
         nearest = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
         there, what = shutil.disk_usage(nearest).total, f"on the disk of {directory}"
     if needed > there:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import platform
 import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from server.base.settings import VERSION
 from server.command.arguments import Options
-from server.command.checks import check_before_loading
+from server.command.checks import check_before_loading, check_directory
 from server.command.start import EngineLoader
 from server.observe.logs import set_up_logging
 from ssd.compiled.machine_code import kernel_counts, machine_code_directory
@@ -67,7 +65,7 @@ def main(options: Options) -> int:
     if directory is None:
         report.line("cache dir", "none: what is learned is kept until the server ends (--cache-dir keeps it)")
     else:
-        report.check("cache dir", lambda: _check_directory(directory))
+        report.check("cache dir", lambda: check_directory(directory))
     if redis_url is not None:
         report.check("Redis", lambda: _check_redis(redis_url))
     with ExitStack() as resources:
@@ -90,17 +88,6 @@ def _cpu() -> str:
     found = binding.get_host_cpu_features()
     features = [name for name in _FEATURES if found.get(name)]
     return f"{model or platform.machine()}; {torch.get_num_threads()} threads; {' '.join(features)}"
-
-
-def _check_directory(directory: Path) -> str:
-    """Write and remove a file in the directory, or in the nearest one above it that exists."""
-    nearest = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
-    try:
-        with tempfile.TemporaryFile(dir=nearest):
-            free = shutil.disk_usage(nearest).free
-    except OSError as error:
-        raise ConfigError(f"--cache-dir {directory} cannot be written: {error.strerror}") from error
-    return f"{directory} can be written, {free / 1e9:.1f} GB are free"
 
 
 def _check_redis(url: str) -> str:

@@ -25,7 +25,7 @@ from server.admission.registry import Tenants
 from server.admission.rules import KEY_VARIABLE, SECRET_OPTION, SECRET_VARIABLE, read_key_file
 from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options
-from server.command.checks import check_before_loading
+from server.command.checks import check_before_loading, check_own_templates
 from server.command.listen import (
     HttpServer,
     give_up,
@@ -161,6 +161,7 @@ class EngineLoader:
             model_hub=options.model.hub,
             chat_template=options.model.chat_template,
         )
+        check_own_templates(codec)
         reach("opening the cache")
         caches = self._open_caches(codec, resources) if options.speculation.draft.num_speculative_tokens > 0 else None
 

@@ -139,6 +139,7 @@ class Engine:
 
         report(f"reading the weights of {model}")
         loaded = load_model(model, dtype=dtype, device=device, hub=hub)
+        _compare_tokenizer(codec, loaded.config.get_text_config().vocab_size)
         if adapters:
             report(f"reading adapters {', '.join(adapters)}")
         adapted = load_adapters(loaded, adapters or {})
@@ -528,3 +529,17 @@ class Engine:
             self._passes.drop()
         if not scheduler.running and not scheduler.num_waiting:
             self._best_effort(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))
+
+
+def _compare_tokenizer(codec: TextCodec, num_logits: int) -> None:
+    """Warn of a tokenizer that does not belong to the model, and of outputs that only ``max_tokens`` can end."""
+    if codec.vocab_size > num_logits:
+        log.warning(
+            "the tokenizer has %d token ids and the model %d: they do not belong together, and prompts with an id "
+            "beyond are refused. Check --tokenizer and the files of the model", codec.vocab_size, num_logits,
+        )  # fmt: skip
+    if not codec.eos_token_ids:
+        log.warning(
+            "no token ends an output: neither the tokenizer nor generation_config.json nor config.json names one "
+            "(eos_token_id). Outputs end by max_tokens, stop or stop_token_ids alone"
+        )

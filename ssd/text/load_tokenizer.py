@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +89,21 @@ class HubOptions:
         return {**self.file_arguments(), "trust_remote_code": self.trust_remote_code}
 
 
+ROPE_MODULE = "transformers.modeling_rope_utils"
+
+
+@contextmanager
+def errors_only(module: str) -> Iterator[None]:
+    """Without the warnings of a module of transformers about what `load_model` refuses by name."""
+    logger = logging.getLogger(module)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 _END_OF_TEXT_NAMES = (
     "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|return|>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>", "[EOS]",
@@ -107,7 +125,8 @@ def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
             return _load_lone_file(lone_file)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(name_or_path, **hub.arguments())
+        with errors_only(ROPE_MODULE):
+            return AutoTokenizer.from_pretrained(name_or_path, **hub.arguments())
     except Exception as error:  # whatever a library finds wrong with a file; there is no narrower common base
         if not path.exists():
             raise ModelError(
@@ -134,9 +153,17 @@ def _load_lone_file(path: Path) -> Any:
 
 
 def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) -> tuple[int, ...]:
-    """The ids that end an output: the tokenizer's own first, then those of the model's ``generation_config.json``."""
+    """The ids that end an output: the tokenizer's own first, then those that the model's files name.
+
+    These are the ids in ``generation_config.json``; if it names none, those in ``config.json``.
+    """
     ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    configured = _generation_config(model, hub or HubOptions()).get("eos_token_id")
+    hub = hub or HubOptions()
+    configured = _read_json(find_generation_config(model, hub)).get("eos_token_id")
+    if configured is None:
+        config = _read_json(_find_file(model, "config.json", hub))
+        text = config.get("text_config")
+        configured = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
     for token_id in configured if isinstance(configured, list) else [configured]:
         if isinstance(token_id, int) and token_id >= 0 and token_id not in ids:
             ids.append(token_id)
@@ -145,20 +172,23 @@ def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) 
 
 def find_generation_config(name_or_path: str, hub: HubOptions) -> Path | None:
     """The path of a model's ``generation_config.json``, in its directory or from the hub; None where it has none."""
+    return _find_file(name_or_path, "generation_config.json", hub)
+
+
+def _find_file(name_or_path: str, name: str, hub: HubOptions) -> Path | None:
     path = Path(name_or_path)
     if path.exists():
-        found = (path if path.is_dir() else path.parent) / "generation_config.json"
+        found = (path if path.is_dir() else path.parent) / name
         return found if found.exists() else None
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(name_or_path, "generation_config.json", **hub.file_arguments()))
+        return Path(hf_hub_download(name_or_path, name, **hub.file_arguments()))
     except Exception:  # not there, not in the cache, or whatever a network may do
         return None
 
 
-def _generation_config(name_or_path: str, hub: HubOptions) -> dict[str, Any]:
-    found = find_generation_config(name_or_path, hub)
+def _read_json(found: Path | None) -> dict[str, Any]:
     if found is None:
         return {}
     try:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from server.command.arguments import parse_arguments
-from server.command.checks import check_before_loading
+from server.command.checks import check_before_loading, check_own_templates
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ConfigError, ModelError, SSDError
 from ssd.retrieval.static import StaticWriter
+from ssd.text.codec import TextCodec
 from ssd.text.load_tokenizer import find_generation_config
 from tests.redis_server import RedisServer
 from tests.redis_server import redis_server as redis_server  # a fixture
@@ -68,6 +69,8 @@ def test_what_can_work_passes(tmp_path: Path, model: Path, caplog: pytest.LogCap
         (("--chat-template", "{% if %}"), "--chat-template, line 1"),
         (("tests",), "config.json"),
         (("pyproject.toml",), "is a file"),
+        (("--cache-dir", "/proc/cache"), "--cache-dir /proc/cache cannot be written (/proc: "),
+        (("--cache-dir", "pyproject.toml/cache"), "cannot be written"),
         (("nonsense model",), "neither a directory here nor a model's id"),
         (("a/b/c",), "there is no directory a/b/c"),
     ],
@@ -100,6 +103,57 @@ def test_files_of_a_model_that_are_missing_are_named(model: Path) -> None:
     (model / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         check(str(model))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named(model: Path, name: str) -> None:
+    (model / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0f6ac8\nsize 42\n")
+    with pytest.raises(ModelError, match=rf"{name} is a Git LFS pointer .* run `git lfs pull`"):
+        check(str(model))
+    if name == "tokenizer.json":
+        with pytest.raises(ModelError, match="Git LFS pointer"):
+            check("--tokenizer", str(model / name))
+
+
+def test_directories_of_other_kinds_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(ModelError, match=r"has no config\.json, but GGUF files, which are not read here: "):
+        check(str(tmp_path))
+    with pytest.raises(ModelError, match=r"\.gguf is a GGUF file, which is not read here: "):
+        check(str(tmp_path / "model-Q4_K_M.gguf"))
+    for adapter, text in (({"base_model_name_or_path": "owner/base"}, " of owner/base: serve that model"), ([], ": ")):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+        with pytest.raises(ModelError, match=f"it is a LoRA adapter{text}.*--lora-modules"):
+            check(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"architectures": ["BertModel"], "model_type": "bert"}, "an encoder or a classifier"),
+        ({"architectures": ["XLMRobertaForSequenceClassification"]}, "an encoder or a classifier"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "an encoder or a classifier"),
+        ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "an encoder and a decoder"),
+        ({"architectures": ["BertLMHeadModel"], "is_decoder": True}, None),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, None),
+        ({"architectures": None}, None),
+    ],
+)
+def test_models_that_continue_no_text_are_named(model: Path, settings: dict[str, object], kind: str | None) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **settings}))
+    if kind is None:
+        check(str(model))
+        return
+    with pytest.raises(ModelError, match=f"{kind} .*, which continues no text"):
+        check(str(model))
+
+
+def test_a_models_own_template_is_compiled_at_the_start(model: Path) -> None:
+    check_own_templates(TextCodec.load(str(model)))
+    (model / "chat_template.jinja").write_text("{{ bos_token }}\n{% if x %}")
+    with pytest.raises(ModelError, match=r"the model's chat template, line 2: .*Repair its chat_template\.jinja"):
+        check_own_templates(TextCodec.load(str(model)))
 
 
 def test_the_cache_of_a_server_that_does_not_draft_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,6 @@ from ssd.model.loading.memory import (
     ADVICE,
     check_weights_fit,
     fit_slots,
-    no_load_report,
     require_complete,
     usable_bytes,
     weight_bytes,
@@ -33,7 +32,7 @@ from ssd.model.ways.exactness import settle_exactness
 from ssd.model.ways.find_way import find_way, verifies_trees
 from ssd.model.ways.recorded import attach_steps
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.text.load_tokenizer import HubOptions
+from ssd.text.load_tokenizer import ROPE_MODULE, HubOptions, errors_only
 
 log = logging.getLogger(__name__)
 
@@ -147,10 +146,16 @@ def load_model(
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda' was asked for, but torch sees no CUDA device: use --device cpu")
-    name = str(name_or_path)
+    name, config = str(name_or_path), None
     try:
-        config = AutoConfig.from_pretrained(name, **hub.arguments())
+        with errors_only(ROPE_MODULE):
+            config = AutoConfig.from_pretrained(name, **hub.arguments())
         quantised = getattr(config, "quantization_config", None) is not None
+        if not quantised and "float8" in str(_said_type(config)):
+            raise ModelError(
+                f"config.json of {name} says that the weights are {_said_type(config)}, without a quantization_config "
+                "that says how: take a checkpoint in bfloat16, float16 or float32"
+            )
         wanted: Any = "auto"
         if dtype != "auto":
             wanted = DTYPES[dtype]
@@ -160,13 +165,13 @@ def load_model(
         if not quantised:
             most = torch.float32 if is_open else wanted
             check_weights_fit(name, config, most, place, trust_remote_code=hub.trust_remote_code)
-        with no_load_report():
+        with errors_only("transformers"):  # its table of missing weights, which `require_complete` says in a line
             model, info = AutoModelForCausalLM.from_pretrained(
                 name, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **hub.arguments()
             )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(
-            f"cannot load model {name!r}: {first_line(error)} "
+            f"cannot load model {name!r}: {_reason(error, config)} "
             "Give a directory with config.json and weights, or the id of a model that is in the local hub cache."
         ) from error
     require_complete(name, info)
@@ -178,6 +183,21 @@ def load_model(
         return model.eval() if model.device == place else model.eval().to(place)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"model {name!r} does not fit into the memory of {place}: {ADVICE}") from error
+
+
+def _reason(error: Exception, config: Any) -> str:
+    """The first line of an error; a name alone is that of a kind of RoPE."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) if config is not None else None
+    kinds = [parameters, *parameters.values()] if isinstance(parameters, dict) else []
+    named = [kind.get("rope_type") for kind in kinds if isinstance(kind, dict)]
+    if isinstance(error, KeyError) and error.args and error.args[0] in named:
+        return (
+            f"config.json has rope_scaling of the type {error.args[0]!r}, which this version of transformers does not "
+            f"have: it has default, {', '.join(ROPE_INIT_FUNCTIONS)}."
+        )
+    return first_line(error)
 
 
 def _said_type(config: Any) -> torch.dtype | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,18 +213,6 @@ def require_complete(name: str, info: Mapping[str, Any]) -> None:
             "model %r has no place for %d weights of its checkpoint, %s: is this its config.json?",
             name, len(unexpected), _some(unexpected),
         )  # fmt: skip
-
-
-@contextmanager
-def no_load_report() -> Iterator[None]:
-    """Without transformers' table of what is missing, which `require_complete` says in a line."""
-    logger = logging.getLogger("transformers")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _some(keys: Iterable[str]) -> str:
