@@ -15,6 +15,7 @@ format is not read back.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from ssd.bundled import MODEL_PATH
 from ssd.errors import RequestError
 from ssd.text.chat_template import SAMPLE_ARGUMENTS, SAMPLE_NAME, SAMPLE_SCHEMA, ChatTemplate
 from ssd.text.codec import TextCodec
+from ssd.text.messages import normalize_messages
 
 _PIECE = 3
 _TOOL = {"type": "function", "function": {"name": SAMPLE_NAME, "description": "x", "parameters": SAMPLE_SCHEMA}}
@@ -177,8 +179,6 @@ def _marks_in(text: str) -> set[str]:
 
 def _as_transformers(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages as the product normalizes them, which is what model cards tell users of transformers to do."""
-    from ssd.text.messages import normalize_messages
-
     return normalize_messages(messages)
 
 
@@ -194,8 +194,6 @@ def read_back(template: ChatTemplate) -> str:
 
 def _calls_of(tool_call: str, text: str) -> list[list[tuple[str, Any]]]:
     """The calls of a text that comes whole, and in pieces."""
-    import json
-
     found = []
     for pieces in ([text], list(_pieces(text))):
         messages = Messages(lambda: make_parser(tool_call, None, functions={SAMPLE_NAME: SAMPLE_SCHEMA}))

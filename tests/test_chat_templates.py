@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks import templates
 from ssd.errors import RequestError
 from ssd.text.codec import TextCodec
 from tests.tokenizers_for_tests import byte_level_tokenizer
@@ -176,6 +178,25 @@ def test_a_shape_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "render", counted)
     assert made.decode(made.encode_chat(turns * 7)).count("ARG2") == 7
     assert count == 1
+
+
+def test_a_directory_of_templates_is_compared_with_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("all", "one call", "no calls", "parts alone"):
+        (tmp_path / f"{name}.jinja").write_text(_TOOLS * (name != "parts alone") + TEMPLATES[name])
+    assert templates.main([str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = {row["template"].removesuffix(".jinja"): row for row in found["rows"]}
+    assert (found["templates"], found["shapes"], found["lost"], found["wrong"]) == (4, len(templates.SHAPES), 0, [])
+    assert rows["all"]["lost_by_transformers"] == 0 and rows["all"]["calls"] == "unknown"
+    assert rows["no calls"]["lost_by_transformers"] > 0 and rows["parts alone"]["calls"] == "in words"
+    assert rows["one call"]["shapes"]["two calls"] == "rewritten" and rows["one call"]["shapes"]["call"] == "equal"
+    (tmp_path / "all.jinja").write_text("{{ messages[0].content }}")
+    assert templates.main([str(tmp_path), "--json"]) == 0  # refused, as transformers would lose the others
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        templates.main([])
 
 
 CONVERSATIONS = st.from_regex(r"(s|d|sd)?u{1,2}(c(t|tu)|T(t|ts)|C(tt|ttu)|B(tt)|x(t)|a(u|uu|su)){0,4}", fullmatch=True)

@@ -19,8 +19,8 @@ from ssd.text.messages import Message, knows_tools
 
 _MOST_SHAPES = 512
 """The maximum number of shapes that are remembered for one template."""
-_REPEATED = re.compile(r"((?:[^;]+;){1,6}?)\1{2,}")
-"""Several messages that occur three times or more in a row."""
+_REPEATED = re.compile(r"(?s:(.{1,6}?)\1{2,})")
+"""Several messages, a character each, that occur three times or more in a row."""
 _LONGEST_VALUE = 64
 
 SAMPLE_NAME = "get_weather_0f6ac8"
@@ -133,15 +133,18 @@ class ChatTemplate:
     ) -> Choice:
         """The variant of `variants` that the template writes completely, else the one that it loses least of.
 
-        Conversations of the same shape are tried once. O(variants x a rendering) for a new shape.
+        Conversations of the same shape are tried once, without what is repeated in them: O(variants x renderings).
         """
-        shape = (_shape(messages), _outline(variables), tuple(options.values()))
+        signs = list(map(_sign, messages))
+        kept = _without_repetition(signs)
+        shape = (tuple(signs[number] for number in kept), _outline(variables), tuple(options.values()))
         found = self._choices.get(shape)
         if found is None:
             if len(self._choices) >= _MOST_SHAPES:
                 self._choices.clear()
-            found = self._choices[shape] = self._find(messages, {**variables, **options}, write_calls)
-        return found
+            short = [messages[number] for number in kept]
+            found = self._choices[shape] = self._find(short, {**variables, **options}, write_calls)
+        return found._replace(losses=tuple(Loss(kept[loss.message], loss.call) for loss in found.losses))
 
     def _find(self, messages: list[Message], options: Mapping[str, Any], write_calls: WriteCalls) -> Choice:
         marks = _marks(messages)
@@ -150,7 +153,8 @@ class ChatTemplate:
             text = self._try(variant.messages, **options)
             if text is None:
                 continue
-            losses = tuple(loss for loss, mark in marks.items() if mark not in text)
+            written = set(_MARK.findall(text))
+            losses = tuple(loss for loss, mark in marks.items() if mark not in written)
             if best.number is None or len(losses) < len(best.losses):
                 best = Choice(number, losses, variant.one_call_each)
             if not losses:
@@ -212,6 +216,9 @@ class ChatTemplate:
             return None
 
 
+_MARK = re.compile(r"0f6ac8m\d{6}(?:c\d{6})?x")
+
+
 def _mark(number: int, call: int | None = None) -> str:
     return f"0f6ac8m{number:06d}" + ("x" if call is None else f"c{call:06d}x")
 
@@ -268,17 +275,23 @@ def _kind(function: Mapping[str, Any]) -> str:
     return "x" if isinstance(function["arguments"], str) else "l"
 
 
-def _shape(messages: Sequence[Message]) -> str:
-    """Roles and parts of the messages; of what is repeated three times or more only two are left."""
-    found = ""
-    for message in messages:
-        calls = "".join(map(_kind, functions_of(message)))
-        fields = [name[0] for name in ("reasoning_content", "thinking", "tool_call_id") if name in message]
-        calls = re.sub(r"(.)\1\1+", r"\1\1", calls)
-        found += f"{message['role']},{bool(message['content'].strip()):d},{calls},{''.join(fields)};"
-    while (shorter := _REPEATED.sub(r"\1\1", found)) != found:
-        found = shorter
-    return found
+def _sign(message: Message) -> str:
+    """What a message has in common with others of its shape: the role, and which parts there are."""
+    calls = re.sub(r"(.)\1\1+", r"\1\1", "".join(map(_kind, functions_of(message))))
+    fields = [name[0] for name in ("reasoning_content", "thinking", "tool_call_id") if name in message]
+    return f"{message['role']},{bool(message['content'].strip()):d},{calls},{''.join(fields)}"
+
+
+def _without_repetition(signs: Sequence[str]) -> list[int]:
+    """The places of ``signs``; of several that are repeated three times or more in a row, those of two."""
+    letters = {sign: chr(number) for number, sign in enumerate(dict.fromkeys(signs))}
+    text, kept = "".join(letters[sign] for sign in signs), list(range(len(signs)))
+    while found := list(_REPEATED.finditer(text)):
+        for match in reversed(found):
+            begin, end = match.start() + 2 * len(match[1]), match.end()
+            text = text[:begin] + text[end:]
+            del kept[begin:end]
+    return kept
 
 
 def _outline(variables: Mapping[str, Any]) -> tuple[object, ...]:
