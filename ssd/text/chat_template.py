@@ -88,9 +88,10 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether functions are written; if the template refuses this trial, whether it mentions them."""
-        written = self._try([_turn("user")], tools=_SAMPLE_TOOLS, add_generation_prompt=True)
-        return knows_tools(self.source) and (written is None or SAMPLE_NAME in written)
+        """Whether functions are written; if the template refuses these trials, whether it mentions them."""
+        trials = ([_turn("user")], [_turn("system"), _turn("user", 1)])
+        written = [self._try(trial, tools=_SAMPLE_TOOLS, add_generation_prompt=True) for trial in trials]
+        return knows_tools(self.source) and (not any(written) or any(SAMPLE_NAME in text for text in written if text))
 
     @cached_property
     def takes_several_calls(self) -> bool:

@@ -28,7 +28,8 @@ from tests.tokenizers_for_tests import write_model_directory
 BEGIN, END = "<|recites|>", "<|stop|>"
 MAX_LENGTH = 8192
 
-_TEMPLATE = """{%- set begins = BEGINS -%}{%- set told = namespace(begin='', tools=tools) -%}
+_TEMPLATE = """{%- set begins = BEGINS -%}{%- set told = namespace(begin='') -%}
+{{- tools|map(attribute='function.name')|join(' ') if tools -}}
 {%- for message in messages -%}
 {{- '<|user|>' ~ message.role ~ ' ' ~ (message.content or '') -}}
 {%- for call in message.tool_calls or [] -%}
