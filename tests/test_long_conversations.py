@@ -14,6 +14,7 @@ from cache_builder.evaluation.log import read_log
 from cache_builder.inputs import conversations
 from cache_builder.inputs.conversations import Answer, answers_in
 from cache_builder.inputs.sources import find_sources
+from ssd.errors import RequestError
 from ssd.text.codec import Example, TextCodec
 from ssd.text.messages import normalize_messages
 from tests.cache_files import read_cache
@@ -58,7 +59,6 @@ OTHERS = {
     ),
     "numbers": "{% for m in messages %}<|{{ m.role }}|>{{ loop.index }} {{ m.content }}{% endfor %}<|assistant|>",
     "how many": "{{ messages | length }}" + PLAIN,
-    "the last messages alone": PLAIN.replace("in messages", "in messages[-6:]"),
 }
 
 
@@ -104,6 +104,13 @@ def test_turns_give_what_each_prompt_gives_by_itself(
     assert [([*map(int, each.token_ids)], each.prompt_length) for each in found] == expected
     if name in APPENDING:
         assert len(found) == 16 and all(isinstance(each, Answer) for each in found)
+
+
+def test_a_template_that_drops_old_messages_is_refused_as_the_server_refuses_it(tmp_path: Path) -> None:
+    template = PLAIN.replace("in messages", "in messages[-6:]")
+    codec = TextCodec.load(str(write_model_directory(tmp_path)), chat_template=template)
+    with pytest.raises(RequestError, match=r"no place for messages\[0\]"):
+        answers_in(normalize_messages(conversation(12)), {}, codec)
 
 
 def test_what_is_encoded_grows_with_the_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 from ssd.errors import RequestError
 from ssd.retrieval.segment import Tokens
 from ssd.text.codec import Example, TextCodec
-from ssd.text.messages import knows_tools
 
 Message = Mapping[str, Any]
 Encode = Callable[..., list[int]]
@@ -118,7 +117,10 @@ def _appended(
 
 
 def chat_encoding(codec: TextCodec, kwargs: dict[str, Any]) -> Encode:
-    """`TextCodec.encode_chat` as the server calls it: tools are in words where the template knows of none."""
-    template = codec.chat_template(with_tools="tools" in kwargs)
-    in_words = template is not None and not knows_tools(template)
+    """Return `TextCodec.encode_chat` as the server calls it: tools are described in words if the template ignores them.
+
+    Calls that the template leaves out are written in the Hermes format; the server writes them as the model does.
+    """
+    template = codec.template(with_tools="tools" in kwargs)
+    in_words = template is not None and not template.takes_tools
     return partial(codec.encode_chat, template_kwargs=kwargs, tools_in_words=in_words)
