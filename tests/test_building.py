@@ -37,7 +37,7 @@ from cache_builder.commands import options
 from cache_builder.inputs.record import InputError
 from cache_builder.inputs.sources import find_sources
 from cache_builder.workers import run
-from ssd.errors import SSDError
+from ssd.errors import ConfigError, SSDError
 from ssd.retrieval.files import read_manifest
 from tests.cache_files import read_cache
 from tests.ray_build import BLOCK_BYTES
@@ -206,6 +206,11 @@ def test_a_cache_that_was_being_replaced_is_put_back(corpus: Path, model: Path, 
         build([str(corpus / "none")], out, options_for(model, force=True))
     with working_directory(out, fresh=True):
         assert ids_of(out) == before
+
+
+def test_a_directory_that_cannot_be_written_is_named(corpus: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"/proc/out cannot be written \(/proc: .*\): give another directory"):
+        build([str(corpus / "d.txt")], Path("/proc/out"), options_for(model))
 
 
 def test_what_is_finished_is_kept_where_a_later_line_is_wrong(corpus: Path, model: Path, tmp_path: Path) -> None:

@@ -29,11 +29,17 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
     """The directory, with ``new`` and ``journal`` in it; removed at the end, unless an error comes and
     a block with segments is finished.
 
-    ``fresh`` : nothing of an earlier build is kept. Raises CacheLocked where another process is at work, OSError.
+    ``fresh`` : nothing of an earlier build is kept. Raises ConfigError if the directory cannot be created, CacheLocked
+    if another process builds ``out``, OSError.
     """
     path = unfinished_directory(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    make_directory(path)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{out} cannot be written ({out.parent}: {error.strerror}): give another directory"
+        ) from error
     with _locked(path, out):
         _put_back(out, path)
         if (path / _OLD).exists() and (path / "new" / MANIFEST_NAME).exists():

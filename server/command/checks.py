@@ -46,10 +46,10 @@ def find_config(model: str, hub: HubOptions) -> Path:
     if directory.is_dir():
         path = directory / "config.json"
         if not path.exists():
-            raise ModelError(f"{model} has no config.json{_other_kind(directory)}: {_ADVICE}")
+            raise ModelError(f"{model} has no config.json: {_other_kind(directory) or _ADVICE}")
         return path
     if directory.exists():
-        kind = "a GGUF file, which is not read here" if _begins(directory, _GGUF) else "a file"
+        kind = "a GGUF file, which ssd-serve cannot load" if _begins(directory, _GGUF) else "a file"
         raise ModelError(f"{model} is {kind}: {_ADVICE}")
     if directory.is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1:
         raise ModelError(f"there is no directory {model}: {_ADVICE}")
@@ -90,14 +90,14 @@ def _require_no_pointer(path: Path) -> None:
 
 
 def _other_kind(directory: Path) -> str:
-    """What a directory without a config.json is, if that is known."""
+    """Say what a directory without a config.json is, and what to do with it; "" if that is unknown."""
     if (adapter := directory / "adapter_config.json").exists():
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if base := json.loads(adapter.read_bytes()).get("base_model_name_or_path"):
-                return f", it is a LoRA adapter of {base}: serve that model with --lora-modules NAME={directory}"
-        return f", it is a LoRA adapter: serve its model with --lora-modules NAME={directory}"
+                return f"it is a LoRA adapter of {base}. Serve that model with --lora-modules NAME={directory}"
+        return f"it is a LoRA adapter. Serve its base model with --lora-modules NAME={directory}"
     if any(_begins(path, _GGUF) for path in directory.glob("*.gguf")):
-        return ", but GGUF files, which are not read here"
+        return f"it has GGUF files, which ssd-serve cannot load. {_ADVICE[0].upper()}{_ADVICE[1:]}"
     return ""
 
 
@@ -113,7 +113,7 @@ def check_generates(model: str, config: Mapping[str, Any]) -> None:
         found = "an encoder or a classifier"
     else:
         return
-    raise ModelError(f"{model} is {found} ({', '.join(named)}), which continues no text: {_ADVICE}")
+    raise ModelError(f"{model} is {found} ({', '.join(named)}), which cannot generate text: {_ADVICE}")
 
 
 def check_weights_are_there(model: str) -> None:

@@ -117,11 +117,14 @@ def test_a_pointer_of_git_lfs_is_named(model: Path, name: str) -> None:
 
 def test_directories_of_other_kinds_are_named(tmp_path: Path) -> None:
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF\3\0\0\0")
-    with pytest.raises(ModelError, match=r"has no config\.json, but GGUF files, which are not read here: "):
+    with pytest.raises(ModelError, match=r"has no config\.json: it has GGUF files, which ssd-serve cannot load\. "):
         check(str(tmp_path))
-    with pytest.raises(ModelError, match=r"\.gguf is a GGUF file, which is not read here: "):
+    with pytest.raises(ModelError, match=r"\.gguf is a GGUF file, which ssd-serve cannot load: "):
         check(str(tmp_path / "model-Q4_K_M.gguf"))
-    for adapter, text in (({"base_model_name_or_path": "owner/base"}, " of owner/base: serve that model"), ([], ": ")):
+    for adapter, text in (
+        ({"base_model_name_or_path": "owner/base"}, " of owner/base. Serve that model"),
+        ([], "\\. "),
+    ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
         with pytest.raises(ModelError, match=f"it is a LoRA adapter{text}.*--lora-modules"):
             check(str(tmp_path))
@@ -145,7 +148,7 @@ def test_models_that_continue_no_text_are_named(model: Path, settings: dict[str,
     if kind is None:
         check(str(model))
         return
-    with pytest.raises(ModelError, match=f"{kind} .*, which continues no text"):
+    with pytest.raises(ModelError, match=f"{kind} .*, which cannot generate text"):
         check(str(model))
 
 
