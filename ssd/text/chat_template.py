@@ -278,13 +278,17 @@ def _kind(function: Mapping[str, Any]) -> str:
 
 def _sign(message: Message) -> str:
     """What a message has in common with others of its shape: the role, and which parts there are."""
-    calls = re.sub(r"(.)\1\1+", r"\1\1", "".join(map(_kind, functions_of(message))))
+    calls = ""
+    if "tool_calls" in message:
+        calls = re.sub(r"(.)\1\1+", r"\1\1", "".join(map(_kind, functions_of(message))))
     fields = [name[0] for name in ("reasoning_content", "thinking", "tool_call_id") if name in message]
     return f"{message['role']},{bool(message['content'].strip()):d},{calls},{''.join(fields)}"
 
 
 def _without_repetition(signs: Sequence[str]) -> list[int]:
     """The places of ``signs``; of several that are repeated three times or more in a row, those of two."""
+    if len(set(signs)) > len(signs) - 2:
+        return list(range(len(signs)))
     letters = {sign: chr(number) for number, sign in enumerate(dict.fromkeys(signs))}
     text, kept = "".join(letters[sign] for sign in signs), list(range(len(signs)))
     while found := list(_REPEATED.finditer(text)):
