@@ -1,8 +1,9 @@
 """Connections and bodies that harm nobody: what uvicorn's protocol waits for without end, this one gives up.
 
 A client may keep a connection open and send nothing, send the head of a request byte by byte, go on with a body that
-was answered already, or not read what it asked for. Each takes a file and some memory, and has a limit here. A
-body that is still wanted is timed where it is read, within a budget of memory and with nothing long on the event loop.
+was answered already, or not read what it asked for. Each takes a file and some memory, and has a limit here. What
+arrives is parsed in slices, between which the event loop serves others. A body that is still wanted is timed where
+it is read, within a budget of memory and with nothing long on the event loop.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 import pydantic_core
@@ -33,6 +35,9 @@ TOO_MANY = "too_many_connections"
 """Set in ``scope["state"]`` of requests that came on a connection beyond the limit: it ends with their answer, since
 few are kept for those that are to be told so."""
 
+BODY_FAULT = "body_fault"
+"""Set in ``scope["state"]`` to the ApiError that refuses a body in chunks, of which no more is parsed."""
+
 _MOST_BEYOND = 256
 _BEYOND_IDLE_S = 5.0
 _MOST_LOOK_S = 5.0
@@ -44,25 +49,42 @@ _MOST_AHEAD = 8
 _UNSENT_BYTES = 64 << 10
 """Of an answer that waits to be sent; asyncio holds eight times as much where connections are encrypted."""
 
+_RECEIVED_BYTES = 256 << 10
+_SLICE_BYTES = 4 << 10
+"""The number of bytes that are received and parsed at once where a few bytes may be a chunk or a header, and a call of
+Python each: at worst 0.3 ms of the event loop, which others have between."""
+_FREE_CHUNKS = 1024
+_CHUNK_BYTES = 64
+"""After the first ``_FREE_CHUNKS`` chunks, a body whose chunks are smaller than this on average is refused."""
+_LINGER_S = 1.0
+"""A client that is still sending the body of a refused request has this long to notice the answer: the answer would
+be lost if the connection were closed at once."""
+
 
 def num_beyond(limits: Limits) -> int:
     """Connections beyond the limit that are told so; more are closed without a word."""
     return max(1, min(_MOST_BEYOND, limits.max_connections // 8))
 
 
-class GuardedProtocol(HttpToolsProtocol):
-    """One connection: uvicorn's protocol, looked at now and then."""
+class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
+    """One connection: uvicorn's protocol, given few bytes at once and looked at now and then."""
 
     limits: ClassVar[Limits]
+    received: ClassVar[memoryview]
+    """What one connection receives in one round of the event loop."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come; beyond the limit it is answered 503 by whoever reads ``TOO_MANY``."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNSENT_BYTES)
+        # What answers are written to: it leaves the end of the connection to this object.
+        self._answers = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._end)
         self._came = self.loop.time()
         self._head_since: float | None = None
         self._head_bytes = 0  # that came since the last of anything else: of a head, or behind the chunks of a body
-        self._is_head = False
+        self._is_head = self._has_body = self._is_chunked = self._is_discarding = False
+        self._expected_bytes = 0  # of a body whose length is known
+        self._pieces: list[bytes] = []  # of a body, found in what was received last
         self._unanswered: list[RequestResponseCycle] = []
         self._sending: Patience | None = None
         self._unsent = 0
@@ -82,15 +104,28 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._looking is not None:
             self._looking.cancel()
         super().connection_lost(exc)
+        self._answers.close = self.transport.close  # so that nothing refers to itself
         for cycle in self._unanswered:  # uvicorn tells the last one alone
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
 
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: only few at once, but for a body of known length, which the parser leaves whole."""
+        return self.received[: max(_SLICE_BYTES, self._expected_bytes)]
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        """Parse what has come."""
+        if not self._is_discarding:
+            self.data_received(bytes(self.received[:num_bytes]))
+
     def data_received(self, data: bytes) -> None:
         """Bytes that do not belong to a request under way begin a head, or are the rest of a body nobody wants."""
         self._head_bytes += len(data)
+        if self._is_chunked:
+            self._body_bytes += len(data)
         super().data_received(data)
+        self._take_pieces()
         if self._is_busy():
             self._head_since = None
         elif self._head_since is None:
@@ -110,12 +145,65 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
             raise ValueError("too many requests before an answer")
         super().on_headers_complete()
-        self._unanswered.append(self.cycle)
+        cycle = self.cycle
+        self._unanswered.append(cycle)
+        cycle.transport = self._answers  # type: ignore[assignment]
+        self._has_body = True
+        self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        self._expected_bytes = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+        if self._is_chunked:
+            self._body_bytes = self._content_bytes = self._num_chunks = 0  # the first count has heads of chunks in it
+            # An answer before the end of such a body ends the connection: the rest need not be parsed.
+            self._keeps_alive, cycle.keep_alive = cycle.keep_alive, False
         self.flow.resume_reading()  # uvicorn reads no more then, and would not see the client leave
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
-        super().on_body(body)
+        self._expected_bytes -= len(body)
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        self._take_pieces()
+        if self._is_discarding:
+            return
+        if self._is_chunked and not self.cycle.response_started:
+            self.cycle.keep_alive = self._keeps_alive
+        self._has_body = self._is_chunked = False
+        super().on_message_complete()
+
+    def _take_pieces(self) -> None:
+        """Append the pieces that have come to the body; refuse it where chunks are too small, or too long in all."""
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            content = b"".join(pieces)
+            super().on_body(content)
+            if self._is_chunked:
+                self._content_bytes += len(content)
+                self._num_chunks += len(pieces)
+        if not self._is_chunked or self._is_discarding:
+            return
+        if max(self._body_bytes, self._content_bytes) > self.limits.max_body_bytes:
+            fault = _too_long(self.limits.max_body_bytes)
+        elif self._num_chunks > _FREE_CHUNKS and self._content_bytes < _CHUNK_BYTES * self._num_chunks:
+            fault = ApiError(
+                400, f"the body comes in chunks of less than {_CHUNK_BYTES} bytes on average: send larger chunks, or "
+                "the whole body with a content-length",
+                code="body_chunks_too_small",
+            )  # fmt: skip
+        else:
+            return
+        self.scope["state"][BODY_FAULT] = fault
+        self.cycle.more_body, self._is_discarding = False, True
+        self.cycle.message_event.set()
+
+    def _end(self) -> None:
+        """Close after an answer; if its request's body is still coming, discard that for a while first."""
+        if not self._has_body or self.transport.is_closing():
+            self.transport.close()
+            return
+        self._is_discarding = True
+        self.pipeline.clear()
+        self.loop.call_later(_LINGER_S, self.transport.close)
 
     def _is_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -163,7 +251,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 def protocol_within(limits: Limits) -> type[asyncio.Protocol]:
     """What uvicorn is to make for each connection."""
-    return type("Protocol", (GuardedProtocol,), {"limits": limits})
+    return type("Protocol", (GuardedProtocol,), {"limits": limits, "received": memoryview(bytearray(_RECEIVED_BYTES))})
 
 
 class BodyReader:
@@ -187,8 +275,7 @@ class BodyReader:
 
     async def _receive(self, request: Request, share: Share) -> bytes:
         most = self._limits.max_body_bytes
-        said = request.headers.get("content-length", "")
-        if said.isascii() and said.isdecimal() and (len(said) > 18 or int(said) > most):
+        if int(request.headers.get("content-length", 0)) > most:  # the parser has seen to it that it is a number
             raise _too_long(most)
         content = bytearray()
         seconds, rate = self._limits.max_body_seconds, self._limits.min_bytes_per_second
@@ -200,8 +287,6 @@ class BodyReader:
                     content += chunk
                     patience.moved(len(chunk), clock())
                     timeout.reschedule(patience.until)
-                    if len(content) > most:
-                        raise _too_long(most)
                     if len(content) > SMALL_BODY_BYTES:
                         share.grow(len(content) - share.amount)
         except ClientDisconnect:
@@ -210,6 +295,8 @@ class BodyReader:
         except TimeoutError:
             message = f"the body stalled for {seconds:g} seconds, or came with fewer than {rate} bytes a second"
             raise ApiError(408, message, code="body_too_slow") from None
+        if (fault := request.scope["state"].get(BODY_FAULT)) is not None:
+            raise fault
         return bytes(content)
 
 

@@ -22,7 +22,7 @@ class Limits:
     """What a request is refused for when it goes beyond; the defaults leave room above what clients send in earnest."""
 
     max_body_bytes: int = 8 << 20
-    """Bytes of a request's body."""
+    """Bytes of a request's body, headers and extensions of its chunks included."""
     # While a string is read from JSON the process's other threads stand still, at worst 5 ms for each megabyte.
     max_body_values: _Fixed[int] = 1 << 18
     """Values, names and brackets in a body's JSON; twice the context where that is more."""
