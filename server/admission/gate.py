@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import uuid
 from collections.abc import Callable, Collection
@@ -14,8 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.admission.account import Account
 from server.admission.connections import TOO_MANY
 from server.admission.registry import Tenants
+from server.admission.sites import KnownSites
 from server.base.errors import ApiError, ServerNotReady, error_response, speaks_anthropic
-from server.base.limits import SMALL_BODY_BYTES
 from server.base.record import current_record
 from ssd.errors import QueueFull, RequestError, shown
 
@@ -32,8 +31,6 @@ _ALWAYS = frozenset({"/live", "/health", "/ping", "/version", "/metrics"})
 """Whoever supervises the server is answered to the end."""
 OPEN_PATHS = frozenset({*_ALWAYS, "/openapi.json"})
 """Where there are keys, everything else needs one: an endpoint is closed until it is named here."""
-_DISCARD_S = 1.0
-"""A client that is refused may send its body for this long before it has the answer."""
 
 
 @dataclass(slots=True)
@@ -46,6 +43,8 @@ class Gate:
 
     app: ASGIApp
     tenants: Tenants = field(kw_only=True)
+    sites: KnownSites = field(kw_only=True)
+    """Who may call where there are no keys."""
     open_paths: Collection[str] = field(default=(), kw_only=True)
     """Beside the paths that always are."""
     let_in: Callable[[], None] = field(default=lambda: None, kw_only=True)
@@ -78,15 +77,19 @@ class Gate:
         if account is not None:
             scope.setdefault("state", {})["account"] = account
             current_record().tenant = account.payer
-        elif scope["method"] != "OPTIONS" and path_below_root(scope) not in (*OPEN_PATHS, *self.open_paths):
-            refusal = ApiError(
-                401,
-                "missing or wrong API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-                code="invalid_api_key",
-            )
-            await error_response(refusal, scope)(scope, receive, send_with_id)
-            return
         try:
+            if not self.tenants.is_closed:
+                self.sites.check(scope["method"], headers)
+            elif (
+                account is None
+                and scope["method"] != "OPTIONS"
+                and path_below_root(scope) not in (*OPEN_PATHS, *self.open_paths)
+            ):
+                raise ApiError(
+                    401,
+                    "missing or wrong API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                    code="invalid_api_key",
+                )
             await self._admit(scope, receive, send_with_id)
         except Exception as error:
             answer = error_response(error, scope)  # which logs it
@@ -102,7 +105,9 @@ class Gate:
                 raise QueueFull("too many connections are open: try again later")
             self.let_in()
         except (QueueFull, ServerNotReady) as error:
-            await _refuse(error, scope, receive, send)
+            response = error_response(error, scope)
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
             return
         try:
             await self.app(scope, receive, send)
@@ -122,23 +127,6 @@ def account_of(scope: Scope) -> Account:
     """Who pays for a request that the gate let in to what needs a key."""
     account: Account = scope["state"]["account"]
     return account
-
-
-async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with an error, once a small body has come: a client that is still sending may not see it."""
-    num_bytes = 0
-    try:
-        async with asyncio.timeout(_DISCARD_S):
-            while num_bytes <= SMALL_BODY_BYTES:
-                message = await receive()
-                num_bytes += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    break
-    except TimeoutError:
-        pass
-    response = error_response(error, scope)
-    response.headers["connection"] = "close"
-    await response(scope, receive, send)
 
 
 NO_LEARN_HEADER = "x-ssd-no-learn"

@@ -68,6 +68,9 @@ class CorsOptions:
     """headers they may send"""
     allow_credentials: bool = False
     """they may send cookies, which no part of this server reads; not with origins *"""
+    allowed_hosts: _Names = ()
+    """host names that a server without keys is called by, as a JSON list or with commas; *.example.com for all names
+    below it, * for all (default: IP addresses, localhost and --host)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +138,8 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOption
     """No line of log for each request."""
     limits: Limits = field(default_factory=Limits)
     """What is too much for one request, or for all."""
+    host: str = ""
+    """The name or address to listen on."""
     root_path: str = ""
     """Path that a proxy serves all this under; requests come with it or without."""
     created: int = field(default_factory=lambda: int(time.time()))

@@ -98,6 +98,7 @@ def make_settings(options: Options) -> ServerSettings:
         spec_decode_metrics=options.observe.spec_decode_metrics,
         no_access_log=options.observe.no_access_log,
         limits=options.limits,
+        host=options.network.host,
         root_path=options.network.root_path,
         sampling_defaults=_sampling_defaults(options.model),
     )
@@ -340,7 +341,7 @@ def serve(
         http=protocol_within(settings.limits),
         ws="none",
         loop="asyncio",  # uvloop keeps the interpreter from the engine while it writes: 3 % fewer tokens/s
-        # No more at once than there are files for beyond the limit: each that finds none is 5 lines of asyncio's log.
+        # No more at once than there are files for beyond the limit: each that finds none is tried again a second later.
         backlog=min(_ACCEPTED_AT_ONCE, num_beyond(settings.limits)),
         timeout_keep_alive=math.ceil(settings.limits.max_idle_seconds),
         timeout_graceful_shutdown=_CONNECTIONS_S,

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from server.admission.account import RATE_HEADERS
 from server.admission.gate import OPEN_PATHS, Gate, account_of
 from server.admission.registry import Tenants
+from server.admission.sites import KnownSites
 from server.answers.sending import ClientGone
 from server.answers.wire import json_text
 from server.base.errors import (
@@ -370,7 +371,10 @@ def create_app(
     app.root_path = settings.root_path  # requests come with it and without
     docs = docs_files()
     files = {} if settings.no_page else page_files()
-    app.add_middleware(Gate, tenants=tenants, open_paths=docs | files, let_in=worker.let_in, let_out=worker.let_out)
+    sites = KnownSites((*settings.allowed_hosts, settings.host), settings.allowed_origins)
+    app.add_middleware(
+        Gate, tenants=tenants, sites=sites, open_paths=docs | files, let_in=worker.let_in, let_out=worker.let_out
+    )
     if settings.allowed_origins:  # around the gate: pages may read refusals too
         app.add_middleware(
             CORSMiddleware,

@@ -88,7 +88,7 @@ def test_a_tenant_has_half_of_what_others_leave_of_a_budget_and_one_alone_all_of
 def test_one_tenants_slow_bodies_leave_room_for_anothers(tmp_path: Path) -> None:
     engine, limits = FailingEngine(), Limits(max_bodies_bytes=1_000_000, max_body_bytes=300_000)
     body = json.dumps({"prompt": "x", "max_tokens": 1, "user": "x" * 200_000}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer bobs-key\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer bobs-key\r\n"
     head += f"content-length: {len(body)}\r\n\r\n"
     with serving(lambda _: engine, tenants=tenants_in(tmp_path), limits=limits) as server, ExitStack() as opened:
         for _ in range(8):
@@ -104,7 +104,7 @@ def test_long_answers_that_nobody_takes_leave_room_for_others(tmp_path: Path) ->
     """Clients that ask and do not read; what the system takes of an answer for them is not the server's memory."""
     text = "\u20ac" * 250_000  # some 4 MB of token ids and texts
     body = json.dumps({"prompt": text, "return_token_strs": True}).encode()
-    head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nauthorization: Bearer "
+    head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\nauthorization: Bearer "
     limits = Limits(max_answers_bytes=16 << 20)
     with (
         serving(lambda _: FailingEngine(), tenants=tenants_in(tmp_path), limits=limits) as server,

@@ -34,7 +34,7 @@ def watch(port: int, body: dict[str, Any], path: str = "/v1/completions") -> Tra
     answer is not a stream, or not whole.
     """
     content = json.dumps({**body, "stream": True}).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=120) as connection, connection.makefile("rb") as answer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         began = time.perf_counter()

@@ -39,7 +39,7 @@ def connect(server: RunningServer, *, receive_bytes: int | None = None) -> socke
 def request(body: bytes, num_bytes: int | None = None, *, headers: bytes = b"") -> bytes:
     """A completion's head, with the beginning of a body of so many bytes; else with all of it."""
     length = len(body) if num_bytes is None else num_bytes
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + headers
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + headers
     return head + b"content-length: %d\r\n\r\n" % length + body
 
 
@@ -90,7 +90,7 @@ def test_a_head_without_end_is_refused(server: RunningServer) -> None:
 
 def test_a_head_without_end_behind_a_body_that_was_answered_already_is_refused(server: RunningServer) -> None:
     with connect(server) as connection:
-        connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\n")
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 404 ")
         connection.sendall(b"xGET /live HTTP/1.1\r\nx-long: ")
         flood(connection)
@@ -99,7 +99,7 @@ def test_a_head_without_end_behind_a_body_that_was_answered_already_is_refused(s
 def test_trailers_without_end_are_refused(server: RunningServer) -> None:
     with connect(server) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-long: "
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-long: "
         )
         flood(connection)
 
@@ -142,21 +142,21 @@ def test_a_slow_honest_uplink_is_waited_for(server: RunningServer) -> None:
 
 def test_the_rest_of_a_body_that_was_answered_already_is_not_waited_for(server: RunningServer) -> None:
     with connect(server) as connection:
-        connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n")
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500\r\n\r\n")
         said = drip(connection, b" " * 400, 0.02)
     assert said.startswith(b"HTTP/1.1 404 ")
 
 
 def test_a_connection_that_idles_after_a_late_body_is_told_nothing(server: RunningServer) -> None:
     with connect(server) as connection:
-        connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n")
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
         connection.sendall(b"12345")
         assert b" 408 " not in until_closed(connection)
 
 
 def test_requests_sent_ahead_are_answered_and_no_more_than_some_may_wait(server: RunningServer) -> None:
-    ask = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+    ask = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with connect(server) as connection:
         connection.sendall(5 * ask)
         found = b""
@@ -176,7 +176,7 @@ def test_the_work_of_a_client_that_asked_ahead_ends_when_it_leaves() -> None:
         with connect(server) as connection:
             connection.sendall(request(body))
             wait_until(lambda: engine.metrics.num_running == 1)
-            connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            connection.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
             time.sleep(0.2)  # it has come
         wait_until(lambda: engine.num_cancelled == 1)
 
@@ -221,7 +221,7 @@ def test_many_slow_clients_keep_nobody_waiting(server: RunningServer) -> None:
         slow = [stack.enter_context(connect(server)) for _ in range(300)]
         for number, connection in enumerate(slow):
             body = b"content-length: 99\r\n\r\n{" if number % 2 else b""
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + body)
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + body)
         for _ in range(20):
             started = time.monotonic()
             assert post(server.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 5}).status == 200
@@ -234,14 +234,14 @@ def test_connections_beyond_the_limit_are_answered_503_but_not_to_supervisors() 
     with serving(lambda _: FailingEngine(), limits=Limits(max_connections=3)) as server, ExitStack() as stack:
         held = [stack.enter_context(connect(server)) for _ in range(3)]
         for connection in held:
-            connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            connection.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
         refused = post(server.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 5})
         assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "queue_full", "1")
         assert refused.headers["connection"] == "close" and refused.headers["x-request-id"]
         assert get(server.port, "/live").status == get(server.port, "/health").status == 200
         with connect(server) as beyond:  # keeps no place of those that others are told on
-            beyond.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            beyond.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
             said = until_closed(beyond)
             assert said.startswith(b"HTTP/1.1 200 ") and b"connection: close" in said
         held[0].close()

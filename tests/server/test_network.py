@@ -181,5 +181,5 @@ def test_named_sites_may_call_and_others_may_not(below: RunningServer) -> None:
 def test_without_the_option_no_page_of_another_site_may_call() -> None:
     with serving(lambda _: FailingEngine()) as server:
         answer = get(server.port, "/v1/models", headers={"origin": "https://a.example"})
-        assert answer.status == 200 and "access-control-allow-origin" not in answer.headers
+        assert answer.status == 403 and "access-control-allow-origin" not in answer.headers
         assert json.loads(preflight(server.port, "https://a.example").content)["error"]["type"]
