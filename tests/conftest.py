@@ -39,8 +39,8 @@ _PROMISES = {
         "test_prefix_reuse", "test_isolation", "test_sharing",
     ],
     "a request harms nobody else": [
-        "hostile/test_attacks", "hostile/test_fairness", "hostile/test_openapi", "server/test_limits",
-        "test_namespaces",
+        "hostile/test_attacks", "hostile/test_bodies", "hostile/test_fairness", "hostile/test_openapi",
+        "hostile/test_sites", "server/test_limits", "test_namespaces",
     ],
     "clients stay as they are": [
         "server/test_apis", "server/test_endpoints", "server/test_messages_api", "server/test_responses",

@@ -68,7 +68,7 @@ def tls_arguments(options: NetworkOptions) -> dict[str, Any]:
 
 
 def check_tls(options: NetworkOptions) -> None:
-    """Raise ConfigError where files are given that do not make a TLS server."""
+    """Raise ConfigError where files are given that do not make a TLS server; warn of a certificate nobody accepts."""
     if options.ssl_certfile is None:
         return
     named = {
@@ -80,17 +80,43 @@ def check_tls(options: NetworkOptions) -> None:
         if path is not None and not path.is_file():
             raise ConfigError(f"{option} {path}: there is no such file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    reasons: list[str] = []
+
+    def password() -> str:
+        """Answer OpenSSL's question, which would hold up a start that nobody watches."""
+        reasons.append("the key has a password")
+        return ""
+
     try:
-        # A password instead of OpenSSL's question on the terminal, which would hold up a start that nobody watches.
-        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password=lambda: "")
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password)
         if options.ssl_ca_certs is not None:
             context.load_verify_locations(options.ssl_ca_certs)
     except (ssl.SSLError, OSError) as error:
         files = " and ".join(f"{option} {path}" for option, path in named.items() if path is not None)
         raise ConfigError(
-            f"{files} cannot be used for TLS: {error.strerror or error}; give a certificate and the key it was made "
-            "with, in PEM form and without a password"
+            f"{files} cannot be used for TLS: {(*reasons, error.strerror or error)[0]}; give a certificate and the key "
+            "it was made with, in PEM form and without a password"
         ) from error
+    if (fault := _fault_for_clients(context, options.ssl_certfile)) is not None:
+        log.warning("--ssl-certfile %s: clients will refuse it, %s", options.ssl_certfile, fault)
+
+
+def _fault_for_clients(context: ssl.SSLContext, certificate: Path) -> str | None:
+    """What a client that trusts a certificate finds wrong with it, its dates for instance: a handshake in memory."""
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname = False
+    trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    trusting.load_verify_locations(certificate)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client, server = trusting.wrap_bio(to_client, to_server), context.wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server, client):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLCertVerificationError as error:
+            return error.verify_message
+    return None
 
 
 def give_up(options: NetworkOptions) -> None:

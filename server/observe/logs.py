@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 import re
 import sys
 import threading
@@ -24,6 +26,10 @@ _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _MOST_WAITING = 8192
 _PATIENCE_S = 2.0
 """How long the end of the process waits for a reader of the log that does not read."""
+_NO_FILES = (
+    "no file descriptor is free: connections wait until others end. Allow more (ulimit -n, LimitNOFILE) or lower "
+    "--max-connections"
+)
 _PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")
 """Values that text lines need not quote: printable, without spaces, quotes and equal signs."""
 
@@ -62,8 +68,19 @@ class LaterHandler(QueueHandler):
         self.is_json = isinstance(target.formatter, JsonFormatter)
         self._most = most_waiting
         self._num_told = 0
+        self._no_files_s = -math.inf
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell of missing file descriptors once a second: every connection and every file that needs one fails then."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            if record.created < self._no_files_s + 1:
+                return False
+            self._no_files_s = record.created
+            record.msg, record.args, record.exc_info = _NO_FILES, None, None
+        return super().filter(record)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Text is made of the arguments here, for they may change; `Fields` do not."""
