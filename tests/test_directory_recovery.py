@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -9,15 +11,16 @@ import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.errors import CacheLocked, FormatVersion, NamespaceMismatch, SegmentCorrupt, StoreUnavailable
+from ssd.errors import CacheLocked, FormatVersion, NamespaceMismatch, StoreUnavailable
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.files import MANIFEST_NAME, write_file
+from ssd.retrieval.directory import SegmentDirectory, remove_directory
+from ssd.retrieval.files import DAMAGED_NAME, LOCK_NAME, MANIFEST_NAME, PREVIOUS_NAME, read_manifest, write_file
 from ssd.retrieval.segment import SEPARATOR, Segment, write_segment
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import sequences, snapshot_text
@@ -94,13 +97,197 @@ def test_a_segment_that_is_not_what_the_manifest_says_is_left_out_alone(
         assert other.exists() and "namespace 'other'" in caplog.text
 
 
-def test_segments_without_a_manifest_are_neither_used_nor_removed(tmp_path: Path) -> None:
+# A damaged manifest
+
+
+def _cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _replace_by_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "digit": lambda file: file.write_text(file.read_text().replace('"next_position": 6', '"next_position": 7')),
+    "empty": lambda file: file.write_bytes(b""),
+    "half": _cut,
+    "zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "lost": Path.unlink,
+    "pipe": lambda file: (file.unlink(), os.mkfifo(file)),
+    "directory": _replace_by_directory,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("has_previous", [True, False])
+def test_a_damaged_manifest_is_made_anew_from_the_segments(
+    tmp_path: Path, damage: str, has_previous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     path = filled(tmp_path)
-    (path / MANIFEST_NAME).unlink()
-    files = {file.name for file in path.glob("*.seg")}
-    with pytest.raises(SegmentCorrupt, match=r"segment files, but no manifest\.json: restore it from a copy"):
-        opened(tmp_path)
-    assert {file.name for file in path.glob("*.seg")} == files
+    before = read_manifest(path)
+    assert before is not None and before.next_position == 630 and (path / PREVIOUS_NAME).exists()
+    if not has_previous:
+        (path / PREVIOUS_NAME).unlink()
+    DAMAGE[damage](path / MANIFEST_NAME)
+    with opened(tmp_path) as caches:
+        assert said(caches) == list(range(30)) and caches.get().stats().num_failures == 1
+        assert "its manifest was made anew from its segments" in caplog.text
+        learn(caches, range(30, 40))
+    manifest = read_manifest(path)
+    assert manifest is not None and (manifest.generation > before.generation or not has_previous)
+    assert (path / DAMAGED_NAME).exists() == (damage != "lost")
+    with opened(tmp_path) as caches:
+        assert said(caches) == list(range(40)) and caches.get().stats().num_failures == 0
+    remove_directory(path)
+    assert not path.exists() or damage == "directory"
+
+
+def test_no_flipped_bit_of_a_manifest_ends_the_start_or_loses_text(tmp_path: Path) -> None:
+    committed(tmp_path / "whole" / "default")
+    for offset in range((tmp_path / "whole" / "default" / MANIFEST_NAME).stat().st_size):
+        home = tmp_path / str(offset)
+        shutil.copytree(tmp_path / "whole", home)
+        content = bytearray((home / "default" / MANIFEST_NAME).read_bytes())
+        content[offset] ^= 1 << offset % 8
+        (home / "default" / MANIFEST_NAME).write_bytes(content)
+        with opened(home) as caches:
+            assert said(caches) == [1, 2], offset
+
+
+def test_of_a_merge_that_was_not_committed_result_or_inputs_count_once(tmp_path: Path) -> None:
+    path = tmp_path / "default"
+    committed(path)
+    put(path, segment(0, 1, 2))
+    (path / MANIFEST_NAME).write_bytes(b"")
+    with opened(tmp_path) as caches:
+        assert said(caches) == [1, 2]
+
+
+def test_what_a_manifest_says_of_its_source_outlives_it(tmp_path: Path) -> None:
+    path = tmp_path / "default"
+    directory = as_writer(path)
+    segments = [directory.write(segment(0, 1))]
+    for number in range(2):
+        directory.commit(segments, next_position=9, shared={"mark": {"read": number}, "position": 2})
+    directory.close()
+    DAMAGE["empty"](path / MANIFEST_NAME)
+    directory = as_writer(path)
+    assert directory.manifest.shared == {"mark": {"read": 0}, "position": 2}
+    assert directory.manifest.next_position == 9
+    directory.close()
+
+
+# A damaged segment
+
+
+def _tear(file: Path) -> None:
+    os.truncate(file, 300)
+
+
+def _break_header(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+
+
+def _flip_format(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[8] ^= 2
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [_tear, _break_header, _flip_format])
+def test_a_damaged_segment_stays_and_is_counted_at_each_opening_until_it_is_restored_or_removed(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "default"
+    directory = as_writer(path)
+    segments = [directory.write(segment(2 * number, number)) for number in range(3)]
+    directory.commit(segments, next_position=6)
+    directory.close()
+    file = directory.path_of(segments[1].segment_id)
+    whole = file.read_bytes()
+    damage(file)
+    damaged = file.read_bytes()
+    for number in range(3):
+        with opened(tmp_path) as caches:  # commits, merges and evicts
+            assert caches.get().stats().num_failures == 1
+            learn(caches, range(10 * number + 10, 10 * number + 20))
+            caches.get().flush()
+        assert file.read_bytes() == damaged
+    file.write_bytes(whole)
+    with opened(tmp_path) as caches:
+        assert said(caches) == [*range(3), *range(10, 40)] and caches.get().stats().num_failures == 0
+    damage(file)
+    with opened(tmp_path) as caches:
+        assert caches.get().stats().num_failures == 1
+    file.unlink()
+    for num_failures in (1, 0):  # it is missed once
+        with opened(tmp_path) as caches:
+            assert said(caches) == [0, 2, *range(10, 40)] and caches.get().stats().num_failures == num_failures
+
+
+# Two writers
+
+
+def test_a_lock_file_that_is_removed_lets_nobody_else_write(tmp_path: Path) -> None:
+    with opened(tmp_path) as caches:
+        learn(caches, range(5))
+        (tmp_path / "default" / LOCK_NAME).unlink()
+        with pytest.raises(CacheLocked):
+            opened(tmp_path)
+        learn(caches, range(5, 10))
+        assert (tmp_path / "default" / LOCK_NAME).exists()  # for those that lock it alone
+    with opened(tmp_path) as caches:
+        assert said(caches) == list(range(10))
+
+
+def test_no_manifest_of_another_writer_is_replaced_where_directories_cannot_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    flock = fcntl.flock
+
+    def files_only(file: BinaryIO | int, operation: int) -> None:
+        if isinstance(file, int):
+            raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS does
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", files_only)
+    with opened(tmp_path) as caches:
+        learn(caches, range(5))
+        (tmp_path / "default" / LOCK_NAME).unlink()
+        with opened(tmp_path) as others:
+            learn(others, range(100, 105))
+            learn(caches, range(5, 10))
+            assert "is being written by another process" in caplog.text and "a restart loses it" in caplog.text
+        learn(caches, range(10, 15))
+        assert "manifest.json was written by another process" in caches_failure(caches)
+        assert said(caches) == list(range(15))  # it is searched all the same
+    with opened(tmp_path) as caches:
+        assert said(caches) == [*range(5), *range(100, 105)]
+
+
+def caches_failure(caches: CacheSet) -> str:
+    """What the next commit fails with."""
+    files = caches.get()._files
+    assert files is not None
+    with pytest.raises(CacheLocked) as refusal:
+        files._directory.commit([], next_position=0)
+    return str(refusal.value)
+
+
+def test_a_directory_that_was_put_in_the_place_of_ours_is_left_alone(tmp_path: Path) -> None:
+    with opened(tmp_path) as caches:
+        learn(caches, range(5))
+        shutil.copytree(tmp_path / "default", tmp_path / "copy")
+        (tmp_path / "default").rename(tmp_path / "old")
+        (tmp_path / "copy").rename(tmp_path / "default")
+        before = (tmp_path / "default" / MANIFEST_NAME).read_bytes()
+        learn(caches, range(5, 10))
+        assert "another was put there" in caches_failure(caches)
+    assert (tmp_path / "default" / MANIFEST_NAME).read_bytes() == before
 
 
 def test_damaged_files_of_a_running_cache_are_written_anew_by_merges(tmp_path: Path) -> None:
@@ -214,6 +401,7 @@ def _raise_segment_format(path: Path) -> None:
     segment = min(path.glob("*.seg"))
     content = bytearray(segment.read_bytes())
     content[8:12] = struct.pack("<I", 99)
+    content[248:256] = bytes(8)  # what its checksum is then is not known here
     segment.write_bytes(content)
 
 

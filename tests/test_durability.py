@@ -381,15 +381,15 @@ caches.close()
 names = sorted(p.name for p in (home / "default").glob("*.seg"))
 del caches
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-# Enough for the lock, not to read a file as well.
-resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), limits[1]))
+# Enough for the lock (the directory and its file), not to read a file as well.
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limits[1]))
 result = {"refused": ""}
 try:
     opened()
 except StoreUnavailable as error:
     result["refused"] = str(error)
 # Enough for that: segments that are in use keep no file open.
-resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limits[1]))
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, limits[1]))
 caches = opened()
 result["read"] = numbers(caches)
 caches.get()._files.close()

@@ -16,8 +16,8 @@ from cache_builder.commands.options import CACHE_DIRECTORY, codec_of, progress_b
 from cache_builder.held import learned_of, manifest_of, open_one, plain
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError
-from ssd.retrieval.directory import LEARNED_NAME, MOST_READS
-from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, Manifest
+from ssd.retrieval.directory import LEARNED_NAME, MOST_READS, PART_NAMES
+from ssd.retrieval.files import MANIFEST_NAME, Manifest
 from ssd.retrieval.ring import blocks_of, sequences_of
 from ssd.retrieval.segment import SEPARATOR, Segment, open_segment, unpack
 from ssd.retrieval.suffix_array import build_fence
@@ -149,7 +149,7 @@ def _facts(
             learned_from = None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
         except (CacheError, ValueError) as wrong:
             faults.append(f"{LEARNED_NAME} is not used ({wrong}): remove it, what it held is learned anew")
-        parts = {MANIFEST_NAME, LEARNED_NAME, LOCK_NAME, *(f"{segment['id']}.seg" for segment in segments)}
+        parts = PART_NAMES | {f"{segment['id']}.seg" for segment in segments}
         notes += [f"{file.name} is no part of it" for file in sorted(path.iterdir()) if file.name not in parts]
     return {
         "path": str(path),

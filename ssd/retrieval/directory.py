@@ -3,9 +3,11 @@
 ::
 
     manifest.json        the segments of one generation; replaced atomically, after the files it names exist
+    manifest-previous.json   the one before; a damaged or lost one is made anew from it and the segments' headers,
+    manifest-damaged.json    and kept under this name
     learned.bin          what drafting learned beside the text (``LearnedState``); replaced atomically, may be removed
-    <segment id>.seg     segment files, never changed
-    writer.lock          held by the writing process (flock), freed by the kernel however the process ends
+    <segment id>.seg     segment files, never changed; damaged ones stay, and are named, until somebody removes them
+    writer.lock          held by the writing process (flock), as is the directory, freed however the process ends
 
 Nothing else in it is touched, and of files with such names only those that are ours: no links, and segments whose
 header has this tokenizer and namespace.
@@ -15,19 +17,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ssd.errors import CacheError, FormatVersion, SegmentCorrupt, StoreUnavailable
+from ssd.errors import CacheError, CacheLocked, FormatVersion, SegmentCorrupt, StoreUnavailable
 from ssd.retrieval.cache_state import Checkpoint, Copy
 from ssd.retrieval.files import (
+    DAMAGED_NAME,
     LOCK_NAME,
     MANIFEST_NAME,
+    PREVIOUS_NAME,
     DirectoryLock,
     Manifest,
+    Owner,
     is_regular,
     is_segment_id,
     is_temporary,
@@ -43,6 +49,8 @@ from ssd.retrieval.segment import HEADER_LENGTH, Segment, SegmentHeader, open_se
 log = logging.getLogger(__name__)
 
 LEARNED_NAME: Final = "learned.bin"
+PART_NAMES: Final = frozenset((MANIFEST_NAME, PREVIOUS_NAME, DAMAGED_NAME, LEARNED_NAME, LOCK_NAME))
+"""Names of what is there beside segments."""
 LEFT_OUT: Final = ".left-out"
 """What former versions added to the name of a segment file that a manifest did not name."""
 
@@ -73,24 +81,37 @@ def is_segment_file(name: str) -> bool:
 class SegmentDirectory:
     """A directory and the right to write it. Not thread-safe; ``write`` may run beside other calls."""
 
-    def __init__(self, path: Path, *, fingerprint: str, namespace: str) -> None:
+    def __init__(self, path: Path, *, fingerprint: str, namespace: str, owner: Owner | None = None) -> None:
         """Open or create ``path`` as its writer and remove segment files that the manifest does not name.
 
-        Raises CacheLocked, SegmentCorrupt (also for segments without a manifest), FormatVersion, TokenizerMismatch,
-        NamespaceMismatch, or OSError.
+        ``owner`` : for the manifest. Raises CacheLocked, FormatVersion, TokenizerMismatch, NamespaceMismatch, or
+        OSError.
         """
         self.path = path
+        self.damage: CacheError | None = None
+        """Why the manifest was made anew, where it was."""
+        self.left_out: tuple[dict[str, Any], ...] = ()
+        """The manifest's entries of files that are there and cannot be used: they stay until somebody removes them."""
         self._whose: dict[str, str] = {"fingerprint": fingerprint, "namespace": namespace}
         make_directory(path)
         self._lock = DirectoryLock(path)
         try:
             self._has_unsynced_names = False
-            manifest = read_manifest(path, **self._whose)
-            self.manifest = manifest or Manifest(fingerprint=fingerprint, namespace=namespace)
-            if manifest is None:
+            try:
+                self._written = read_manifest(path, **self._whose)
+                if self._written is None and any(map(self._is_ours, path.iterdir())):
+                    raise SegmentCorrupt(f"{path} has segment files, but no {MANIFEST_NAME}")
+            except SegmentCorrupt as damage:
+                self._written, self.damage = None, damage
+            self._stamp = self._look()
+            self.manifest = self._written or Manifest(**self._whose)
+            if self.damage is not None:
+                self._recover()
+            elif self._written is None:
                 self._begin()
             else:
                 self._remove_orphans()
+            self.manifest = replace(self.manifest, owner=owner or self.manifest.owner)
             self._files = set(self.manifest.segment_ids)  # segments that have a file of ours
         except BaseException:
             self.close()
@@ -113,9 +134,15 @@ class SegmentDirectory:
         """The manifest's segments, in order, and why those left out could not be used: damaged, foreign or missing.
 
         Raises FormatVersion or OSError for what may be whole but cannot be read now or by this version, and closes
-        this: the next ``commit`` would remove files that are left out.
+        this.
         """
         segments, failures = load_segments(self.path, self.manifest, namespace=self._whose["namespace"])
+        used = {segment.segment_id for segment in segments}
+        self.left_out = tuple(
+            entry
+            for entry in self.manifest.segments
+            if entry["id"] not in used and os.path.lexists(self.path_of(entry["id"]))
+        )
         for failure in failures:
             if isinstance(failure, FormatVersion | OSError) and not isinstance(failure, FileNotFoundError):
                 self.close()
@@ -144,25 +171,32 @@ class SegmentDirectory:
     def commit(
         self, segments: Sequence[Segment], *, next_position: int, shared: Mapping[str, Any] | None = None
     ) -> None:
-        """Make ``segments`` the content of the directory and remove the files of all others. Raises OSError.
+        """Make ``segments`` the content of the directory, with those left out by ``load``; remove the files of others.
 
-        Segments that have no file (they could not be written) are left out. O(number of segments).
+        Segments that have no file (they could not be written) are left out. O(number of segments). Raises CacheLocked
+        where another process writes the directory, CacheError where its manifest is one of another version or
+        namespace, and OSError.
 
         The order is what a power failure cannot break: the files' bytes, their names, the manifest's bytes, its name,
         each on disk before the next; then the other files go.
         """
+        self._lock.renew()
+        self._require_ours()
         kept = [segment for segment in segments if segment.segment_id in self._files]
+        entries = [{"id": s.segment_id, "num_tokens": len(s), "start": s.start} for s in kept]
         self.manifest = replace(
             self.manifest,
             generation=self.manifest.generation + 1,
             next_position=next_position,
-            segments=tuple({"id": s.segment_id, "num_tokens": len(s), "start": s.start} for s in kept),
+            segments=tuple(sorted([*entries, *self.left_out], key=_place)),
             shared=shared,
         )
         if self._has_unsynced_names:
             sync_directory(self.path)
             self._has_unsynced_names = False
+        self._keep_previous()
         write_manifest(self.path, self.manifest)
+        self._written, self._stamp = self.manifest, self._look()
         for segment_id in self._files - set(self.manifest.segment_ids):
             self._remove(self.path_of(segment_id))
             self._files.discard(segment_id)
@@ -173,16 +207,72 @@ class SegmentDirectory:
 
     def _begin(self) -> None:
         """There is no manifest: write one. From then on its absence means that it was lost."""
-        if any(map(self._is_ours, self.path.iterdir())):
-            raise SegmentCorrupt(
-                f"{self.path} has segment files, but no {MANIFEST_NAME}: restore it from a copy, or delete the "
-                "directory to start empty"
-            )
         # A new directory must not be lost with all that will be synced in it. Once in its life, while it is empty.
         for parent in self.path.resolve().parents:
             with contextlib.suppress(OSError):  # not ours to read
                 sync_directory(parent)
         write_manifest(self.path, self.manifest)
+        self._written, self._stamp = self.manifest, self._look()
+
+    def _recover(self) -> None:
+        """Make the manifest anew, of the segments' headers and what the one before says of their source.
+
+        Nothing is removed and nothing written but by the next ``commit``. Where a merge was under way its result or its
+        inputs count, which are the same text.
+        """
+        previous = Manifest(**self._whose)
+        with contextlib.suppress(CacheError, OSError):
+            previous = read_manifest(self.path, name=PREVIOUS_NAME, **self._whose) or previous
+        named = {entry["id"]: entry for entry in previous.segments}
+        entries = []
+        for file in self.path.iterdir():
+            if is_segment_file(file.name) and is_regular(file):
+                segment_id = file.name.removesuffix(".seg")
+                try:
+                    header = self._header_of(file)
+                except CacheError:  # it is counted all the same, where it is one of ours
+                    entries += [named[segment_id]] if segment_id in named else []
+                    continue
+                if header is not None and header.segment_id == segment_id:
+                    entries.append({"id": segment_id, "num_tokens": header.num_tokens, "start": header.start})
+        found, stop = list[dict[str, Any]](), 0
+        for entry in sorted(entries, key=_place):
+            start, shortest = _place(entry)
+            if start < 0 or start >= stop:
+                found.append(entry)
+                stop = max(stop, start - shortest)
+        self.manifest = replace(previous, next_position=max(previous.next_position, stop), segments=tuple(found))
+        with contextlib.suppress(OSError):  # it is replaced, or an outage is reported
+            (self.path / MANIFEST_NAME).replace(self.path / DAMAGED_NAME)
+
+    def _require_ours(self) -> None:
+        """Raise CacheError where the manifest is not the one that was written last, nor an older or damaged one."""
+        if self._look() == self._stamp:
+            return
+        try:
+            there = read_manifest(self.path, **self._whose)
+        except SegmentCorrupt:
+            return
+        if there is None or there == self._written:
+            return
+        if self._written is None or there.generation >= self._written.generation:
+            raise CacheLocked(f"{self.path / MANIFEST_NAME} was written by another process, and stays as that wrote it")
+
+    def _look(self) -> tuple[int, int] | None:
+        """What tells that the manifest was replaced; None where there is none."""
+        with contextlib.suppress(OSError):
+            status = (self.path / MANIFEST_NAME).stat()
+            return status.st_ino, status.st_mtime_ns
+        return None
+
+    def _keep_previous(self) -> None:
+        """Link the manifest that is about to be replaced, where the file system has links."""
+        if self._written is not None:
+            link = self.path / f"{PREVIOUS_NAME}.{os.getpid()}.tmp"
+            with contextlib.suppress(OSError):
+                link.unlink(missing_ok=True)
+                os.link(self.path / MANIFEST_NAME, link)
+                link.replace(self.path / PREVIOUS_NAME)
 
     def _remove_orphans(self) -> None:
         """Only while opening: later, a merge that is still being written has a file no manifest names."""
@@ -202,17 +292,30 @@ class SegmentDirectory:
         if not is_segment_file(file.name) or not is_regular(file):
             return False
         try:
+            return self._header_of(file) is not None
+        except CacheError:
+            return False
+
+    def _header_of(self, file: Path) -> SegmentHeader | None:
+        """None for a file of another tokenizer or namespace, and one that was just removed. Raises CacheError."""
+        try:
             with open_file(file) as content:
                 header = SegmentHeader.from_bytes(file, content.read(HEADER_LENGTH))
-        except (CacheError, FileNotFoundError):
-            return False
-        return {"fingerprint": header.fingerprint, "namespace": header.namespace} == self._whose
+        except FileNotFoundError:
+            return None
+        return header if {"fingerprint": header.fingerprint, "namespace": header.namespace} == self._whose else None
+
+
+def _place(entry: Mapping[str, Any]) -> tuple[int, int]:
+    """Sorts entries of a manifest, which may hold anything: static ones first, then by position, the longest first."""
+    start, num_tokens = entry.get("start"), entry.get("num_tokens")
+    return (start, -num_tokens) if type(start) is type(num_tokens) is int else (-1, 0)
 
 
 def is_of_a_cache(path: Path) -> bool:
     """Whether a cache's directory has files of this name."""
     is_segment = is_segment_file(path.name.removesuffix(LEFT_OUT))
-    return is_segment or path.name in (MANIFEST_NAME, LEARNED_NAME, LOCK_NAME) or is_temporary(path)
+    return is_segment or path.name in PART_NAMES or is_temporary(path)
 
 
 def remove_directory(path: Path) -> None:
@@ -225,7 +328,7 @@ def remove_directory(path: Path) -> None:
     lock = DirectoryLock(path)
     try:
         for file in sorted(path.iterdir(), key=lambda file: file.name != MANIFEST_NAME):
-            if is_of_a_cache(file):
+            if is_of_a_cache(file) and (file.is_symlink() or not file.is_dir()):
                 file.unlink(missing_ok=True)
     finally:
         lock.close()
@@ -309,6 +412,10 @@ class DurableSegments:
         """Of writing."""
         self._committed: tuple[tuple[Segment, ...], Checkpoint | None] = (), self.kept
         self._is_outage = False
+        self.gaps: Sequence[int] = ()
+        """Positions of files that ``load`` left out: while nothing is merged across, one that is put back has room."""
+        if directory.damage is not None:
+            report_failure("its manifest was made anew from its segments", directory.damage)
         self._saved_copy: Copy | None = None
         self._save_learned_at = time.monotonic() + SAVE_LEARNED_S
 
@@ -319,8 +426,11 @@ class DurableSegments:
         """
         segments, failures = self._directory.load()
         for failure in failures:
-            self._report_failure("a segment was left out", failure)
-        self._committed = tuple(segments), self.kept
+            self._report_failure("a segment was left out, its file stays", failure)
+        left_out, named = self._directory.left_out, self._directory.manifest.segments
+        if self._directory.damage is None and len(segments) + len(left_out) == len(named):
+            self._committed = tuple(segments), self.kept
+        self.gaps = sorted(_place(entry)[0] for entry in left_out)
         return segments
 
     def has(self, segment: Segment) -> bool:
@@ -348,7 +458,7 @@ class DurableSegments:
                 shared = None if kept is None else kept.to_json()
                 self._directory.commit(files, next_position=next_position, shared=shared)
                 self._committed = files, kept
-            except OSError as error:
+            except (OSError, CacheError) as error:
                 self._report_outage("the manifest was not written", error)
                 return
         if is_whole and files == segments and self._is_outage:

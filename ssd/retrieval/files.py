@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
@@ -68,7 +68,7 @@ def is_kept(segment_id: str) -> bool:
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 
-_TEMPORARY = re.compile(r"(?:[0-9a-z-]{1,64}\.seg|manifest\.json|learned\.bin)\.\d{1,10}\.tmp")
+_TEMPORARY = re.compile(r"(?:[0-9a-z-]{1,64}\.seg|manifest(?:-previous)?\.json|learned\.bin)\.\d{1,10}\.tmp")
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview], *, durable: bool) -> None:
@@ -171,32 +171,84 @@ LOCK_NAME = "writer.lock"
 
 
 class DirectoryLock:
-    """The right to write a directory, held by one process; the kernel takes it back however that ends."""
+    """The right to write a directory, held by one process; the kernel takes it back however that ends.
+
+    Locked are the directory itself, whose lock no removed file takes away, and a file in it: former versions lock that
+    alone, and some network file systems lock no directory.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises CacheLocked at once when another holds it, and OSError."""
-        self._file: BinaryIO | None = open_lock(path / LOCK_NAME)
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._directory: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise CacheLocked(
-                f"{path} is being written by another process. Stop that one, or give this one a directory of its own "
-                "(several servers share what they learn through Redis, not through a directory)"
-            ) from None
-        except OSError:
+            try:
+                self._lock(self._directory)
+            except OSError as error:
+                if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+            self.renew()
+        except BaseException:
             self.close()
             raise
+
+    def renew(self) -> None:
+        """See that it is a lock of what is at the path now; make the file anew where somebody removed it.
+
+        Raises CacheLocked where another process has the right, and OSError.
+        """
+        assert self._directory is not None, "closed"
+        if not os.path.samestat(os.fstat(self._directory), self._path.stat()):
+            raise CacheLocked(f"{self._path} is not the directory that was opened, another was put there: start again")
+        with contextlib.suppress(FileNotFoundError):
+            lock = (self._path / LOCK_NAME).lstat()
+            if self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), lock):
+                return
+        file = open_lock(self._path / LOCK_NAME)
+        try:
+            self._lock(file)
+        except BaseException:
+            file.close()
+            raise
+        if self._file is not None:
+            self._file.close()
+        self._file = file
 
     def close(self) -> None:
         """Give it back; may be called twice."""
         if self._file is not None:
             self._file.close()
-            self._file = None
+        if self._directory is not None:
+            os.close(self._directory)
+        self._file = self._directory = None
+
+    def _lock(self, file: BinaryIO | int) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CacheLocked(
+                f"{self._path} is being written by another process. Stop that one, or give this one a directory of its "
+                "own (several servers share what they learn through Redis, not through a directory)"
+            ) from None
+
+
+class Owner(NamedTuple):
+    """Whose text a directory holds, in HMACs that only the secret of its server explains.
+
+    ``secret`` : the same in all directories of one secret. ``tenant`` : in all of one tenant.
+    """
+
+    secret: str
+    tenant: str
 
 
 MANIFEST_NAME = "manifest.json"
+PREVIOUS_NAME = "manifest-previous.json"
+DAMAGED_NAME = "manifest-damaged.json"
 MANIFEST_FORMAT = 1
+_MAX_FORMAT = 1000
+"""No version has one beyond: such a number is damage."""
 _MAX_MANIFEST_BYTES = 64 << 20
 MAX_POSITION = 1 << 61
 """Far more than a ring will ever see; what is stored later still has room for its positions."""
@@ -216,6 +268,8 @@ class Manifest:
     generation: int = 0
     next_position: int = 0
     segments: tuple[dict[str, Any], ...] = ()
+    owner: Owner | None = None
+    """Whose it is; None where no secret names it."""
     shared: Mapping[str, Any] | None = field(default=None, compare=False)
     """JSON that ``SuffixCache`` keeps here about where the text came from; true of exactly these segments."""
 
@@ -225,38 +279,37 @@ class Manifest:
         return tuple(segment["id"] for segment in self.segments)
 
 
-def read_manifest(path: Path, *, fingerprint: str | None = None, namespace: str | None = None) -> Manifest | None:
+_ADVICE = (
+    "A server makes that of its own directory anew from the segments; else restore it from a copy, or delete the "
+    "directory to start empty"
+)
+
+
+def read_manifest(
+    path: Path, *, fingerprint: str | None = None, namespace: str | None = None, name: str = MANIFEST_NAME
+) -> Manifest | None:
     """The manifest of directory ``path``, None when there is none.
 
-    ``fingerprint``, ``namespace`` : whose it must be, None for anyone's. Raises SegmentCorrupt, FormatVersion,
-    TokenizerMismatch, NamespaceMismatch, and OSError when it cannot be read.
+    ``fingerprint``, ``namespace`` : whose it must be, None for anyone's. ``name`` : of its file. Raises SegmentCorrupt,
+    FormatVersion, TokenizerMismatch, NamespaceMismatch, and OSError when it cannot be read.
     """
-    manifest_path = path / MANIFEST_NAME
+    manifest_path = path / name
     try:
         with open_file(manifest_path) as file:
             text = file.read(_MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return None
     except NotAFileError:
-        raise SegmentCorrupt(
-            f"{manifest_path} is no regular file. Restore it from a copy, or delete the directory to start empty"
-        ) from None
+        raise SegmentCorrupt(f"{manifest_path} is no regular file. {_ADVICE}") from None
     try:
-        outer = json.loads(text)
-        content = outer["manifest"]
-        if outer["format"] != MANIFEST_FORMAT:
-            raise FormatVersion(
-                f"{manifest_path} has format {outer['format']!r:.40}, this version reads {MANIFEST_FORMAT}. "
-                "Delete the directory and build it again, or use the version of ssd that wrote it"
-            )
-        if outer["xxh3"] != _digest(content):
-            raise ValueError("its checksum does not match")
-        manifest = _from_json(content)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SegmentCorrupt(
-            f"{manifest_path} is damaged ({error}). Restore it from a copy, or delete the directory {path} to "
-            "start empty"
+        manifest = _from_json(from_checked_json("manifest", text))
+    except _NewerFormat as error:
+        raise FormatVersion(
+            f"{manifest_path} has format {error}, this version reads {MANIFEST_FORMAT}. Delete the directory and build "
+            "it again, or use the version of ssd that wrote it"
         ) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SegmentCorrupt(f"{manifest_path} is damaged ({error}). {_ADVICE}") from None
     if fingerprint is not None and manifest.fingerprint != fingerprint:
         raise TokenizerMismatch(
             f"{path} was made with tokenizer {manifest.fingerprint:.40}, this one is {fingerprint}: its token ids "
@@ -279,6 +332,7 @@ def _from_json(content: Any) -> Manifest:
         generation=content["generation"],
         next_position=content["next_position"],
         segments=tuple(content["segments"]),
+        owner=Owner(*map(str, content["owner"])) if content.get("owner") else None,
         shared=content.get("shared"),  # whatever it is: ``Checkpoint`` looks
     )
     if not all(map(is_segment_id, manifest.segment_ids)):
@@ -295,12 +349,32 @@ def _from_json(content: Any) -> Manifest:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Put it into directory ``path``, in the place of the one that is there, and on disk. Raises OSError."""
-    content = asdict(manifest)
-    if manifest.shared is None:
-        del content["shared"]
-    outer = {"format": MANIFEST_FORMAT, "manifest": content, "xxh3": _digest(content)}
-    write_file(path / MANIFEST_NAME, [json.dumps(outer, indent=1).encode()], durable=True)
+    content = {name: value for name, value in asdict(manifest).items() if value is not None}
+    write_file(path / MANIFEST_NAME, [as_checked_json("manifest", content)], durable=True)
     sync_directory(path)
+
+
+class _NewerFormat(ValueError):
+    """The number of a format that this version does not know."""
+
+
+def as_checked_json(name: str, content: Mapping[str, Any]) -> bytes:
+    """``content`` under ``name``, with the format, twice, and a checksum of it."""
+    content = {**content, "format": MANIFEST_FORMAT}  # a digit of the outer one has no checksum
+    return json.dumps({"format": MANIFEST_FORMAT, name: content, "xxh3": _digest(content)}, indent=1).encode()
+
+
+def from_checked_json(name: str, text: bytes) -> Any:
+    """The content that ``as_checked_json`` was given, or former versions. Raises ValueError, KeyError, TypeError."""
+    outer = json.loads(text)
+    content, version = outer[name], outer["format"]
+    if is_whole := isinstance(content, dict) and outer["xxh3"] == _digest(content):
+        version = content.get("format", version)
+    if version != MANIFEST_FORMAT and type(version) is int and MANIFEST_FORMAT < version <= _MAX_FORMAT:
+        raise _NewerFormat(version)
+    if not is_whole or version != MANIFEST_FORMAT:
+        raise ValueError("its checksum does not match")
+    return content
 
 
 def _digest(content: object) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections import deque
 from collections.abc import Collection, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 from ssd.config import IndexConfig
 from ssd.retrieval.files import is_kept
@@ -92,8 +93,18 @@ class SuffixIndex:
     the capacity is always that of new text, and text that nobody said again pushes out only its own kind.
     """
 
-    def __init__(self, config: IndexConfig, segments: Sequence[Segment] = (), next_position: int = 0) -> None:
-        """Starts with ring-born ``segments``, oldest first, as a directory kept them; the tail is empty."""
+    def __init__(
+        self,
+        config: IndexConfig,
+        segments: Sequence[Segment] = (),
+        next_position: int = 0,
+        gaps: Sequence[int] = (),
+    ) -> None:
+        """Starts with ring-born ``segments``, oldest first, as a directory kept them; the tail is empty.
+
+        ``gaps`` : positions, in order, across which nothing is merged.
+        """
+        self._gaps = gaps
         self.config = config
         self.max_segment_tokens = max(2, min(config.capacity_tokens // 8, MAX_SEGMENT_TOKENS))
         limit = min(config.capacity_tokens, max(_RING_SEALS * config.seal_tokens, _RING_TOKENS))
@@ -225,7 +236,12 @@ class SuffixIndex:
     def merge_plan(self, apart: Collection[str] = ()) -> tuple[Segment, ...] | None:
         """Neighbouring segments to be merged next, or None; none of the ids ``apart``. O(number of segments)."""
         kept, recent = self.ring_born[: self._num_kept], self.ring_born[self._num_kept :]
-        plans = (merge_plan(part, apart, self.config, self.max_segment_tokens) for part in (recent, kept))
+        parts = (
+            tuple(part)
+            for segments in (recent, kept)
+            for _, part in groupby(segments, lambda segment: bisect(self._gaps, segment.start or 0))
+        )
+        plans = (merge_plan(part, apart, self.config, self.max_segment_tokens) for part in parts)
         return next(filter(None, plans), None)
 
     def install_merged(self, inputs: Sequence[Segment], merged: Segment) -> bool:

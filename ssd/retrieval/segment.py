@@ -150,6 +150,8 @@ def concatenate(segments: Sequence[Segment]) -> Tokens:
 # Files
 
 FORMAT_VERSION = 1
+_MAX_FORMAT = 1000
+"""No version has one beyond: such a number is damage."""
 HEADER_LENGTH = 256
 
 _MAGIC = b"SSDSEG\r\n"
@@ -216,13 +218,15 @@ class SegmentHeader:
         magic, version, header_length, byte_order, width, num_tokens, start, flags, fence_step = unpacked[:9]
         if magic != _MAGIC:
             raise corrupt(path, f"it begins with {magic!r}, not {_MAGIC!r}")
-        if version != FORMAT_VERSION:
+        checksum = _CHECKSUM.unpack(header[_HEADER.size : HEADER_LENGTH])[0]
+        as_ours = header[:8] + FORMAT_VERSION.to_bytes(4, "little") + header[12 : _HEADER.size]
+        is_whole = checksum == xxhash.xxh3_64_intdigest(as_ours)
+        if FORMAT_VERSION < version <= _MAX_FORMAT and not is_whole:
             raise FormatVersion(
                 f"{path} has format {version}, this version reads {FORMAT_VERSION}. Rebuild it with `ssd-cache build`, "
                 "or use the version of ssd that wrote it"
             )
-        checksum = _CHECKSUM.unpack(header[_HEADER.size : HEADER_LENGTH])[0]
-        if header_length != HEADER_LENGTH or checksum != xxhash.xxh3_64_intdigest(header[: _HEADER.size]):
+        if header_length != HEADER_LENGTH or version != FORMAT_VERSION or not is_whole:
             raise corrupt(path, "the checksum of its header does not match")
         if byte_order != _BYTE_ORDER or fence_step != FENCE_STEP or start > _MAX_START:
             raise corrupt(path, "its header has numbers that no writer writes")

@@ -105,6 +105,7 @@ class SuffixCache:
             config,
             [segment for segment in segments if segment.start is not None],
             0 if self._files is None else self._files.next_position,
+            () if self._files is None else self._files.gaps,
         )
         # Of a directory that the builder began: neither evicted nor merged, and kept at every commit.
         self._own_static = tuple(segment for segment in segments if segment.start is None)
