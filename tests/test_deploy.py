@@ -113,6 +113,24 @@ def test_every_metric_that_is_drawn_or_watched_is_exported(server: RunningServer
     assert missing() <= SPECULATION
 
 
+def test_whatever_tells_that_sharing_is_slow_or_loses_is_documented_drawn_and_watched() -> None:
+    page = (ROOT / "docs" / "sharing.md").read_text()
+    for name in ("stream_lag_seconds", "sharing_queued", "sharing_dropped_total", "sharing_connected",
+                 "sharing_invalid_total"):  # fmt: skip
+        assert f"`ssd:{name}" in page
+        for where in (panels().values(), [[each] for each in alerts().values()]):
+            assert any(f"ssd:{name}" in expression for each in where for expression in each), name
+
+
+def test_every_number_of_sharing_is_documented() -> None:
+    page = (ROOT / "docs" / "sharing.md").read_text()
+    names = {name.removeprefix("num_").removeprefix("is_") for name in SharingStats.__dataclass_fields__} - {"streams"}
+    (row,) = re.findall(r"sharing_{(published[a-z_,]+)}", page)
+    (failures,) = re.findall(r"sharing_{(failures[a-z_,]+)}", page)
+    alone = re.findall(r"`ssd:sharing_([a-z]+?)(?:_total)?`", page)
+    assert {*row.split(","), *failures.split(","), *alone} == names
+
+
 def test_expressions_are_promql() -> None:
     parser = pytest.importorskip("promql_parser")
     for expression in expressions():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -345,10 +347,10 @@ print(json.dumps(result))
 )
 
 
-def run_child(code: str, home: Path) -> tuple[dict[str, Any], str]:
-    """What the code printed as JSON, and its log."""
+def run_child(code: str, home: Path, *before: str) -> tuple[dict[str, Any], str]:
+    """What the code printed as JSON, and its log; ``before`` : the command that runs it."""
     done = subprocess.run(
-        [sys.executable, "-c", code, str(home)], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [*before, sys.executable, "-c", code, str(home)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -406,3 +408,54 @@ def test_segments_that_cannot_be_read_for_now_are_not_removed(tmp_path: Path) ->
     result, log = run_child(_TOO_FEW_FILES, tmp_path)
     assert "Too many open files" in result["refused"] and result["unchanged"] and log == ""
     assert result["read"] == result["reopened"] == list(range(40))
+
+
+_READ_ONLY = (
+    _CHILD_SETUP
+    + """
+from ssd.retrieval import suffix_cache
+suffix_cache.RETRY_S = 0.01
+
+def mount(*arguments):
+    subprocess.run(["mount", *arguments, str(home)], check=True)
+
+result = {}
+caches = opened()
+learn(caches, 0, 20)
+mount("--bind", str(home))
+mount("-o", "remount,bind,ro")
+caches.get().append([20] + [0] * 99)
+caches.flush()
+result["read_only"] = numbers(caches), failures(caches)
+for _ in range(2):
+    try:
+        opened()
+    except Exception as error:
+        result[type(error).__name__] = str(error)
+    if "writable" not in result:
+        subprocess.run(["umount", str(home)], check=True)
+        learn(caches, 21, 30)
+        caches.flush()
+        result["writable"] = numbers(caches)
+        caches.close()
+        del caches
+        mount("--bind", str(home))
+        mount("-o", "remount,bind,ro")
+subprocess.run(["umount", str(home)], check=True)
+result["reopened"] = numbers(opened())
+print(json.dumps(result))
+"""
+)
+
+
+def test_a_directory_that_becomes_read_only_and_writable_again_costs_nothing(tmp_path: Path) -> None:
+    in_mounts = ("unshare", "--map-root-user", "--mount")
+    if shutil.which("unshare") is None or subprocess.run([*in_mounts, "true"], capture_output=True).returncode:
+        pytest.skip("no mounts of our own here")
+    result, log = run_child(_READ_ONLY, tmp_path, *in_mounts)
+    said, num_failures = result["read_only"]
+    assert said == list(range(21)) and num_failures > 0
+    assert "being written by another process" in result["CacheLocked"]  # the lock outlives it
+    assert result["writable"] == result["reopened"] == list(range(30))
+    assert "Read-only file system" in result["StoreUnavailable"]
+    assert [line.split()[0] for line in log.splitlines()] == ["ERROR", "WARNING"]

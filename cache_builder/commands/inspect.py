@@ -15,9 +15,17 @@ import numpy as np
 from cache_builder.commands.options import CACHE_DIRECTORY, codec_of, progress_bar
 from cache_builder.held import learned_of, manifest_of, open_one, plain
 from ssd.drafting.acceptance_model import AcceptanceModel
-from ssd.errors import CacheError
-from ssd.retrieval.directory import LEARNED_NAME, MOST_READS, PART_NAMES
-from ssd.retrieval.files import MANIFEST_NAME, Manifest
+from ssd.errors import CacheError, StoreUnavailable
+from ssd.retrieval.directory import LEARNED_NAME, MOST_READS, PART_NAMES, is_of_a_cache
+from ssd.retrieval.files import MANIFEST_NAME, Manifest, open_file
+from ssd.retrieval.owners import (
+    SECRET_NAME,
+    STATE_DIRECTORY,
+    from_secret_file,
+    mark_of,
+    owner_of,
+    tenant_directories,
+)
 from ssd.retrieval.ring import blocks_of, sequences_of
 from ssd.retrieval.segment import SEPARATOR, Segment, open_segment, unpack
 from ssd.retrieval.suffix_array import build_fence
@@ -29,7 +37,11 @@ fault.
 
 With --deep also what a checksum cannot see: that every segment is sorted right, that all token ids are the
 tokenizer's, that manifest and files agree, that what was learned can be used, and what else lies there.
+
+Of a server's --cache-dir: its namespaces, and orphans among them, caches of tenants that were made with another secret
+than the one kept there. Nobody finds them, and no deletion removes them.
 """
+_MOST_SECRET_BYTES: Final = 1 << 16
 _REBUILD: Final = "build the directory again, or restore it from a copy"
 
 
@@ -43,6 +55,12 @@ def add(command: argparse.ArgumentParser) -> None:
         "--sequences", action="store_true", help="print what it holds, a JSON line a sequence, which build reads"
     )
     command.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help="of a server's --cache-dir: the secret of its tenants' caches (default: the one kept there)",
+    )
+    command.add_argument(
         "--tokenizer",
         metavar="DIR_OR_MODEL",
         help="with --deep: whose ids it should hold; with --sequences: print text",
@@ -50,6 +68,11 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    root = options.directory
+    if not (root / MANIFEST_NAME).exists() and ((root / STATE_DIRECTORY).is_dir() or tenant_directories(root)):
+        found = inspect_all(root, options.secret_file)
+        print(json.dumps(found, indent=1) if options.json else all_as_text(found))
+        return 1 if found["faults"] else 0
     codec = codec_of(options)
     if options.sequences:
         try:
@@ -86,6 +109,47 @@ def as_text(facts: Facts) -> str:
     lines += [f"  note: {plain(note)}" for note in facts["notes"]]
     lines += [f"  FAULT: {plain(fault)}" for fault in facts["faults"]]
     return "\n".join(lines)
+
+
+def all_as_text(facts: Facts) -> str:
+    """For people."""
+    lines = [f"{facts['path']}", f"  namespaces   {len(facts['namespaces'])}"]
+    lines += [
+        f"    {plain(each['name']):44}{each['num_bytes']:>16,} bytes   {each['of']}" for each in facts["namespaces"]
+    ]
+    return "\n".join([*lines, *(f"  FAULT: {plain(fault)}" for fault in facts["faults"])])
+
+
+def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
+    """The namespaces below a server's cache directory, as ``--json`` prints them. Changes nothing.
+
+    "of" says whose each is. "faults" name a secret that is missing or damaged, and the orphans. Raises CacheError.
+    """
+    kept_at = secret_file or root / STATE_DIRECTORY / SECRET_NAME
+    faults, namespaces, orphans = list[str](), list[Facts](), list[str]()
+    ours = None
+    try:
+        tenants = {path.name for path in tenant_directories(root)}
+        try:
+            with open_file(kept_at) as file:
+                ours = mark_of(from_secret_file(file.read(_MOST_SECRET_BYTES))[0])
+        except FileNotFoundError:
+            faults += [f"{kept_at} is missing: restore it, or give --secret-file"] if tenants else []
+        except ValueError as error:
+            faults.append(f"{kept_at} is damaged ({error}): restore it from a copy")
+        for path in sorted(each for each in root.iterdir() if each.is_dir() and each.name != STATE_DIRECTORY):
+            owner, of = owner_of(path) if path.name in tenants else None, "a server's own"
+            if owner is not None:
+                of = "a tenant's" if owner.secret == ours else "an orphan"
+                orphans += [path.name] if owner.secret != ours else []
+            elif path.name in tenants:
+                of = "a tenant's, of a secret that it does not name: a former version made it, or it is damaged"
+            num_bytes = sum(file.stat().st_size for file in path.iterdir() if is_of_a_cache(file))
+            namespaces.append({"name": path.name, "num_bytes": num_bytes, "of": of})
+    except OSError as error:
+        raise StoreUnavailable(f"{root} cannot be read: {error}. Check its permissions") from None
+    faults += [f"{name} is an orphan: restore the secret it was made with, or remove it" for name in orphans]
+    return {"path": str(root), "namespaces": namespaces, "orphans": orphans, "faults": faults}
 
 
 def inspect(

@@ -6,11 +6,12 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from server.admission.registry import Generations, NamespaceNames, Tenants
+from server.admission.registry import Generations, NamespaceNames, Tenants, few
 from server.admission.rules import (
     NO_FILE,
     SECRET_OPTION,
@@ -23,17 +24,21 @@ from server.admission.rules import (
 )
 from server.base.settings import ServerSettings
 from ssd.errors import ConfigError
-from ssd.retrieval.files import make_directory, make_file, open_file
+from ssd.retrieval.files import make_directory, make_file, open_file, write_file
+from ssd.retrieval.owners import (
+    LEAST_SECRET_BYTES,
+    SECRET_NAME,
+    STATE_DIRECTORY,
+    as_secret_file,
+    from_secret_file,
+    tenant_directories,
+)
 
 if TYPE_CHECKING:
     from ssd.sharing.redis_log import RedisCounters
 
 log = logging.getLogger(__name__)
 
-STATE_DIRECTORY: Final = ".ssd"
-"""Below the cache directory; no namespace has a name that begins with a dot."""
-
-_LEAST_BYTES: Final = 16
 _MOST_BYTES: Final = 4096
 
 
@@ -46,15 +51,36 @@ def given_secret(path: Path | None, text: str | None) -> bytes | None:
 
 
 def own_secret(cache_directory: Path | None) -> bytes:
-    """The secret that is kept in a cache directory, or made there now; else one of this process. Raises ConfigError."""
+    """The secret that is kept in a cache directory, or made there now; else one of this process.
+
+    Raises ConfigError, also where caches of tenants are there and the secret that explains them is lost or damaged.
+    """
     if cache_directory is None:
         return secrets.token_bytes(32)
-    path = cache_directory / STATE_DIRECTORY / "secret"
+    path = cache_directory / STATE_DIRECTORY / SECRET_NAME
+    advice = (
+        f"Restore it from a copy, or give the secret that tenants' caches were made with ({SECRET_OPTION}, "
+        f"${SECRET_VARIABLE}); else remove their directories (`ssd-cache inspect {cache_directory}` lists them)"
+    )
     try:
         make_directory(path.parent)
         if not path.exists():
-            make_file(path, [secrets.token_hex(32).encode()])
-        return _checked(read_private(path, SECRET_OPTION, open_file).strip(), str(path))
+            found = tenant_directories(cache_directory)
+            if found and not path.exists():  # another process may just have made both
+                raise ConfigError(
+                    f"{path} is missing, and nobody finds {few([path.name for path in found])} without it. {advice}"
+                )
+            make_file(path, [as_secret_file(secrets.token_hex(32).encode())])
+        content = read_private(path, SECRET_OPTION, open_file)
+        try:
+            kept, has_checksum = from_secret_file(content)
+        except ValueError as error:
+            raise ConfigError(f"{path} is damaged ({error}). {advice} and that file") from error
+        secret = _checked(kept, str(path))
+        if not has_checksum and len(checked := as_secret_file(secret)) <= _MOST_BYTES:
+            with suppress(OSError):  # it is as good as before
+                write_file(path, [checked], durable=True)
+        return secret
     except OSError as error:
         log.warning(
             "%s cannot be made (%s): tenants' caches are found again after a restart only with %s or $%s",
@@ -64,9 +90,9 @@ def own_secret(cache_directory: Path | None) -> bytes:
 
 
 def _checked(secret: bytes, source: str) -> bytes:
-    if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
+    if not LEAST_SECRET_BYTES <= len(secret) <= _MOST_BYTES:
         raise ConfigError(
-            f"{source} must hold {_LEAST_BYTES} to {_MOST_BYTES} bytes: `openssl rand -hex 32` makes a good one"
+            f"{source} must hold {LEAST_SECRET_BYTES} to {_MOST_BYTES} bytes: `openssl rand -hex 32` makes a good one"
         )
     return secret
 
@@ -95,6 +121,7 @@ def open_tenants(
         _require_one_owner(rules, of_keys)
         return (*rules.tenants, *of_keys)
 
+    own_caches = None if settings.share_cache_across_keys else cache_directory
     kept_at = None if cache_directory is None else cache_directory / STATE_DIRECTORY / "generations.json"
     tenants = Tenants(
         read,
@@ -102,7 +129,19 @@ def open_tenants(
         generations=Generations(kept_at, counters),
         bases=settings.namespaces,
         share_cache=settings.share_cache_across_keys,
+        directory=own_caches,
     )
+    if own_caches is not None and tenants.is_closed:
+        try:
+            strangers = tenants.take_stock()
+        except OSError as error:
+            raise ConfigError(f"the caches of tenants in {own_caches} cannot be read: {error}") from error
+        if strangers:
+            log.warning(
+                "%s in %s were made with another secret, or by tenants that are no more: nobody finds them, and no "
+                "deletion removes them. Restore the secret, or remove them: `ssd-cache inspect %s` lists them",
+                few(strangers), own_caches, own_caches,
+            )  # fmt: skip
     if path is not None and not tenants.is_closed:
         raise ConfigError(f"--tenants {path} names no tenant: write one, or leave the option out")
     return tenants

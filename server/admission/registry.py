@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -19,16 +20,25 @@ from server.admission.account import Account
 from server.admission.rules import EVERYBODY, Tenant, digest_of
 from server.base.errors import ApiError
 from ssd.errors import ConfigError, SSDError, shown
-from ssd.retrieval.files import make_directory, open_file, open_lock, sync_directory, write_file
+from ssd.retrieval.directory import remove_directory
+from ssd.retrieval.files import (
+    Owner,
+    as_checked_json,
+    from_checked_json,
+    make_directory,
+    open_file,
+    open_lock,
+    sync_directory,
+    write_file,
+)
 from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
+from ssd.retrieval.owners import keyed_digest, mark_of, owner_of, tenant_directories
 
 if TYPE_CHECKING:
     from ssd.retrieval.cache import CacheSet
     from ssd.sharing.redis_log import RedisCounters, RedisLog
 
 log = logging.getLogger(__name__)
-
-_DIGITS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +59,21 @@ class NamespaceNames:
         """What a tenant's number of deletions is kept under, of what is served under ``base``."""
         return self._digest("counter", base, seed)
 
+    def owner(self, seed: str) -> Owner:
+        """What the manifests of a tenant's caches say of whose they are."""
+        return Owner(mark_of(self.secret), self._digest("owner", seed))
+
     def short(self, digest: str) -> str:
         """A name for a key that has no other: 8 digits that nobody can try keys against."""
         return self._digest("name", digest)[:8]
 
     def _digest(self, *parts: str | int) -> str:
-        text = json.dumps(parts).encode()  # so that no two lists of parts are one text
-        return hmac.new(self.secret, text, hashlib.sha256).hexdigest()[:_DIGITS]
+        return keyed_digest(self.secret, *parts)
+
+
+def few(names: list[str]) -> str:
+    """How many caches there are, and what the first are called."""
+    return f"{len(names)} cache(s) of tenants ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
 _MOST_DELETIONS: Final = 1 << 53
@@ -73,8 +91,11 @@ class Generations:
         self._shared = shared
         self._lock = threading.Lock()
         self._counting = threading.Lock()  # held while replicas are asked
-        self._numbers = {} if path is None else _read(path)
+        self._numbers, is_checked = ({}, True) if path is None else _read(path)
         self._is_reached = True
+        if not is_checked:
+            with suppress(OSError):  # it is as good as before
+                self._set({})
 
     def of(self, name: str) -> int:
         return self._numbers.get(name, 0)
@@ -91,6 +112,11 @@ class Generations:
                     self._complain(error)
             self._set({name: number})
             return number, is_told
+
+    def adopt(self, name: str, number: int) -> None:
+        """A cache of this number was found, so that it was not deleted since. Raises OSError of the file."""
+        with self._counting:
+            self._set({name: number})
 
     def absorb(self, names: Iterable[str]) -> dict[str, int]:
         """Take over what replicas have counted, and tell them what they missed; returns former numbers of changed."""
@@ -138,24 +164,34 @@ def _write(path: Path, numbers: Mapping[str, int]) -> None:
     make_directory(path.parent)
     with open_lock(path.with_suffix(".lock")) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        there = _read(path)
+        there, _ = _read(path)
         greatest = {name: max(number, there.get(name, 0)) for name, number in numbers.items()}
-        write_file(path, [json.dumps({**there, **greatest}, sort_keys=True).encode()], durable=True)
+        write_file(path, [as_checked_json("generations", {**there, **greatest})], durable=True)
         sync_directory(path.parent)
 
 
-def _read(path: Path) -> dict[str, int]:
-    """What a file holds; nothing where there is none, or one that somebody else wrote."""
+def _read(path: Path) -> tuple[dict[str, int], bool]:
+    """What a file holds, and False where that has no checksum, as of former versions.
+
+    Nothing where there is none, or a damaged one.
+    """
     try:
         with open_file(path) as file:
-            content: Any = json.loads(file.read(_MOST_FILE_BYTES))
+            content = file.read(_MOST_FILE_BYTES)
+        is_checked = b'"xxh3"' in content or b'"generations"' in content
+        numbers = from_checked_json("generations", content) if is_checked else dict(json.loads(content))
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        log.error("%s cannot be read: caches that were deleted elsewhere may be found again: %s", path, error)
-        return {}
-    numbers = content.items() if isinstance(content, dict) else ()
-    return {str(name): number for name, number in numbers if type(number) is int and 0 <= number < _MOST_DELETIONS}
+        return {}, True
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        log.error(
+            "%s is damaged (%s): how often caches were deleted is found again only of those whose directories are "
+            "there, or by Redis. Restore it from a copy", path, error,
+        )  # fmt: skip
+        return {}, True
+    found = {
+        str(name): number for name, number in numbers.items() if type(number) is int and 0 <= number < _MOST_DELETIONS
+    }
+    return found, is_checked
 
 
 SALTED_TOKENS: Final = 1 << 18
@@ -167,6 +203,8 @@ SALTS_AT_ONCE: Final = 8
 _RETIRED_S: Final = 60.0
 """For so long after a deletion its old names are swept: a request may just have been on its way, here or elsewhere."""
 _MOST_RETIRED: Final = 1024
+_NEAR: Final = 256
+"""Numbers of deletions that are tried, up and down, for a directory that none of a tenant's names leads to."""
 
 
 class CacheUse(NamedTuple):
@@ -190,8 +228,13 @@ class Tenants:
         generations: Generations,
         bases: tuple[str, ...],
         share_cache: bool,
+        directory: Path | None = None,
     ) -> None:
-        """``read`` : the tenants as written now; raises ConfigError. ``bases`` : namespaces that are served."""
+        """``read`` : the tenants as written now; raises ConfigError. ``bases`` : namespaces that are served.
+
+        ``directory`` : where their caches are kept.
+        """
+        self._directory = directory
         self._read = read
         self._names = names
         self._generations = generations
@@ -229,7 +272,10 @@ class Tenants:
         if not (self._share_cache or tenant is EVERYBODY or tenant.is_operator):
             main = self._namespace(tenant, base)
             terms = NamespaceTerms(
-                capacity_tokens=tenant.quotas.cache_tokens, reads_shared=tenant.reads_shared, is_kept=True
+                capacity_tokens=tenant.quotas.cache_tokens,
+                reads_shared=tenant.reads_shared,
+                is_kept=True,
+                owner=self._names.owner(tenant.seed),
             )
         if salt is None:
             return CacheUse(main, terms)
@@ -317,17 +363,73 @@ class Tenants:
             )
         old = [self._namespace(account.tenant, base) for base in self._bases]
         try:
+            unknown = self._unknown()
             counters = [self._names.counter(base, account.tenant.seed) for base in self._bases]
             told = [self._generations.advance(counter)[1] for counter in counters]
         except OSError as error:
             raise ApiError(
                 500, f"nothing was deleted: that cannot be written down: {error}", kind="server_error"
             ) from error
-        failures = self._retire(old)
+        owner = self._names.owner(account.tenant.seed)
+        near = {name for base in self._bases for name in self._near(account.tenant, base)}
+        failures = self._retire([*old, *(name for name, whose in unknown.items() if whose == owner or name in near)])
+        if strangers := [name for name in self._strangers(unknown) if name not in near]:
+            failures.append(
+                f"what is known to be of tenant {name} is deleted, but {few(strangers)} in {self._directory} are of "
+                "another secret, or of tenants that are no more, and may hold text of this one: remove them by hand"
+            )
         log.info("the cache of tenant %s was deleted%s", name, f", but {failures[0]}" if failures else "")
         if failures:
             raise ApiError(500, failures[0], kind="server_error", code="cache_left_over")
         return {"object": "cache", "tenant": name, "deleted": True, "replicas_told": all(told)}
+
+    def take_stock(self) -> list[str]:
+        """Find caches again whose number of deletions was lost, and sweep deleted ones that newer ones stand beside.
+
+        Returns the names of those that no tenant and no secret here explains. O(directories), raises OSError.
+        """
+        unknown = self._unknown()
+        owners = set(unknown.values())
+        for tenant in [account.tenant for account in self.accounts()] if unknown else ():
+            if owners.isdisjoint((None, self._names.owner(tenant.seed))):
+                continue
+            for base in self._bases:
+                counter = self._names.counter(base, tenant.seed)
+                found = {name: number for name, number in self._near(tenant, base).items() if name in unknown}
+                newest = max([self._generations.of(counter), *found.values()])
+                if newest > self._generations.of(counter):
+                    log.error("a cache of tenant %s was found again: its number of deletions was lost", tenant.name)
+                    self._generations.adopt(counter, newest)
+                assert self._directory is not None
+                if (self._directory / self._names.tenant(base, tenant.seed, newest)).is_dir():
+                    due = time.monotonic() + _RETIRED_S
+                    self._retired += [(due, name) for name, number in found.items() if number < newest]
+                elif found:
+                    log.warning(
+                        "tenant %s has a cache that was deleted according to generations.json, %s: it is not used, and "
+                        "goes with the next deletion", tenant.name, ", ".join(found),
+                    )  # fmt: skip
+                for name in found:
+                    del unknown[name]
+        return self._strangers(unknown)
+
+    def _unknown(self) -> dict[str, Owner | None]:
+        """Directories of tenants' caches that no name here leads to, and whose they say they are. Raises OSError."""
+        if self._directory is None:
+            return {}
+        known = self.labels()
+        return {path.name: owner_of(path) for path in tenant_directories(self._directory) if path.name not in known}
+
+    def _strangers(self, unknown: Mapping[str, Owner | None]) -> list[str]:
+        """Those of another secret, and those that name none."""
+        ours = mark_of(self._names.secret)
+        return [name for name, owner in unknown.items() if owner is None or owner.secret != ours]
+
+    def _near(self, tenant: Tenant, base: str) -> dict[str, int]:
+        """Names of a tenant's caches that were deleted about as often as we know, with how often."""
+        number = self._generations.of(self._names.counter(base, tenant.seed))
+        near = range(max(0, number - _NEAR), number + _NEAR)
+        return {self._names.tenant(base, tenant.seed, other): other for other in near}
 
     def sweep(self) -> None:
         """What is to be done every second or so: deletions at replicas, and what came late of those here. May wait."""
@@ -363,7 +465,9 @@ class Tenants:
         try:
             if caches is not None:
                 caches.discard(namespace)
-        except SSDError as error:
+            elif self._directory is not None:  # nothing is open: it loads, or does not draft
+                remove_directory(self._directory / namespace)
+        except (SSDError, OSError) as error:
             failure = str(error)
         try:
             if sharing is not None:

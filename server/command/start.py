@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvicorn
 
 from server.admission.connections import num_beyond, protocol_within
-from server.admission.opening import STATE_DIRECTORY, Watch, given_secret, open_tenants, own_secret
+from server.admission.opening import Watch, given_secret, open_tenants, own_secret
 from server.admission.registry import Tenants
 from server.admission.rules import KEY_VARIABLE, SECRET_OPTION, SECRET_VARIABLE, read_key_file
 from server.base.settings import ServerSettings, read_sampling_defaults
@@ -42,6 +42,7 @@ from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Worker, WorkerState
 from ssd.errors import ConfigError, SSDError
 from ssd.numbers import spelled
+from ssd.retrieval.owners import STATE_DIRECTORY
 from ssd.sharing.connection import URL_VARIABLE, address_of
 from ssd.sharing.noise_root import NoiseRoot
 from ssd.text.load_tokenizer import find_generation_config

@@ -264,7 +264,9 @@ class CacheSet:
             return self._make(namespace, None)
         path = self._root / namespace.name
         try:
-            directory = SegmentDirectory(path, fingerprint=self.fingerprint, namespace=namespace.name)
+            directory = SegmentDirectory(
+                path, fingerprint=self.fingerprint, namespace=namespace.name, owner=namespace.terms.owner
+            )
             return self._make(namespace, directory)
         except OSError as error:
             raise StoreUnavailable(

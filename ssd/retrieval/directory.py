@@ -104,7 +104,7 @@ class SegmentDirectory:
             except SegmentCorrupt as damage:
                 self._written, self.damage = None, damage
             self._stamp = self._look()
-            self.manifest = self._written or Manifest(**self._whose)
+            self.manifest = self._written or Manifest(fingerprint=fingerprint, namespace=namespace)
             if self.damage is not None:
                 self._recover()
             elif self._written is None:
@@ -220,7 +220,7 @@ class SegmentDirectory:
         Nothing is removed and nothing written but by the next ``commit``. Where a merge was under way its result or its
         inputs count, which are the same text.
         """
-        previous = Manifest(**self._whose)
+        previous = self.manifest
         with contextlib.suppress(CacheError, OSError):
             previous = read_manifest(self.path, name=PREVIOUS_NAME, **self._whose) or previous
         named = {entry["id"]: entry for entry in previous.segments}

@@ -359,7 +359,7 @@ class _NewerFormat(ValueError):
 
 
 def as_checked_json(name: str, content: Mapping[str, Any]) -> bytes:
-    """``content`` under ``name``, with the format, twice, and a checksum of it."""
+    """A file of ``content`` under ``name``, with the format, twice, and a checksum."""
     content = {**content, "format": MANIFEST_FORMAT}  # a digit of the outer one has no checksum
     return json.dumps({"format": MANIFEST_FORMAT, name: content, "xxh3": _digest(content)}, indent=1).encode()
 
@@ -374,7 +374,7 @@ def from_checked_json(name: str, text: bytes) -> Any:
         raise _NewerFormat(version)
     if not is_whole or version != MANIFEST_FORMAT:
         raise ValueError("its checksum does not match")
-    return content
+    return {key: value for key, value in content.items() if key != "format"}
 
 
 def _digest(content: object) -> str:

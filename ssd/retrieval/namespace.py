@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 from weakref import WeakSet
 
+from ssd.retrieval.files import Owner
 from ssd.retrieval.segment import Tokens
 from ssd.retrieval.suffix_cache import SuffixCache
 
@@ -20,6 +21,7 @@ class NamespaceTerms:
     ``reads_shared`` : drafts come from what the set's first namespace has sealed as well.
     ``is_kept`` : it has a directory, where the set has one, and is shared with other replicas; without, all stays in
         this process' memory.
+    ``owner`` : whose it is, for the manifest.
     ``group`` : of the namespaces of one group at most ``most_in_group`` are open: the one used longest ago is closed
         for another; where requests hold them all, there is none for the next.
     """
@@ -27,6 +29,7 @@ class NamespaceTerms:
     capacity_tokens: int | None = None
     reads_shared: bool = False
     is_kept: bool = True
+    owner: Owner | None = None
     group: str | None = None
     most_in_group: int = 8
 

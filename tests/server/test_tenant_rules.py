@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache_builder.__main__ import main as ssd_cache
 from server.admission.account import Account, Allowance
 from server.admission.opening import Watch, given_secret, open_tenants, own_secret
 from server.admission.registry import SALTED_TOKENS, Generations, NamespaceNames, Tenants
@@ -19,6 +23,11 @@ from server.admission.rules import Quotas, Tenant, digest_of, parse_rules, read_
 from server.base.errors import ApiError
 from server.base.settings import ServerSettings
 from ssd.errors import ConfigError, RequestError
+from ssd.retrieval.directory import SegmentDirectory
+from ssd.retrieval.owners import as_secret_file
+from ssd.retrieval.segment import SEPARATOR
+from ssd.retrieval.suffix_array import build_segment
+from tests.cache_files import FINGERPRINT
 from tests.server.client import wait_until
 
 SECRET = b"0123456789abcdef0123"
@@ -290,6 +299,152 @@ def test_a_deleted_cache_has_another_name_afterwards_also_after_a_restart(rules:
         with pytest.raises(ApiError) as error:
             tenants.delete_cache(name)
         assert error.value.status == code
+
+
+# -- what lies in the directory ----------------------------------------------------------------------------------------
+
+
+def taught(tenants: Tenants, directory: Path, key: str = "alices-key", base: str = "default") -> Path:
+    """The directory of a tenant's cache, with a segment in it."""
+    use = tenants.cache_use(account_of(tenants, key), base, None)
+    assert use.namespace is not None
+    path = directory / use.namespace
+    kept = SegmentDirectory(path, fingerprint=FINGERPRINT, namespace=use.namespace, owner=use.terms.owner)
+    segment = build_segment(np.array([1, 2, SEPARATOR], np.int32), start=0, segment_id="0-0")
+    kept.commit([kept.write(segment)], next_position=3)
+    kept.close()
+    return path
+
+
+def flips(content: bytes) -> Iterator[bytes]:
+    """``content`` with one wrong bit, in each byte."""
+    for place in range(len(content)):
+        yield content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
+
+
+def test_no_wrong_bit_of_a_kept_secret_is_believed(tmp_path: Path) -> None:
+    own_secret(tmp_path)
+    path = tmp_path / ".ssd" / "secret"
+    whole = path.read_bytes()
+    for content in flips(whole):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"is damaged .*Restore it from a copy"):
+            own_secret(tmp_path)
+        assert path.read_bytes() == content
+    for cut in (whole[: len(whole) // 2], b"", bytes(len(whole))):
+        path.write_bytes(cut)
+        with pytest.raises(ConfigError):
+            own_secret(tmp_path)
+
+
+def test_a_secret_of_a_former_version_is_taken_and_kept_with_a_checksum(tmp_path: Path) -> None:
+    path = tmp_path / ".ssd" / "secret"
+    path.parent.mkdir()
+    path.write_bytes(SECRET + b"\n")
+    path.chmod(0o600)
+    for _ in range(2):
+        assert own_secret(tmp_path) == SECRET
+        assert b"xxh3" in path.read_bytes() and stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_lost_secret_is_not_made_anew_where_tenants_have_caches(rules: Path, tmp_path: Path) -> None:
+    home = tmp_path / "cache"
+    path = taught(opened(rules, directory=home), home)
+    with pytest.raises(ConfigError, match=rf"secret is missing, and nobody finds 1 cache\(s\).*{path.name}.*inspect"):
+        own_secret(home)
+    assert not (home / ".ssd" / "secret").exists()
+
+
+def test_caches_that_the_secret_does_not_explain_are_named_and_no_deletion_calls_them_deleted(
+    rules: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "cache"
+    path = taught(opened(rules, directory=home), home)
+    tenants = open_tenants(SETTINGS, b"another secret of it", path=rules, cache_directory=home)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert path.name in line and "another secret" in line
+    with pytest.raises(ApiError, match=rf"{path.name}.*may hold text of this one") as failure:
+        tenants.delete_cache("alice")
+    assert failure.value.status == 500 and path.exists()
+    (home / ".ssd" / "secret").write_bytes(as_secret_file(b"another secret of it"))
+    assert ssd_cache(["inspect", str(home)]) == 1
+    assert f"{path.name} is an orphan" in capsys.readouterr().out
+    (home / ".ssd" / "secret").write_bytes(as_secret_file(SECRET))
+    assert ssd_cache(["inspect", str(home), "--json"]) == 0
+    caplog.clear()
+    tenants = opened(rules, directory=home)
+    assert not caplog.records and tenants.delete_cache("alice")["deleted"] and not path.exists()
+
+
+def test_a_cache_of_a_tenant_that_is_no_more_is_in_nobodys_way(
+    rules: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = taught(opened(rules, directory=tmp_path), tmp_path, "bobs-key")
+    rules.write_text(RULES.replace("[tenants.bob]", "[tenants.carol]"))
+    tenants = opened(rules, directory=tmp_path)
+    assert tenants.delete_cache("alice")["deleted"] and path.exists() and not caplog.records
+
+
+@pytest.mark.parametrize("damage", ["lost", "flipped", "older", "empty"])
+def test_a_lost_number_of_deletions_hides_no_cache_and_keeps_none_from_its_deletion(
+    rules: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tenants = opened(rules, directory=tmp_path)
+    file = tmp_path / ".ssd" / "generations.json"
+    tenants.delete_cache("alice")
+    older = file.read_bytes()
+    tenants.delete_cache("alice")
+    path = taught(tenants, tmp_path)
+    for content in [older] if damage == "older" else [b""] if damage == "empty" else flips(file.read_bytes()):
+        if damage == "lost":
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        caplog.clear()
+        tenants = opened(rules, directory=tmp_path)
+        use = tenants.cache_use(account_of(tenants, "alices-key"), "default", None)
+        assert tmp_path / (use.namespace or "") == path
+        assert "a cache of tenant alice was found again" in caplog.text
+    assert tenants.delete_cache("alice")["deleted"] and not path.exists()
+
+
+def test_numbers_of_a_former_version_are_kept_with_a_checksum(rules: Path, tmp_path: Path) -> None:
+    tenants = opened(rules, directory=tmp_path)
+    tenants.delete_cache("alice")
+    file = tmp_path / ".ssd" / "generations.json"
+    counter = NamespaceNames(SECRET).counter("default", "tenant:alice")
+    file.write_text(json.dumps({counter: 7}))
+    for _ in range(2):
+        tenants = opened(rules, directory=tmp_path)
+        namespace = NamespaceNames(SECRET).tenant("default", "tenant:alice", 7)
+        assert tenants.cache_use(account_of(tenants, "alices-key"), "default", None).namespace == namespace
+        assert "xxh3" in file.read_text()
+
+
+def test_a_deletion_that_was_broken_off_is_ended_by_the_next_start_or_the_next_deletion(
+    rules: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tenants = opened(rules, directory=tmp_path)
+    old = taught(tenants, tmp_path)
+    Generations(tmp_path / ".ssd" / "generations.json", None).advance(
+        NamespaceNames(SECRET).counter("default", "tenant:alice")
+    )
+    tenants = opened(rules, directory=tmp_path)
+    tenants.sweep()
+    assert old.exists() and "goes with the next deletion" in caplog.text  # or the number is wrong
+    new = taught(tenants, tmp_path)
+    tenants = opened(rules, directory=tmp_path)
+    tenants.sweep()
+    assert not old.exists() and new.exists()
+
+
+def test_what_a_tenant_said_to_an_adapter_that_is_not_served_goes_with_its_cache(rules: Path, tmp_path: Path) -> None:
+    settings = ServerSettings(model_names=("m",), model="m", adapters={"sql": "adapters/sql"})
+    tenants = open_tenants(settings, SECRET, path=rules, cache_directory=tmp_path)
+    paths = [taught(tenants, tmp_path, base=base) for base in settings.namespaces]
+    others = taught(tenants, tmp_path, "bobs-key")
+    assert opened(rules, directory=tmp_path).delete_cache("alice")["deleted"]
+    assert not any(path.exists() for path in paths) and others.exists()
 
 
 class _Counters:
