@@ -183,11 +183,8 @@ class DirectoryLock:
         self._file: BinaryIO | None = None
         self._directory: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            try:
+            with contextlib.suppress(OSError):  # of a file system that locks none
                 self._lock(self._directory)
-            except OSError as error:
-                if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise
             self.renew()
         except BaseException:
             self.close()
@@ -247,7 +244,7 @@ MANIFEST_NAME = "manifest.json"
 PREVIOUS_NAME = "manifest-previous.json"
 DAMAGED_NAME = "manifest-damaged.json"
 MANIFEST_FORMAT = 1
-_MAX_FORMAT = 1000
+MAX_FORMAT = 1000
 """No version has one beyond: such a number is damage."""
 _MAX_MANIFEST_BYTES = 64 << 20
 MAX_POSITION = 1 << 61
@@ -370,7 +367,7 @@ def from_checked_json(name: str, text: bytes) -> Any:
     content, version = outer[name], outer["format"]
     if is_whole := isinstance(content, dict) and outer["xxh3"] == _digest(content):
         version = content.get("format", version)
-    if version != MANIFEST_FORMAT and type(version) is int and MANIFEST_FORMAT < version <= _MAX_FORMAT:
+    if version != MANIFEST_FORMAT and type(version) is int and MANIFEST_FORMAT < version <= MAX_FORMAT:
         raise _NewerFormat(version)
     if not is_whole or version != MANIFEST_FORMAT:
         raise ValueError("its checksum does not match")

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import xxhash
 
 from ssd.errors import FormatVersion, NamespaceMismatch, SegmentCorrupt, TokenizerMismatch
-from ssd.retrieval.files import NotAFileError, is_segment_id, open_file, write_file
+from ssd.retrieval.files import MAX_FORMAT, NotAFileError, is_segment_id, open_file, write_file
 
 Tokens = npt.NDArray[np.int32]
 """Token ids, and ``SEPARATOR`` where sequences end."""
@@ -150,8 +150,6 @@ def concatenate(segments: Sequence[Segment]) -> Tokens:
 # Files
 
 FORMAT_VERSION = 1
-_MAX_FORMAT = 1000
-"""No version has one beyond: such a number is damage."""
 HEADER_LENGTH = 256
 
 _MAGIC = b"SSDSEG\r\n"
@@ -221,7 +219,7 @@ class SegmentHeader:
         checksum = _CHECKSUM.unpack(header[_HEADER.size : HEADER_LENGTH])[0]
         as_ours = header[:8] + FORMAT_VERSION.to_bytes(4, "little") + header[12 : _HEADER.size]
         is_whole = checksum == xxhash.xxh3_64_intdigest(as_ours)
-        if FORMAT_VERSION < version <= _MAX_FORMAT and not is_whole:
+        if FORMAT_VERSION < version <= MAX_FORMAT and not is_whole:
             raise FormatVersion(
                 f"{path} has format {version}, this version reads {FORMAT_VERSION}. Rebuild it with `ssd-cache build`, "
                 "or use the version of ssd that wrote it"
