@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    LogitsProcessor,
     PreTrainedModel,
+    StaticCache,
     StoppingCriteria,
     TextStreamer,
 )
@@ -85,6 +88,32 @@ class EndsWith(StoppingCriteria):
         return input_ids[:, -1] == self.token_id
 
 
+class Counts(LogitsProcessor):
+    """A processor that counts its calls and favours another token at each."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(input_ids.shape[1])
+        scores[:, (7 * len(self.lengths)) % scores.shape[1]] += 4.0  # in place, as some do
+        return scores
+
+
+class Grammar(LogitsProcessor):
+    """Follows the output as engines of grammars do: by its last token at each call. Cannot be copied."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._state: int | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        last = int(input_ids[0, -1])
+        self._state = 0 if self._state is None else (5 * self._state + last) % 11
+        is_allowed = (torch.arange(scores.shape[1]) + self._state) % 3 != 0
+        return scores.masked_fill(~is_allowed, float("-inf"))
+
+
 def ids(codec: TextCodec, text: str) -> torch.Tensor:
     return torch.tensor([codec.encode_prompt(text)])
 
@@ -109,6 +138,48 @@ def test_greedy_output_is_that_of_generate_on_other_architectures(architecture: 
     prompt = torch.randint(3, 300, (1, 12), generator=torch.Generator().manual_seed(0))
     wanted = model.generate(prompt, max_new_tokens=40, do_sample=False)
     assert torch.equal(generate(model, prompt, max_new_tokens=40, do_sample=False), wanted)
+
+
+STATEFUL: dict[str, Callable[[], dict[str, Any]]] = {
+    "counter": lambda: {"logits_processor": [Counts()]},
+    "grammar": lambda: {"logits_processor": [Grammar()]},
+    "both, with a penalty": lambda: {"logits_processor": [Grammar(), Counts()], "repetition_penalty": 1.3},
+    "guidance": lambda: {"guidance_scale": 1.7},
+    "guidance away from a prompt": lambda: {"guidance_scale": 1.7, "negative_prompt_ids": torch.tensor([[9, 8]])},
+    "none": dict,
+}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_processors_that_keep_state_see_what_generate_shows_them(
+    kind: str, do_sample: bool, cache: SuffixCache
+) -> None:
+    """Drafts are right for some tokens and then wrong, so there is something to take back at nearly every step."""
+    model, rules = tiny_model(), STATEFUL[kind]
+    config: dict[str, Any] = {
+        "max_new_tokens": 40, "do_sample": do_sample, "output_scores": True, "return_dict_in_generate": True,
+    }  # fmt: skip
+    for seed in range(8):
+        prompt = torch.randint(3, 300, (1, 12), generator=torch.Generator().manual_seed(seed))
+        torch.manual_seed(seed)
+        first = rules()
+        plain = model.generate(prompt, **config, **first)
+        next_number = torch.rand(1)
+        misleading = plain.sequences[0].numpy().copy()
+        misleading[17::6] = (misleading[17::6] + 1) % VOCAB
+        cache.append(misleading, prompt_length=12)
+        torch.manual_seed(seed)
+        second, counting = rules(), Counting(model)
+        output = generate(model, prompt, cache=cache, learn=False, **config, **second)
+        assert torch.equal(output.sequences, plain.sequences)
+        assert torch.rand(1) == next_number, "as many numbers of the global generator were taken"
+        assert len(output.scores) == len(plain.scores)
+        for mine, wanted in zip(output.scores, plain.scores, strict=True):
+            torch.testing.assert_close(mine, wanted, atol=1e-4, rtol=1e-4)
+        if isinstance(counter := first.get("logits_processor", [None])[-1], Counts):
+            assert second["logits_processor"][-1].lengths == counter.lengths
+        assert counting.num_passes < (80 if "guidance" in kind else 40), "drafts are accepted all the same"
 
 
 @pytest.mark.parametrize("is_coupled", [False, True])
@@ -259,12 +330,23 @@ def test_ids_that_the_model_has_not_are_not_drafted(cache: SuffixCache) -> None:
         ({"num_beams": 4}, "num_beams must be 1"),
         ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences must be 1"),
         ({"prompt_lookup_num_tokens": 5}, "prompt_lookup_num_tokens makes drafts of its own"),
-        ({"coupled": CoupledSampling(1), "do_sample": False, "max_new_tokens": 2}, "pass do_sample=True"),
+        ({"coupled": CoupledSampling(1), "do_sample": False}, "pass do_sample=True"),
         ({"inputs": torch.ones(2, 3, dtype=torch.long)}, r"one prompt of shape \[1, n\], got \[2, 3\]"),
         ({"model": "Mamba"}, "cannot take tokens back"),
+        ({"use_cache": False}, "use_cache=False cannot take drafts back: leave use_cache out"),
+        ({"generation_config": GenerationConfig(use_cache=False)}, "use_cache=False cannot take drafts back"),
+        ({"cache_implementation": "static"}, "StaticCache cannot take drafts back: leave cache_implementation out"),
+        ({"past_key_values": StaticCache}, "StaticCache cannot take drafts back"),
     ],
 )
 def test_what_cannot_be_drafted_for_is_refused(kwargs: dict[str, Any], message: str) -> None:
-    asked = {"inputs": torch.tensor([[5, 6]]), **kwargs, "model": tiny_model(kwargs.get("model", "Llama"))}
+    asked = {
+        "inputs": torch.tensor([[5, 6]]),
+        "max_new_tokens": 2,
+        **kwargs,
+        "model": tiny_model(kwargs.get("model", "Llama")),
+    }
+    if "past_key_values" in asked:
+        asked["past_key_values"] = StaticCache(config=asked["model"].config, max_cache_len=64)
     with pytest.raises(RequestError, match=message):
         generate(asked.pop("model"), asked.pop("inputs"), **asked)

@@ -5,10 +5,10 @@
     with CacheSet(CacheConfig(), TextCodec.load(path).fingerprint) as caches:
         output = generate(model, input_ids, cache=caches.get(), max_new_tokens=128)
 
-transformers verifies, in its own assisted decoding: greedy output is that of ``model.generate``, up to the rounding of
-passes of another width. A sampled token is drawn from the target's distribution at its own position and the draft is
-kept as far as it agrees, so the law of the output is that of ``model.generate`` too; a seed gives other tokens, because
-the global generator is asked for more numbers.
+transformers verifies the drafts, in its own assisted decoding. Logits processors are called and tokens are drawn as in
+``model.generate``: once for each token of the output, in order, and never behind a rejected draft token. So processors
+may keep state, and greedy and sampled output is that of ``model.generate``, for a seed too, up to the rounding of
+passes of another width.
 
 With ``coupled=CoupledSampling(secret, stream)`` a sampled token is drawn with noise that all calls of one secret and
 stream share, see `ssd.drafting.noise`: its law is the same, but a text that was said before comes again where
@@ -17,10 +17,12 @@ the same is asked again, and so it is drafted nearly whole. Drafts are judged by
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +33,8 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
+    QuantizedCache,
+    StaticCache,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -91,12 +95,12 @@ def generate(
     ``input_ids`` : int64[1, n]. ``cache`` : drafted from, and unless ``learn`` is False the finished text is appended
     to it; None drafts from the prompt and the output alone. ``drafter`` : to keep what it learned between calls; None
     makes a new one. ``num_speculative_tokens`` : draft limit. ``coupled`` : noise to draw with instead of the global
-    generator's; with ``output_scores`` only the token drawn has a finite score then. None: as ``model.generate`` does.
+    generator's. None: as ``model.generate`` does.
     Stopping criteria are asked about drafted text too, without scores: they should look at the text alone.
 
     Raises RequestError for more than one row, beams, several returned sequences or another assistant, for ``coupled``
-    without sampling, for encoder-decoders and for models that cannot take tokens back (Mamba and hybrids); and whatever
-    ``model.generate`` raises.
+    without sampling, for encoder-decoders, for models and KV caches that cannot take tokens back (Mamba and hybrids;
+    static and quantized caches, ``use_cache=False``); and whatever ``model.generate`` raises.
     """
     config = DraftConfig(num_speculative_tokens=num_speculative_tokens)
     _check(model, input_ids, generate_kwargs)
@@ -113,15 +117,21 @@ def generate(
     def decode(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
         if prepared.get("streamer") is None:  # transformers keeps it from functions like this one
             prepared["streamer"] = streamer
+        _check_cache(prepared)
         config = prepared["generation_config"]
         proposer.stopping_criteria = prepared["stopping_criteria"]
+        choose: Choose = _draw if config.do_sample else _take_best
         if coupled is not None:
             if not config.do_sample:
                 raise RequestError("coupled says how tokens are drawn: pass do_sample=True too", param="coupled")
             noise = coupled.noise(input_ids.shape[1])
             proposer.sampling = SamplingRow(params=_params_of(config), noise=noise)
-            processors = prepared["logits_processor"]  # the last of them, for it draws from what the others leave
-            prepared["logits_processor"] = LogitsProcessorList([*processors, _Draw(noise)])
+            choose = partial(_draw_with, noise)
+        if config.do_sample or prepared["logits_processor"]:
+            proposer.choices = _Choices(prepared["logits_processor"], choose, keep_scores=config.output_scores)
+            prepared["logits_processor"] = LogitsProcessorList([proposer.choices])
+            prepared["generation_config"] = config = copy.copy(config)
+            config.do_sample = False
         return GenerationMixin._assisted_decoding(cast(Any, _Assisted(model, proposer)), input_ids, **prepared)
 
     try:
@@ -151,6 +161,8 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         """How tokens are drawn, where drafters can know: with coupled noise."""
         self.may_teach = False
         """Whether what is said may reach other calls."""
+        self.choices: _Choices | None = None
+        """The chooser of tokens, if transformers' own argmax of the logits does not choose them."""
         self._drafter = drafter
         self._cache = cache
         self._prompt_length = prompt_length
@@ -183,7 +195,10 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         return context
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """``input_ids`` : int64[1, m], with what this step gave. ``num_matches`` : of the draft, accepted."""
+        """``input_ids`` : int64[1, m], with what this step gave. ``scores`` : [1, k, V], which transformers returns
+        where they are asked for. ``num_matches`` : of the draft, accepted."""
+        if self.choices is not None:
+            self.choices.restore_scores(scores)
         num_positions = len(self._draft.token_ids) + 1
         seconds = time.perf_counter() - self._drafted_at
         self._price_list.observe(num_positions, int(num_matches) + 1, seconds, is_wide=num_positions > 1)
@@ -226,18 +241,54 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         return draft.cut(self._price_list.paying_width(draft.chances())) if len(draft.token_ids) else draft
 
 
-class _Draw(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
-    """Leaves one token possible at each position: the one that its noise draws from what was left there."""
+Choose = Callable[[torch.Tensor, torch.Tensor], int]
+"""Gives the token that follows ``input_ids``, int64[1, n], by the processed scores [1, V]."""
 
-    def __init__(self, noise: SequenceNoise) -> None:
-        self._noise = noise
+
+class _Choices(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
+    """Takes the place of all processors: calls them and chooses a token, of which alone the score is left finite.
+
+    transformers asks about every position of a draft. One that follows a rejected draft token is passed over, so the
+    processors see the calls that ``model.generate`` makes, whatever state they keep and whatever is drafted.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, choose: Choose, *, keep_scores: bool) -> None:
+        self._processors, self._choose, self._keep_scores = processors, choose, keep_scores
+        self._length = 0
+        self._token: int | None = None
+        self._scores: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.Tensor:
         """``input_ids`` : int64[1, n], the text before the position, as far as it is drafted. ``scores`` : [1, V]."""
-        token = int(argmax_with_noise(scores, self._noise.keys(_on_host(input_ids)))[0])
-        drawn = torch.full_like(scores, float("-inf"))
-        drawn[0, token] = scores[0, token]
-        return drawn
+        length = input_ids.shape[1]
+        if self._token is not None and (length != self._length + 1 or int(input_ids[0, -1]) != self._token):
+            return scores
+        scores = self._processors(input_ids, scores)
+        if self._keep_scores:
+            self._scores.append(scores.clone())
+        self._length, self._token = length, self._choose(input_ids, scores)
+        chosen = torch.full_like(scores, float("-inf"))
+        chosen[0, self._token] = 0
+        return chosen
+
+    def restore_scores(self, scores: torch.Tensor) -> None:
+        """Write the processed scores of the pass that has ended into [1, k, V], for who asked for them."""
+        for position, row in enumerate(self._scores):
+            scores[:, position] = row
+        self._scores.clear()
+
+
+def _take_best(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
+    return int(scores.argmax(dim=-1))
+
+
+def _draw(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
+    """Draw as ``model.generate`` does, with as many numbers of the global generator."""
+    return int(torch.multinomial(scores.softmax(dim=-1), num_samples=1))
+
+
+def _draw_with(noise: SequenceNoise, input_ids: torch.Tensor, scores: torch.Tensor) -> int:
+    return int(argmax_with_noise(scores, noise.keys(_on_host(input_ids)))[0])
 
 
 def _on_host(input_ids: torch.Tensor) -> TokenIds:
@@ -300,3 +351,17 @@ def _check(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Mapping[str,
         raise RequestError(f"{type(model).__name__} is an encoder-decoder: drafts continue the prompt, so it needs one")
     if getattr(model, "_is_stateful", False):
         raise RequestError(f"{type(model).__name__} cannot take tokens back, so it cannot verify drafts")
+
+
+def _check_cache(prepared: Mapping[str, Any]) -> None:
+    """Refuse what transformers is about to decode with where drafts cannot be taken back."""
+    cache = prepared.get("past_key_values")
+    if not prepared["use_cache"]:
+        found, param = "use_cache=False", "use_cache"
+    elif isinstance(cache, StaticCache | QuantizedCache):
+        found, param = type(cache).__name__, "cache_implementation"
+    else:
+        return
+    raise RequestError(
+        f"{found} cannot take drafts back: leave {param} out (or past_key_values), or call model.generate", param=param
+    )
