@@ -234,26 +234,42 @@ def test_a_model_says_the_same_and_is_changed_once() -> None:
 
 
 class _Reaching(nn.Module):
-    """Looks at its layer's weight, as some models do."""
+    """Looks at its layer's weight, as some models do, or computes with its numbers."""
 
-    def __init__(self, inner: nn.Linear) -> None:
+    def __init__(self, inner: nn.Linear, with_numbers: bool) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.with_numbers = inner, with_numbers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x.to(self.inner.weight.dtype))
+        x = self.inner(x.to(self.inner.weight.dtype))
+        return x if not self.with_numbers or self.inner.bias is None else x + self.inner.bias
 
 
-def test_a_model_that_reaches_into_its_layers_is_left_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_computes_with_its_layers_weights_is_left_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = tiny_model()
-    model.lm_head = _Reaching(model.lm_head)
+    model.lm_head = _Reaching(model.lm_head, with_numbers=True)
     expected = plain_logits(model)
     with caplog.at_level(logging.WARNING):
         assert not replace(model, expected)
     assert kinds(model) == {nn.Linear}
-    assert "stay as they are" in caplog.text and "weight" in caplog.text
+    [line] = caplog.messages
+    assert line == (
+        "the layers of LlamaForCausalLM stay as they are, which is slower: "
+        "the model computes with the weights of its layers itself"
+    )
     for found, want in zip(plain_logits(model), expected, strict=True):
         assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mamba-2"])
+def test_a_model_that_looks_at_the_type_of_a_weight_is_changed(name: str) -> None:
+    model: Any = tiny_model(name)
+    if name == "Llama":
+        model.lm_head = _Reaching(model.lm_head, with_numbers=False)
+    expected = plain_logits(model)
+    assert replace(model, expected) and PackedLinear in kinds(model) and nn.Linear not in kinds(model)
+    for found, want in zip(plain_logits(model), expected, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
 # -- whole layers ----------------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self._bias = None if bias is None else bias.detach().clone()
         self.packed = packed_weight(weight)
+        self.weight = torch.empty_like(weight, device="meta")
+        """The shape and type alone, for models that look at them."""
         self.kind = (self.in_features, self.out_features, bias is not None, weight.dtype)
         """Layers of one kind share their machine code."""
         self.rows = RowPlan()

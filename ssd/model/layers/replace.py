@@ -94,8 +94,10 @@ def replace_layers(
         if error < tolerance:
             return True
         reason = f"logits differ by {error:.2g}"
-    except Exception as failure:  # a compiler, or a model that reaches into its layers
-        reason = first_line(failure)
+    except AttributeError:
+        reason = "the model computes with the weights of its layers itself"
+    except Exception as failure:  # a compiler, say
+        reason = f"with the faster ones a forward pass fails ({first_line(failure)})"
     log.warning("the layers of %s stay as they are, which is slower: %s", type(model).__name__, reason)
     for parent, name, again in replaced:
         setattr(parent, name, again())
