@@ -2,7 +2,7 @@
 
 llguidance does not say what a grammar takes. It is weighed by what the C library's allocator has given out while it was
 compiled. That counts what other threads allocate and free meanwhile, so it is held between two rates of the processor
-time that compiling took: ten sources of all kinds grew by 5 to 151 MB a second.
+time that compiling took: ten sources of all kinds grew by 5 to 330 MB a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from ssd.errors import RequestError, first_line
 from ssd.text.codec import TextCodec
 from ssd.text.exact_numbers import ExactRules, has_inexact_constants
 from ssd.text.grammar import GrammarState, MaskThreads
-from ssd.text.grammar_memory import MOST_GRAMMAR_BYTES, Compiled, GrammarMemory, Opened, Weight, allocated_bytes
+from ssd.text.grammar_memory import (
+    MOST_GRAMMAR_BYTES,
+    Compiled,
+    GrammarMemory,
+    Opened,
+    Weight,
+    allocated_bytes,
+    trim_soon,
+)
 from ssd.text.schema import as_written, children, part_of, prepare_schema, reason_of, resolve
 
 INSTALL = "pip install 'ssd-serving[structured]'"
@@ -31,7 +39,7 @@ INSTALL = "pip install 'ssd-serving[structured]'"
 # That a source compiles is remembered in some 200 bytes.
 _MAX_TRIED = 1 << 14
 # Bytes of any grammar, and a second of compiling, least and most: see above.
-_LEAST_BYTES, _LEAST_RATE, _MOST_RATE = 16 << 10, 2 << 20, 256 << 20
+_LEAST_BYTES, _LEAST_RATE, _MOST_RATE = 16 << 10, 2 << 20, 512 << 20
 # Half a second and 50 MB for the worst of short sources: what is out of all proportion is refused.
 _LEXER_FUEL, _LEXER_STATES = 250_000, 1 << 16
 # States of the parser at one place of the output. A place costs about as many times those before it: an ambiguous
@@ -39,6 +47,10 @@ _LEXER_FUEL, _LEXER_STATES = 250_000, 1 << 16
 # The other kinds are made by us and have few, or one for each of many choices.
 _PARSER_STATES = {"grammar": 256}
 _MOST_PARSER_STATES = 2000
+
+
+_LARGE_COST = 1 << 12
+"""A source that is expected to cost more may take megabytes."""
 
 
 def expected_cost(output: StructuredOutput) -> int:
@@ -113,7 +125,11 @@ class GrammarCompiler:
         kept = self.memory.find(tenant, output)
         if kept is None:  # outside any lock, so that nobody waits for another's grammar
             before = allocated_bytes()
-            start, seconds = self._matcher(output)
+            try:
+                start, seconds = self._matcher(output)
+            finally:
+                if expected_cost(output) > _LARGE_COST:
+                    trim_soon()  # compiling takes more memory than it leaves
             grown = allocated_bytes() - before
             least = _LEAST_BYTES + 4 * len(output.source) + int(_LEAST_RATE * seconds)
             kept = Compiled(start, Weight(max(least, min(grown, int(_MOST_RATE * seconds))), seconds))

@@ -12,10 +12,11 @@ import pytest
 
 from ssd.bundled import MODEL_PATH
 from ssd.config import StructuredOutput
+from ssd.text import grammar_memory
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import MaskThreads
 from ssd.text.grammar_compiler import GrammarCompiler
-from ssd.text.grammar_memory import Compiled, GrammarMemory, Opened, Weight
+from ssd.text.grammar_memory import Compiled, GrammarMemory, Opened, Weight, trim_soon
 
 MB = 1 << 20
 
@@ -97,14 +98,31 @@ def test_many_large_grammars_take_what_the_budget_says() -> None:
     codec = TextCodec.load(str(MODEL_PATH))
     made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids, max_bytes=200 * MB)
     made.compile(regex(0)).masks([])
+    wait_until_trimmed()
     before = resident_mb()
     states = []
+    most = 0.0
     for number in range(30):
         state = made.compile(StructuredOutput("regex", f"(a{{900}}){{{1000 + number}}}"))
         states.append(state)
         while not state.is_ready() and state.is_busy:
             time.sleep(0.01)
+            most = max(most, resident_mb() - before)
+    wait_until_trimmed()
     used, grown = made.memory.num_bytes / MB, resident_mb() - before
     num_open = sum(state._matcher is not None for state in states)
-    print(f"\n{num_open} of 30 are open: {used:.0f} MB as weighed, {grown:.0f} MB resident")
-    assert 2 <= num_open < 10 and used < 250 and grown < 400
+    print(f"\n{num_open} of 30 are open: {used:.0f} MB as weighed, {grown:.0f} MB resident, {most:.0f} MB at most")
+    assert 2 <= num_open < 10 and used <= 200 and 0.8 * used < grown < 1.2 * used and most < 1.5 * 200
+    for state in states:
+        state.put_down()
+    del states, state
+    gc.collect()
+    wait_until_trimmed()
+    assert made.memory.num_bytes == 0 and resident_mb() - before < 40, "all of it is given back"
+
+
+def wait_until_trimmed() -> None:
+    """Until what was freed before the call has been given back to the system."""
+    trim_soon()
+    while (timer := grammar_memory._trim) is not None:
+        timer.join()
