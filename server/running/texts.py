@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
 from server.admission.lanes import LONG_CHARACTERS, Lanes
 from server.base.counting import num_values
 from server.base.settings import ServerSettings
 from server.schema.chat import ChatTemplateFields, TokenizeTextBody
-from ssd.errors import ContextTooLong, RequestError
+from ssd.errors import ContextTooLong, QueueFull, RequestError
 from ssd.text.codec import encode_bad_words
 
 if TYPE_CHECKING:
@@ -23,8 +24,11 @@ _MAX_CHARACTERS_PER_TOKEN = 512
 _USUAL_CHARACTERS_PER_TOKEN = 4
 _MOST_DETOKENIZED = 1 << 16
 """Token ids of a call of /detokenize, or the context where that is more: the tokenizer keeps all threads waiting."""
+_PIECE_CHARACTERS = 1 << 14
 _TOKENS_CUT = 64
-"""The beginning of a text may have a few tokens more than the text has there: the last ones were cut."""
+"""A piece of a text may have a few tokens more than the text has there: those at its ends were cut."""
+_BYTES_A_TOKEN, _BYTES_A_BYTE = 400, 64
+"""Memory that tokenising takes at its peak, of tokens and of text in UTF-8: 330 and 16 were measured."""
 _CHARACTERS_A_TEXT = 64
 """What every text costs beside its length, as characters."""
 
@@ -186,14 +190,35 @@ class Texts:
 
 
 def require_fits(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
-    """Raise ContextTooLong for clearly more tokens, once a beginning, each of four times the length, has more."""
-    size = max(1 << 14, _USUAL_CHARACTERS_PER_TOKEN * most_tokens)
-    while size < len(text):
-        if len(codec.encode_completion(text[:size])) > most_tokens + _TOKENS_CUT:
+    """Raise ContextTooLong for clearly more tokens, found by counting those of pieces, or QueueFull if tokenising the
+    whole needs more memory than there is: a tokenizer that is refused memory ends the process."""
+    if len(text) <= _PIECE_CHARACTERS:
+        return
+    num_bytes = len(text.encode(errors="replace"))
+    if num_bytes <= _USUAL_CHARACTERS_PER_TOKEN * most_tokens and _is_free(num_bytes * _BYTES_A_TOKEN):
+        return
+    num_tokens = 0
+    for first in range(0, len(text), _PIECE_CHARACTERS):
+        num_tokens += len(codec.encode_completion(text[first : first + _PIECE_CHARACTERS]))
+        if num_tokens > most_tokens + _TOKENS_CUT * (1 + first // _PIECE_CHARACTERS):
             raise ContextTooLong(
                 f"{param} has more than the {most_tokens} tokens that can be taken: shorten it", param=param
             )
-        size *= 4
+    if not _is_free(num_tokens * _BYTES_A_TOKEN + num_bytes * _BYTES_A_BYTE):
+        raise QueueFull(f"too little memory is free to tokenise {len(text)} characters: try again later, or send less")
+
+
+def _is_free(num_bytes: int) -> bool:
+    """Whether so much can be allocated now: by the limits of the process, of its control group and of the system."""
+    import torch  # by now loaded with the engine
+
+    from ssd.model.loading.memory import free_bytes
+
+    try:
+        mmap(-1, num_bytes).close()  # refused where memory is, and else costs nothing: no page of it is touched
+    except (OSError, MemoryError):
+        return False
+    return num_bytes < free_bytes(torch.device("cpu"))
 
 
 def _parts(texts: Sequence[str]) -> Iterator[Sequence[str]]:
