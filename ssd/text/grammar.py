@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.errors import RequestError
-from ssd.text.grammar_memory import Opened
+from ssd.text.grammar_memory import Opened, allocated_bytes
 
 Mask = npt.NDArray[np.bool_]
 
@@ -35,6 +35,9 @@ and is not late only since others were busy, is costly: many at once would take 
 _YIELDS = 4
 """A costly mask lets shorter ones go first that come within so many times of what it takes."""
 _MOST_REMEMBERED = 1024
+_QUICK_S, _MOST_GROWTH = 1e-4, 1 << 30
+"""Seconds of a mask that adds next to nothing to a grammar's automaton; bytes that a slower one adds in a second at most:
+44 to 110 MB are usual, but tables double now and then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class GrammarState:
         self._matcher: Any = None
         self._num_followed = 0
         self._costs_s = 0.0
+        self._allocated = 0
 
     @property
     def is_busy(self) -> bool:
@@ -223,7 +227,7 @@ class GrammarState:
         if trial.is_abandoned:  # before it was begun: who leaves is not worked for
             self._trial = self._matcher = self._open = None
             return
-        started = time.thread_time()
+        started, num_known, self._allocated = time.thread_time(), len(trial.masks), allocated_bytes()
         try:
             self._follow(trial)
         except BaseException:  # a panic, say: where the matcher stands is not known
@@ -231,8 +235,19 @@ class GrammarState:
             raise
         finally:
             self._costs_s = time.thread_time() - started
+            self._count_growth(len(trial.masks) - num_known)
             if trial.is_abandoned:
                 self._matcher = self._open = None
+
+    def _count_growth(self, num_masks: int) -> None:
+        """Count what this many masks have added to the grammar.
+
+        Other threads allocate meanwhile too, so only slow masks count, and these at most what a mask adds in their time.
+        """
+        if self._open is not None and self._costs_s > _QUICK_S * num_masks:
+            most = int(_MOST_GROWTH * self._costs_s)
+            grown = allocated_bytes() - self._allocated - num_masks * self._vocab_size
+            self._open.grow(max(-most, min(grown, most)))
 
     def _follow(self, trial: _Trial) -> None:
         """Make the masks along a draft; the matcher ends where the output does.
@@ -273,6 +288,7 @@ class GrammarState:
             self._open = self._open_it(False)
         assert self._open is not None
         self._matcher = self._open.start()
+        self._allocated = allocated_bytes()
         if trial.num_output or tried:
             self._matcher.consume_tokens([*self._token_ids[: trial.num_output], *tried])
 

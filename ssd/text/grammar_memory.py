@@ -35,21 +35,29 @@ class Weight:
 
 
 class Compiled:
-    """A matcher at the beginning, which is to be left there: its copies share what was compiled."""
+    """A matcher at the beginning, which is to be left there: its copies share what was compiled, and add to it."""
 
     def __init__(self, start: Any, weight: Weight) -> None:
         self.start, self.weight = start, weight
+        self.num_bytes = weight.num_bytes
 
     def __del__(self) -> None:
-        if self.weight.num_bytes > _LARGE_BYTES:
+        if self.num_bytes > _LARGE_BYTES:
             trim_soon()
 
 
 class Opened:
     """A place in the budget for one request, given back when nobody holds it any more."""
 
-    def __init__(self, weight: Weight, compiled: Compiled | None, compile_it: Callable[[], Compiled]) -> None:
+    def __init__(
+        self,
+        weight: Weight,
+        compiled: Compiled | None,
+        compile_it: Callable[[], Compiled],
+        grow: Callable[[Compiled, int], None],
+    ) -> None:
         self._compile = compile_it
+        self._grow = grow
         self.weight = weight
         self.compiled = compiled
 
@@ -63,6 +71,11 @@ class Opened:
         if self.compiled is None:
             self.compiled = self._compile()
         return self.compiled.start.deep_copy()
+
+    def grow(self, num_bytes: int) -> None:
+        """See `GrammarMemory.grow`."""
+        if self.compiled is not None:
+            self._grow(self.compiled, num_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -111,7 +124,7 @@ class GrammarMemory:
 
         None where those in use leave no room, but never for a small one, or where none is in use.
         """
-        opened = Opened(weight, compiled, compile_it)
+        opened = Opened(weight, compiled, compile_it, self.grow)
         with self._lock:
             while self._used() + opened.num_bytes > self._most and self._kept:
                 self._forget_one()
@@ -121,13 +134,20 @@ class GrammarMemory:
             self._opened.add(opened)
             return opened
 
+    def grow(self, compiled: Compiled, num_bytes: int) -> None:
+        """Count what masks have added to a grammar, as measured; what is only kept leaves for it."""
+        with self._lock:
+            compiled.num_bytes = max(compiled.weight.num_bytes, compiled.num_bytes + num_bytes)
+            while self._used() > self._most and self._kept:
+                self._forget_one()
+
     def _used(self) -> int:
         opened = list(self._opened)
-        return sum(each.weight.num_bytes for each in list(self._compiled)) + sum(each.num_bytes for each in opened)
+        return sum(each.num_bytes for each in list(self._compiled)) + sum(each.num_bytes for each in opened)
 
     def _weights(self) -> Counter[str | None]:
         """Bytes that each tenant has kept."""
-        kept = {tenant: sum(each.weight.num_bytes for each in of.values()) for tenant, of in self._kept.items()}
+        kept = {tenant: sum(each.num_bytes for each in of.values()) for tenant, of in self._kept.items()}
         return Counter(kept)
 
     def _forget_one(self) -> None:

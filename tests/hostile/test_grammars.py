@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ssd.bundled import MODEL_PATH
@@ -119,6 +120,28 @@ def test_many_large_grammars_take_what_the_budget_says() -> None:
     gc.collect()
     wait_until_trimmed()
     assert made.memory.num_bytes == 0 and resident_mb() - before < 40, "all of it is given back"
+
+
+@pytest.mark.slow
+def test_what_masks_add_to_grammars_that_are_kept_is_within_the_budget() -> None:
+    """Sources of 20 characters, whose automata grow by 15 MB in 600 tokens."""
+    pytest.importorskip("llguidance")
+    codec = TextCodec.load(str(MODEL_PATH))
+    made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids, max_bytes=40 * MB)
+    made.compile(regex(0)).masks([])
+    wait_until_trimmed()
+    before, random = resident_mb(), np.random.default_rng(0)
+    for number in range(10):
+        state = made.compile(StructuredOutput("regex", f"(.{{0,{500 + number}}}x){{0,60}}"))
+        for _ in range(600):
+            mask = state.masks([])[0].copy()
+            mask[list(codec.eos_token_ids)] = False
+            state.advance([int(random.choice(np.flatnonzero(mask)))])
+        state.put_down()
+    wait_until_trimmed()
+    used, grown = made.memory.num_bytes / MB, resident_mb() - before
+    print(f"\n{used:.0f} MB as weighed, {grown:.0f} MB resident")
+    assert 15 < used <= 40 and grown < 1.2 * 40
 
 
 def wait_until_trimmed() -> None:
