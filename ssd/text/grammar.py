@@ -36,8 +36,8 @@ _YIELDS = 4
 """A costly mask lets shorter ones go first that come within so many times of what it takes."""
 _MOST_REMEMBERED = 1024
 _QUICK_S, _MOST_GROWTH = 1e-4, 1 << 30
-"""Seconds of a mask that adds next to nothing to a grammar's automaton; bytes that a slower one adds in a second at most:
-44 to 110 MB are usual, but tables double now and then."""
+"""Seconds of a mask that adds next to nothing to a grammar's automaton; bytes that a slower one adds in a second:
+44 to 110 MB are usual, but tables double now and then, so this is the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class GrammarState:
     def _count_growth(self, num_masks: int) -> None:
         """Count what this many masks have added to the grammar.
 
-        Other threads allocate meanwhile too, so only slow masks count, and these at most what a mask adds in their time.
+        Other threads allocate meanwhile too, so only slow masks count, each at most what one adds in its time.
         """
         if self._open is not None and self._costs_s > _QUICK_S * num_masks:
             most = int(_MOST_GROWTH * self._costs_s)

@@ -122,11 +122,11 @@ def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
     unreachable = None if path.exists() else go_offline_without_a_hub()
     try:
         if path.is_file() or (lone_file.exists() and not any((path / name).exists() for name in _CONFIGS)):
-            return _load_lone_file(lone_file)
+            return _bounded(_load_lone_file(lone_file))
         from transformers import AutoTokenizer
 
         with errors_only(ROPE_MODULE):
-            return AutoTokenizer.from_pretrained(name_or_path, **hub.arguments())
+            return _bounded(AutoTokenizer.from_pretrained(name_or_path, **hub.arguments()))
     except Exception as error:  # whatever a library finds wrong with a file; there is no narrower common base
         if not path.exists():
             raise ModelError(
@@ -134,6 +134,28 @@ def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
                 f"downloaded ({unreachable or first_line(error)[:300]})"
             ) from error
         raise ModelError(f"the tokenizer in {name_or_path} cannot be loaded: {first_line(error)[:300]}") from error
+
+
+_MOST_GROWTH = 1 << 12
+
+
+def _bounded(tokenizer: Any) -> Any:
+    """The tokenizer; raises ValueError where its rules make gigabytes of a short text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    for name in ("normalizer", "post_processor"):
+        if (rules := getattr(backend, name, None)) is None:
+            continue
+        growth, parts = 1, [json.loads(rules.__getstate__())]
+        for part in parts:
+            parts += part.get("normalizers") or part.get("processors") or ()
+            growth *= max(1, len(part.get("content", "")), len(part.get("prepend", "")))
+            special = part.get("special_tokens") or {}
+            if isinstance(special, dict):  # of a template
+                names = [piece["SpecialToken"]["id"] for piece in part.get("single", ()) if "SpecialToken" in piece]
+                growth += sum(len(special[name]["ids"]) for name in names if name in special)
+        if growth > _MOST_GROWTH:
+            raise ValueError(f"the {name} in tokenizer.json makes a text more than {_MOST_GROWTH} times as long")
+    return tokenizer
 
 
 def _load_lone_file(path: Path) -> Any:

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ssd.errors import RequestError
+from ssd.errors import ModelError, RequestError
 
 _PRIVATE = range(0xE000, 0xF900)
 """Code points without a meaning of their own, from which marks are taken."""
@@ -67,6 +67,10 @@ class SpecialTokens:
         harmless = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {tokenizer.eos_token_id}
         self._control_ids = frozenset(self._ids[content] for content in self._special) - harmless
         self._kept = lru_cache(maxsize=8)(self._find_kept)
+        if len(self._ids) > 0x110000 - _SENTINELS:
+            raise ModelError(
+                f"the tokenizer has {len(self._ids)} special tokens, at most {0x110000 - _SENTINELS} can be used"
+            )
         secret = "".join(chr(_SENTINELS - 1 - secrets.randbelow(0xFFFE)) for _ in range(8))
         self._sentinels = {content: secret + chr(_SENTINELS + number) for number, content in enumerate(self._ids)}
         """For every added token 128 random bits and its number; drawn here, as several threads may be the first."""
