@@ -171,7 +171,7 @@ def load_model(
             )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(
-            f"cannot load model {name!r}: {_reason(error, config)} "
+            f"cannot load model {name!r}: {_reason(error, config).rstrip('.')}. "
             "Give a directory with config.json and weights, or the id of a model that is in the local hub cache."
         ) from error
     require_complete(name, info)
