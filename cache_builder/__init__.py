@@ -1,1 +1,1 @@
-"""Fills a retrieval cache from text that exists already, so that a server is fast from its first request. No torch."""
+"""Build retrieval caches from existing text, so that a server drafts from its first request. Imports no torch."""

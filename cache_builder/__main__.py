@@ -44,13 +44,15 @@ COMMANDS = {
     "purge": "remove what Redis holds of a namespace",
     "prune": "make a cache directory smaller, by what is used",
 }
-"""What each is for; ``cache_builder.commands`` has a module of the same name for each, read when it is asked for."""
+"""The help line of each command. The module of the same name in ``cache_builder.commands`` is imported on demand."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0 done, 1 damage found, 2 an error that was explained.
+    """Run a command and return its exit status: 0 for success, 1 if a fault was found, 2 after an error message.
 
-    Without ``arguments`` it is the whole program: it reads those of the process and hides torch from it.
+    Args:
+        arguments: The command line without the program's name. None: this call is the whole program, so it reads
+            ``sys.argv``, installs signal handlers and hides torch from the process.
     """
     if arguments is None:
         hide_torch()
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Terminated(BaseException):
-    """SIGTERM: what was begun is taken back on the way out."""
+    """SIGTERM was received; partial results are removed while the exception propagates."""
 
 
 def _terminated(_number: int, _frame: object) -> None:
@@ -81,7 +83,7 @@ def _terminated(_number: int, _frame: object) -> None:
 
 
 def _lost(unraisable: sys.UnraisableHookArgs) -> None:
-    """Raise it again a moment later where it came up in a finaliser, as imports run them, and was lost."""
+    """Deliver ``_Terminated`` again a moment later if it was raised in a finaliser, where Python drops exceptions."""
     if isinstance(unraisable.exc_value, _Terminated):
         signal.signal(signal.SIGALRM, _terminated)
         signal.setitimer(signal.ITIMER_REAL, 0.01)

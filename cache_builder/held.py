@@ -1,4 +1,4 @@
-"""The caches that a command was given, opened: all with one tokenizer."""
+"""The cache directories that a command reads, opened and checked to have the same tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A directory and its segments: static ones first, then a server's from the oldest to the newest."""
+    """A cache directory with its segments: prebuilt segments first, then a server's from the oldest to the newest."""
 
     path: Path
     fingerprint: str
@@ -28,14 +28,16 @@ class Held:
 
     @property
     def num_tokens(self) -> int:
-        """Separators included."""
+        """The number of tokens, including separators."""
         return sum(map(len, self.segments))
 
 
 def open_held(paths: Sequence[Path]) -> list[Held]:
-    """Each of ``paths``, all of it checked. Nothing is changed; a server may go on writing it.
+    """Open and check each directory of ``paths``. Nothing is changed, and a server may continue to write. O(tokens).
 
-    Raises TokenizerMismatch where they have several tokenizers, and CacheError. O(their tokens).
+    Raises:
+        TokenizerMismatch: The caches have different tokenizers.
+        CacheError: A cache cannot be read.
     """
     found: list[Held] = []
     for path in paths:
@@ -52,7 +54,10 @@ def open_held(paths: Sequence[Path]) -> list[Held]:
 
 
 def open_one(path: Path, codec: TextCodec | None) -> Held:
-    """As ``open_held``. ``codec`` : what it must have been made with, None where that does not matter."""
+    """Open and check one directory. ``codec`` is the tokenizer it must have been made with; None: any.
+
+    Raises TokenizerMismatch, CacheError.
+    """
     (cache,) = open_held([path])
     if codec is not None and codec.fingerprint != cache.fingerprint:
         raise TokenizerMismatch(
@@ -63,7 +68,7 @@ def open_one(path: Path, codec: TextCodec | None) -> Held:
 
 
 def learned_of(path: Path) -> bytes | None:
-    """What drafting learned, kept beside the segments in ``path``; None where nothing is. Raises StoreUnavailable."""
+    """Read learned.bin, the acceptance model, from ``path``; None if there is none. Raises StoreUnavailable."""
     try:
         return read_learned(path)
     except OSError as error:
@@ -73,7 +78,7 @@ def learned_of(path: Path) -> bytes | None:
 
 
 def manifest_of(path: Path) -> Manifest:
-    """The manifest of a directory. Raises SegmentCorrupt, FormatVersion, StoreUnavailable."""
+    """Read the manifest of a directory. Raises SegmentCorrupt, FormatVersion, StoreUnavailable."""
     try:
         manifest = read_manifest(path)
         if manifest is not None:
@@ -92,21 +97,21 @@ def manifest_of(path: Path) -> Manifest:
 
 
 Decode: TypeAlias = Callable[[Sequence[int]], str] | None
-"""From ids to text; None where there is no tokenizer, and ids are shown."""
+"""Decodes token ids to text. None: there is no tokenizer, and token ids are shown."""
 
 
 def shown(ids: Sequence[int], decode: Decode) -> str:
-    """The text in quotes, on one line; or the ids."""
+    """Return the text in quotes on one line, or the token ids."""
     if decode is None:
         return f"[{' '.join(map(str, ids))}]"
     return plain(json.dumps(decode(ids), ensure_ascii=False))
 
 
 def plain(text: str) -> str:
-    """``text`` with what a terminal would obey, or cannot show, as escapes."""
+    """Return ``text`` with control characters and unprintable characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def percent(chance: float) -> str:
-    """Two or three digits."""
+    """Format a probability with two or three digits."""
     return f"{100 * chance:.0f} %" if chance >= 0.1 else f"{100 * chance:.1f} %"

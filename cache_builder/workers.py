@@ -1,4 +1,4 @@
-"""The same function over many items, on the cores of this machine."""
+"""Run one function over many items on the cores of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 from ssd.errors import SSDError
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Is told how many bytes more were read, and how many tokens more were made or decoded."""
+"""Called with the number of bytes read and of tokens made or decoded since the last call."""
 
 Item = TypeVar("Item")
 Options = TypeVar("Options")
@@ -28,12 +28,19 @@ def run(
     work: Callable[[Item, Options, Progress], Result], items: Sequence[Item], options: Options, progress: Progress, *,
     jobs: int,
 ) -> Iterator[Result]:  # fmt: skip
-    """What ``work``, a function of a module, makes of each item, in their order.
+    """Yield the result of ``work`` for each item, in order.
 
-    Raises what it raises of the item that fails first in the order of ``items``, and SSDError for a worker's end.
+    Args:
+        work: A function at module level, called with an item, ``options`` and a progress function.
+        items: The items.
+        options: The options for every call.
+        progress: Called when an item is finished, with the sum of its reports.
+        jobs: The number of processes. 1: this process does the work. Worker processes end with this process, however it
+            ends, and with the iterator.
 
-    ``jobs`` : processes; 1 works in this one. They end with this process, however it ends, and when the iterator does;
-    what they tell of their progress comes with an item's result.
+    Raises:
+        SSDError: A worker process died.
+        Exception: The error of the first item, in order, for which ``work`` raised.
     """
     if min(jobs, len(items)) <= 1:
         for item in items:
@@ -57,7 +64,7 @@ def run(
 
 
 def _done(work: Callable[..., Any], item: Any, options: Any) -> tuple[Any, tuple[int, int]]:
-    """In a worker: the result, and what progress it told."""
+    """Run ``work`` in a worker process and return its result with the sum of its progress reports."""
     told = [0, 0]
 
     def tell(num_bytes: int, num_tokens: int) -> None:
@@ -79,7 +86,7 @@ def _begin(parent: int) -> None:
 
 
 def prepare() -> None:
-    """A process that is one of several workers: a core each, so libraries start no threads of their own; no torch."""
+    """Prepare a worker process: libraries may use one thread each, and torch cannot be imported."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from ssd.text.load_tokenizer import hide_torch
 

@@ -1,1 +1,1 @@
-"""From examples to a directory of segments, which appears whole or not at all."""
+"""Turn examples into a directory of segments, which appears complete or not at all."""

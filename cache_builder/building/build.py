@@ -1,6 +1,6 @@
-"""``ssd-cache build``: inputs to a directory of static segments, which appears whole or not at all.
+"""``ssd-cache build``: write a directory of prebuilt segments, which appears complete or not at all.
 
-It is made in blocks: each is read, tokenised, sorted and written in any process that reaches the directory.
+The inputs are divided into blocks. Any process that can reach the directory can read, tokenize, sort and write a block.
 """
 
 from __future__ import annotations
@@ -33,19 +33,26 @@ from ssd.retrieval.suffix_array import build_segment
 from ssd.text.codec import TextCodec
 
 MOST_BLOCK_BYTES: Final = 48 << 20
-"""Of text, some 12 million tokens: a block is one segment, and what is lost where a build is killed."""
+"""The maximum size of a block in bytes of text, about 12 million tokens. A block becomes one segment, and at most the
+unfinished blocks are lost if a build is killed.
+"""
 
 LEAST_BLOCK_BYTES: Final = 1 << 20
 BLOCKS: Final = 16
-"""A small corpus is cut into so many, so that there is work for several cores; small segments are merged at the end."""
+"""The number of blocks of a small corpus, so that several cores have work. Small segments are merged at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some inputs or parts of inputs, in order.
+    """A sequence of inputs, or of parts of inputs, that one process builds.
 
-    ``key`` : of what is read, when it was last changed, and how it is stored; a block with the same key gives the same
-    segments. ``place`` : of what is read alone. ``weight`` : bytes of text, roughly.
+    Attributes:
+        number: The position of the block among all blocks.
+        parts: The inputs in order.
+        key: A hash of the inputs, their modification times and the build options. Blocks with the same key give the
+            same segments.
+        place: A hash of the inputs alone.
+        weight: The approximate number of bytes of text.
     """
 
     number: int
@@ -56,9 +63,17 @@ class Block:
 
 
 def plan_of(sources: Sequence[Source], how: str, block_bytes: int | None = None) -> list[Block]:
-    """All of ``sources`` as blocks, in order. ``how`` : whatever else decides what becomes of them. Raises InputError.
+    """Divide ``sources`` into blocks, in order.
 
-    Small inputs share a block; a large one that can be cut is several.
+    Small inputs share a block; a large input is split if its format allows it.
+
+    Args:
+        sources: The inputs.
+        how: A description of all options that influence the segments.
+        block_bytes: The size of a block in bytes of text. None: chosen from the size of the inputs.
+
+    Raises:
+        InputError: An input cannot be read.
     """
     if block_bytes is None:
         total = sum(map(weight_of, sources))
@@ -87,11 +102,15 @@ def _block(number: int, parts: list[Source], how: str, weight: int) -> Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """How a build is done; pickles to a few hundred bytes.
+    """The options of a build; they pickle to a few hundred bytes.
 
-    ``force`` : in place of a cache that is there. ``fields`` : how records call theirs. ``jobs`` : processes, None for
-    one a core. ``block_bytes`` : of text in a block, None as ``plan_of`` chooses. Said by ``build`` itself:
-    ``directory``, where ``segments`` and ``journal`` lie, both there already; ``fingerprint``, the tokenizer's.
+    Attributes:
+        force: Whether an existing cache is replaced.
+        fields: The names of the records' fields.
+        jobs: The number of processes. None: one for each core.
+        block_bytes: The size of a block in bytes of text. None: chosen by `plan_of`.
+        directory: The directory with ``segments`` and ``journal``. Set by `build`.
+        fingerprint: The tokenizer's fingerprint. Set by `build`.
     """
 
     namespace: str
@@ -109,43 +128,43 @@ class BuildOptions:
 
     @property
     def segments(self) -> Path:
-        """Where segment files are written."""
+        """The directory of the segment files."""
         return self.directory / "new"
 
     @property
     def journal(self) -> Path:
-        """Where journals are written."""
+        """The directory of the journals, one for each finished block."""
         return self.directory / "journal"
 
 
 @dataclass(slots=True)
 class BuildResult:
-    """What went into the directory. Tokens are without separators."""
+    """The counts of a build. Tokens are counted without separators."""
 
     num_records: int = 0
     num_sequences: int = 0
     num_tokens: int = 0
     num_skipped_prompt_tokens: int = 0
-    """Prompt tokens not stored, because an earlier sequence of the segment begins with the same blocks."""
+    """Prompt tokens that were not stored because an earlier sequence of the same segment begins with them."""
     num_invalid: int = 0
-    """Lines left out by ``skip_invalid``."""
+    """Lines that were skipped because of ``skip_invalid``."""
     num_without_prompt: int = 0
-    """Records of which only the answer is known."""
+    """Records that contain only an answer."""
     num_without_answer: int = 0
-    """Records of calls that say no answer: nothing of them is stored."""
+    """Records of calls without an answer, of which nothing is stored."""
     num_segments: int = 0
     num_reused_tokens: int = 0
-    """Of blocks that an earlier build which did not end had finished."""
+    """Tokens of the blocks that an earlier, interrupted build had finished."""
 
     def add(self, other: BuildResult) -> None:
-        """Count what ``other`` counted as well."""
+        """Add the counts of ``other``."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """The segments of a block, in order: (id, tokens with separators)."""
+    """The segments of a block, in order, as pairs of id and number of tokens with separators."""
 
     number: int
     segments: tuple[tuple[str, int], ...]
@@ -154,18 +173,23 @@ class BlockResult:
 
 @lru_cache(maxsize=2)
 def codec_of(tokenizer: str, chat_template: str | None) -> TextCodec:
-    """The codec of a build, loaded once a process. Raises ModelError."""
+    """Load the tokenizer of a build, once per process. Raises ModelError."""
     return TextCodec.load(tokenizer, chat_template=chat_template)
 
 
 def build_block(
     block: Block, options: BuildOptions, progress: Progress = lambda num_bytes, num_tokens: None
 ) -> BlockResult:
-    """Write the segments of ``block`` into ``options.segments``, unless its journal says they are there.
+    """Write the segments of ``block`` into ``options.segments``, unless its journal says that they exist.
 
-    The same block and options give the same files, named by what they hold, in whatever process and however often it
-    is begun. Memory: 4 bytes a token of a segment, and 14 more while it is sorted. Raises InputError, CacheError,
-    ModelError, OSError.
+    The same block and options give the same files, named by their content, in any process and after any number of
+    restarts. Memory: 4 bytes per token of a segment, and 14 more while it is sorted.
+
+    Raises:
+        InputError: An input cannot be read or understood.
+        CacheError: A segment cannot be written.
+        ModelError: The tokenizer cannot be loaded.
+        OSError: The file system failed.
     """
     journal = options.journal / block.key
     known = _finished(journal, block, options)
@@ -179,7 +203,7 @@ def build_block(
 
 
 def _finished(journal: Path, block: Block, options: BuildOptions) -> BlockResult | None:
-    """What an earlier build made of a block; None where it did not, or where a file is not whole. O(tokens)."""
+    """Return the result of a block that was built earlier, or None if files are missing or damaged. O(tokens)."""
     try:
         segments, counts = json.loads(journal.read_bytes())
         for segment_id, num_tokens in segments:
@@ -195,7 +219,10 @@ def _finished(journal: Path, block: Block, options: BuildOptions) -> BlockResult
 
 
 class _Builder:
-    """A block at work. What repeats is looked for within a segment, so that each is a function of its own records."""
+    """The state of a block while it is built.
+
+    Duplicates are removed within a segment, so a segment depends only on its own records.
+    """
 
     def __init__(self, block: Block, options: BuildOptions, progress: Progress) -> None:
         self._block = block
@@ -207,7 +234,6 @@ class _Builder:
         self._begin()
 
     def run(self) -> BlockResult:
-        """Raises as ``build_block``."""
         counts, options = BuildResult(), self._options
         for record in self._records():
             found = usable_in(record, self._codec, options.fields, skip_invalid=options.skip_invalid)
@@ -232,7 +258,7 @@ class _Builder:
             yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.fields)
 
     def _pieces(self, found: Found | None) -> tuple[list[Tokens], BuildResult]:
-        """What of a record is to be stored in the segment that is held."""
+        """Return the parts of a record that the open segment has to store, and what was counted."""
         if found is None:
             return [], BuildResult(num_invalid=1)
         counts = BuildResult(
@@ -251,7 +277,7 @@ class _Builder:
         return kept, counts
 
     def _begin(self) -> None:
-        """A new segment, of which nothing is known."""
+        """Start an empty segment."""
         index = IndexConfig()
         self._lead_in = index.lead_in_tokens
         self._known = PrefixFilter(index.dedup_block_tokens, index.lead_in_tokens)
@@ -267,14 +293,14 @@ class _Builder:
 
 
 def content_id(tokens: Tokens, place: str) -> str:
-    """A segment's name: of what it holds, and of where that stood, for a directory may hold the same text twice."""
+    """Return a segment's id: a hash of its tokens and of ``place``, because a directory may contain equal texts."""
     digest = xxhash.xxh3_128(tokens.data)
     digest.update(place.encode())
     return f"static-{digest.hexdigest()}"
 
 
 def write_new_segment(tokens: Tokens, segment_id: str, options: BuildOptions) -> None:
-    """Sort ``tokens`` and put them on disk. Raises CacheError, OSError."""
+    """Build the suffix array of ``tokens`` and write the segment file. Raises CacheError, OSError."""
     segment = build_segment(tokens, start=None, segment_id=segment_id)
     write_segment(
         options.segments / f"{segment_id}.seg",
@@ -285,22 +311,22 @@ def write_new_segment(tokens: Tokens, segment_id: str, options: BuildOptions) ->
 
 
 SMALL_SHARE = 4
-"""A segment is small that holds less than a fourth of what one may."""
+"""A segment is small if it has less than a fourth of the maximum number of tokens."""
 
 
 Neighbours: TypeAlias = tuple[tuple[str, int], ...]
-"""Segments in order, (id, tokens with separators), that become one; one alone stays as it is."""
+"""Consecutive segments, as pairs of id and number of tokens with separators, that are merged into one."""
 
 
 def joined_id(neighbours: Neighbours) -> str:
-    """The name of what they become."""
+    """Return the id of the merged segment."""
     if len(neighbours) == 1:
         return neighbours[0][0]
     return f"static-{xxhash.xxh3_128_hexdigest(' '.join(name for name, _ in neighbours).encode())}"
 
 
 def neighbours_of(segments: Sequence[tuple[str, int]], most: int) -> Iterator[Neighbours]:
-    """All ``segments`` in order, together where they are small and have no more than ``most`` tokens in all."""
+    """Group consecutive small segments whose tokens together do not exceed ``most``; other segments stay alone."""
     held: list[tuple[str, int]] = []
     size = 0
     for segment in segments:
@@ -315,17 +341,17 @@ def neighbours_of(segments: Sequence[tuple[str, int]], most: int) -> Iterator[Ne
 
 
 def merge(neighbours: Neighbours, options: BuildOptions, progress: Progress) -> None:
-    """Write the segment that ``neighbours`` become; their files stay. Memory as for a block."""
+    """Write the segment that results from merging ``neighbours``; their files stay. Memory is as in `build_block`."""
     files = [options.segments / f"{segment_id}.seg" for segment_id, _ in neighbours]
     segments = [open_segment(file, fingerprint=options.fingerprint, namespace=options.namespace) for file in files]
     write_new_segment(concatenate(segments), joined_id(neighbours), options)
 
 
 _ALONE_WEIGHT = 8 << 20
-"""Bytes of text that one process has done before others have started."""
+"""Bytes of text that one process builds before other processes would have started."""
 
 Executor: TypeAlias = Callable[[Sequence[Block], BuildOptions, Progress], Iterator[BlockResult]]
-"""Maps ``build_block`` over the blocks, in any order, in processes that reach ``options.directory``."""
+"""Applies `build_block` to the blocks, in any order, in processes that can reach ``options.directory``."""
 
 
 def build(
@@ -339,10 +365,20 @@ def build(
 ) -> BuildResult:
     """Encode all inputs and write them to ``out``.
 
-    ``begin`` : told the bytes of all inputs before the first is read, as far as they are known. ``executor`` : what
-    maps the blocks, None for processes here. Raises InputError (unless ``skip_invalid`` and it is only a line),
-    ConfigError, CacheError, OSError; then ``out`` is as it was before, and what was finished is kept beside it for the
-    next build.
+    Args:
+        inputs: Files, patterns, directories and URLs, see `find_sources`.
+        out: The cache directory. It is unchanged after an error; finished blocks are kept next to it for the next
+            build.
+        options: The options of the build.
+        begin: Called once with the number of bytes of all inputs, as far as it is known.
+        progress: Called with the number of bytes read and of tokens made since the last call.
+        executor: Distributes the blocks. None: processes on this machine.
+
+    Raises:
+        InputError: An input cannot be read, or a record of it if ``skip_invalid`` is not set.
+        ConfigError: ``out`` cannot be used.
+        CacheError: A segment cannot be written.
+        OSError: The file system failed.
     """
     out = check_new(out, force=options.force)
     sources = find_sources(inputs, options.format)
@@ -379,7 +415,7 @@ def build(
 
 
 def _how(options: BuildOptions, codec: TextCodec) -> str:
-    """All that decides what becomes of a text: what was made another way is not used."""
+    """Describe all options that influence the segments, so that blocks built with other options are not reused."""
     try:
         tokenizer = xxhash.xxh3_128_hexdigest(codec.to_json().encode())
     except ValueError:
@@ -393,7 +429,7 @@ def _how(options: BuildOptions, codec: TextCodec) -> str:
 
 
 def _jobs(wanted: int | None, sources: Sequence[Source], blocks: Sequence[Block]) -> int:
-    """0 where no other process can read the inputs, 1 where it is not worth another."""
+    """Return the number of processes: 0 if others cannot read the inputs, 1 if the corpus is too small for more."""
     if any(source.name == STANDARD_INPUT or not is_regular(source.name) for source in sources):
         return 0
     if wanted is None and sum(block.weight for block in blocks) < _ALONE_WEIGHT:
@@ -402,7 +438,7 @@ def _jobs(wanted: int | None, sources: Sequence[Source], blocks: Sequence[Block]
 
 
 def _publish(out: Path, working: Path, final: Sequence[Neighbours], options: BuildOptions) -> None:
-    """``new`` becomes a cache of these segments alone, and takes the place of ``out``."""
+    """Write the manifest of ``new`` with exactly these segments and move it to ``out``."""
     sizes = {joined_id(neighbours): sum(size for _, size in neighbours) for neighbours in final}
     for file in options.segments.iterdir():
         if file.stem not in sizes:

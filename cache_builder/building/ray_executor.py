@@ -1,7 +1,7 @@
-"""Blocks built by the workers of a Ray cluster, a task each, which is begun again where a worker or a node is lost.
+"""Build blocks on the workers of a Ray cluster, one task each. A task is restarted if its worker or node is lost.
 
-What travels is descriptions of blocks and of what became of them; text and segments are read and written by the
-workers, in a directory that all of them reach.
+Only descriptions and results of blocks are sent. The workers read text and write segments in a directory that all of
+them can reach.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from cache_builder.workers import Progress, prepare
 from ssd.errors import ConfigError, SSDError
 
 _RETRIES = 5
-"""How often a block is begun again whose worker was lost. What it had finished is not done again."""
+"""How often a task is restarted after the loss of its worker. Segments that it finished are not built again."""
 
 _BYTES_A_TOKEN = 18
 _BYTES_A_WORKER = 512 << 20
-"""Of memory that Ray is asked to keep free: for the tokens of a segment while it is sorted, and for all else."""
+"""Bytes of memory that Ray reserves for a task, mainly for sorting the tokens of a segment."""
 
 
 def ray_executor(address: str | None) -> Executor:
-    """An executor on the cluster at ``address``; None: what ``$RAY_ADDRESS`` names, else one made on this machine.
+    """Return an executor that uses a Ray cluster.
 
-    Raises ConfigError where Ray is not installed, and when it is run where the cluster does not answer.
+    Args:
+        address: The address of the cluster. None: ``$RAY_ADDRESS``, or a new cluster on this machine.
+
+    Raises:
+        ConfigError: Ray is not installed, or, when the executor runs, the cluster does not answer.
     """
     if find_spec("ray") is None:
         raise ConfigError("building on a cluster needs Ray: pip install 'ssd-serving[ray]'")
@@ -70,7 +74,7 @@ def ray_executor(address: str | None) -> Executor:
 
 
 def _build(block: Block, options: BuildOptions, folder: str) -> BlockResult | Exception:
-    """In a worker of Ray. What is wrong with an input is a result: it is not tried again."""
+    """Build a block in a Ray worker. Errors of the input are returned, because Ray would retry a task that raises."""
     prepare()
     os.chdir(folder)  # inputs are named as the user named them
     try:

@@ -1,4 +1,4 @@
-"""Where a cache is made: beside its place, so that it is there whole or not at all and a killed build goes on."""
+"""The working directory of a build, next to its output: the output appears complete, and a killed build can resume."""
 
 from __future__ import annotations
 
@@ -19,18 +19,25 @@ _OLD = "old"
 
 
 def unfinished_directory(out: Path) -> Path:
-    """Where a build of ``out`` works: beside it, and beside what it links to."""
+    """Return the working directory of a build: next to ``out``, or next to the target if ``out`` is a link."""
     out = out.resolve()
     return out.parent / f".{out.name}{_SUFFIX}"
 
 
 @contextmanager
 def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
-    """The directory, with ``new`` and ``journal`` in it; removed at the end, unless an error comes and
-    a block with segments is finished.
+    """Create the working directory with ``new`` and ``journal``, and remove it at the end.
 
-    ``fresh`` : nothing of an earlier build is kept. Raises ConfigError if the directory cannot be created, CacheLocked
-    if another process builds ``out``, OSError.
+    It is kept after an error if a block with segments is finished.
+
+    Args:
+        out: The cache directory of the build.
+        fresh: Whether the files of an earlier build are removed first.
+
+    Raises:
+        ConfigError: The directory cannot be created.
+        CacheLocked: Another process builds ``out``.
+        OSError: The file system failed.
     """
     path = unfinished_directory(out)
     try:
@@ -76,8 +83,10 @@ def _locked(working: Path, out: Path) -> Iterator[None]:
 
 
 def left_for_later(out: Path) -> Path | None:
-    """Where a build of ``out`` that ended has left what the same command goes on with; None where there is nothing, or
-    another process is at work."""
+    """Return the working directory of an interrupted build that the same command would resume.
+
+    Returns None if there is no such directory, or if another process uses it.
+    """
     working = unfinished_directory(out)
     if not working.exists() or (working / _OLD).exists():
         return None
@@ -89,13 +98,13 @@ def left_for_later(out: Path) -> Path | None:
 
 
 def _put_back(out: Path, working: Path) -> None:
-    """What ``replace_directory`` took away, where it ended between its two renames."""
+    """Restore ``out`` if `replace_directory` was interrupted between its two renames."""
     if (working / _OLD).exists() and not out.exists():
         (working / _OLD).rename(out)
 
 
 def replace_directory(out: Path, working: Path) -> None:
-    """Put ``new`` of ``working`` in the place of ``out``; raises CacheLocked where a server writes that."""
+    """Move ``new`` of ``working`` to ``out``. Raises CacheLocked if a server writes to ``out``."""
     with closing(DirectoryLock(out)) if out.exists() else nullcontext():
         if out.exists():
             out.rename(working / _OLD)
@@ -106,10 +115,19 @@ def replace_directory(out: Path, working: Path) -> None:
 def new_cache(
     out: Path, *, fingerprint: str, namespace: str, force: bool, segment_tokens: int = DEFAULT_SEGMENT_TOKENS
 ) -> Iterator[StaticWriter]:
-    """A writer of what becomes the cache ``out`` when the block ends without an exception.
+    """Yield a writer, and move its cache to ``out`` if the block ends without an exception.
 
-    ``force`` : a cache that is there already is replaced; it may be read meanwhile, but no server may write it.
-    ``segment_tokens`` : size of a segment. Raises ConfigError, CacheError, OSError; then ``out`` is as it was before.
+    Args:
+        out: The cache directory; it is unchanged after an error.
+        fingerprint: The tokenizer's fingerprint.
+        namespace: The namespace of the cache.
+        force: Whether an existing cache is replaced. Servers may read it meanwhile, but not write to it.
+        segment_tokens: The maximum number of tokens of a segment.
+
+    Raises:
+        ConfigError: ``out`` cannot be used.
+        CacheError: A segment cannot be written.
+        OSError: The file system failed.
     """
     out = check_new(out, force=force)
     with working_directory(out, fresh=True) as working:
@@ -121,8 +139,13 @@ def new_cache(
 
 
 def check_new(out: Path, *, force: bool) -> Path:
-    """Where ``out`` is, without links; what a killed command had taken away is back. ``force`` : a cache there is
-    replaced. Raises ConfigError, or CacheLocked, where it is not to be written.
+    """Return ``out`` without links, after the check that a cache may be written there.
+
+    A cache that a killed command had moved away is restored first.
+
+    Raises:
+        ConfigError: There is a cache and ``force`` is not set, or there is something other than a cache.
+        CacheLocked: A server or another build uses the directory.
     """
     given, out = out, out.resolve()
     working = unfinished_directory(out)

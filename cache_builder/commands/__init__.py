@@ -1,1 +1,1 @@
-"""The commands of ``ssd-cache``, a module each: its arguments, what it does, and what it prints."""
+"""The commands of ``ssd-cache``, one module each, with the arguments, the work and the output of the command."""

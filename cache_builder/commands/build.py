@@ -1,4 +1,4 @@
-"""``ssd-cache build``."""
+"""The command ``ssd-cache build``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ssd-cache evaluate``."""
+"""The command ``ssd-cache evaluate``."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises ConfigError for what argparse cannot know."""
+    """Check the combinations of options that argparse cannot check. Raises ConfigError."""
     if options.cache == "frozen" and not options.warm:
         raise ConfigError("--cache frozen searches what --warm names: give --warm DIR")
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
@@ -121,7 +121,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _some_prompts(log: Log) -> list[list[int]]:
-    """Prompts spread over the log."""
+    """Return prompts from evenly spaced places of the log."""
     numbers = log.with_prompt
     some = numbers[:: max(1, len(numbers) // _MEASURED_PROMPTS)].tolist()
     return [log.row(number).context.tolist() for number in some]

@@ -1,4 +1,4 @@
-"""``ssd-cache explain``: what the servers' own drafter drafts after a text, and where in the cache that text stands."""
+"""``ssd-cache explain``: show what a server's drafter drafts after a text, and where the cache contains that text."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the explanation."""
     if not 1 <= options.draft_limit <= MAX_SPECULATIVE_TOKENS:
         raise ConfigError(f"the draft limit must be within 1..{MAX_SPECULATIVE_TOKENS}, got {options.draft_limit}")
     prompt, codec = _prompt_of(options.prompt, codec_of(options))
@@ -111,7 +110,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _learned(path: Path) -> tuple[LearnedState, int | None]:
-    """What the directory's learned.bin says, and from how many candidates; nothing and None where it cannot be used."""
+    """Read the acceptance model from learned.bin.
+
+    Returns the model and the number of draft tokens that it was trained on; an empty model and None if the file is
+    missing or damaged.
+    """
     stored = learned_of(path)
     try:
         return LearnedState(stored), None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
@@ -120,8 +123,10 @@ def _learned(path: Path) -> tuple[LearnedState, int | None]:
 
 
 def _places(cache: Held, context: Tokens, length: int) -> Iterator[dict[str, Any]]:
-    """Everywhere in the cache that the last ``length`` tokens stand: the segment, the ``position`` of the token that
-    follows, and what is around it. O(tokens of the cache)."""
+    """Find every occurrence of the last ``length`` tokens of the context in the cache. O(tokens of the cache).
+
+    Yields, for each occurrence, the segment, the ``position`` of the token that follows, and the surrounding text.
+    """
     tail = context[-length:]
     for segment in cache.segments:
         tokens = unpack(segment.text, len(segment), segment.width)
@@ -139,7 +144,7 @@ def _places(cache: Held, context: Tokens, length: int) -> Iterator[dict[str, Any
 
 
 def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode) -> Iterator[str]:
-    """For people."""
+    """Format the explanation as lines of text."""
     yield f"{facts['path']}: {facts['index_tokens']:,} tokens in {facts['segments']} segments; " + (
         f"chances as learned from {facts['learned_from']:,} candidates"
         if facts["learned_from"]
@@ -178,7 +183,7 @@ def _end(context: Tokens, count: int, decode: Decode) -> str:
 
 
 def _below(after: int, indent: int, draft: dict[str, Any], decode: Decode) -> Iterator[str]:
-    """What comes after a node; further in only where it branches."""
+    """Format the descendants of a draft tree's node; only branches increase the indentation."""
     children = [node for node, parent in enumerate(draft["parents"]) if parent == after]
     for node in children:
         chances = f"{percent(draft['chances'][node]):>6}   {percent(draft['products'][node]):>9}"
@@ -187,9 +192,9 @@ def _below(after: int, indent: int, draft: dict[str, Any], decode: Decode) -> It
 
 
 def _prompt_of(name: str, codec: TextCodec | None) -> tuple[list[int], TextCodec | None]:
-    """The ids of what the file ``name`` holds, as a server makes them, and the tokenizer that made them.
+    """Encode the prompt in the file ``name`` as a server does.
 
-    Raises InputError, RequestError.
+    Returns the token ids and the tokenizer. Raises InputError, RequestError.
     """
     text = _read(name)
     if not name.endswith(".json"):

@@ -1,4 +1,4 @@
-"""``ssd-cache inspect``: what a cache directory holds and whether it is right; every fault with what to do about it."""
+"""``ssd-cache inspect``: print the contents of a cache directory, and each fault with its remedy."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ Facts = dict[str, Any]
 
 
 def as_text(facts: Facts) -> str:
-    """For people."""
+    """Format the facts for a terminal."""
     sequences = "" if facts["num_sequences"] is None else f" in {facts['num_sequences']:,} sequences"
     lines = [
         f"{facts['path']}",
@@ -159,14 +159,24 @@ def inspect(
     codec: TextCodec | None = None,
     progress: Callable[[int], object] = lambda num_tokens: None,
 ) -> Facts:
-    """Read all of a directory and check it, as ``--json`` prints it. Changes nothing; a server may go on writing it.
+    """Read a cache directory completely and check it. Nothing is changed, and a server may continue to write to it.
 
-    Token counts are of text, without what ends sequences. The "error" of a segment is None where its file is there and
-    every checksum matches; "faults" say what is wrong, and what to do. Of ``deep`` alone: "notes", what may stay as it
-    is; "num_sequences"; "learned_from", candidates that learned.bin rests on.
+    Args:
+        path: The cache directory.
+        deep: Also check what checksums cannot show: the order of each suffix array, token ids and learned.bin.
+        codec: The tokenizer that the cache must have been made with, for ``deep``. None: not checked.
+        progress: Called with the number of tokens read since the last call.
 
-    ``codec`` : what it should have been made with, for ``deep``; None does not look. ``progress`` is told of tokens.
-    O(tokens); with ``deep`` 8 bytes a token of the largest segment. Raises CacheError where there is no cache.
+    Returns:
+        The object that ``--json`` prints. Token counts exclude separators. The "error" of a segment is None if its file
+        exists and all checksums match. "faults" describe each problem and its remedy. With ``deep`` there are also
+        "notes" about harmless findings, "num_sequences", and "learned_from", the number of draft tokens that
+        learned.bin was trained on.
+
+    Raises:
+        CacheError: The directory contains no cache.
+
+    O(tokens); with ``deep``, 8 bytes per token of the largest segment.
     """
     for _ in range(MOST_READS):
         manifest = manifest_of(path)
@@ -179,7 +189,7 @@ def inspect(
 def _facts(
     path: Path, manifest: Manifest, deep: bool, codec: TextCodec | None, progress: Callable[[int], object]
 ) -> Facts:
-    """As ``inspect``; files that a server's merge removed since ``manifest`` was read are faults."""
+    """Do the work of `inspect`. A file that a server's merge removed since ``manifest`` was read is a fault."""
     segments, faults, notes = list[Facts](), list[str](), list[str]()
     learned_from = None
     if deep and codec is not None and codec.fingerprint != manifest.fingerprint:
@@ -232,7 +242,7 @@ def _facts(
 
 
 def _faults_of(segment: Segment, entry: Facts, codec: TextCodec | None) -> Iterator[str]:
-    """What no checksum sees."""
+    """Yield the faults of a segment that checksums cannot show."""
     name = f"{segment.segment_id}.seg"
     if (said := (entry.get("num_tokens"), entry.get("start"))) != (len(segment), segment.start):
         yield (
@@ -251,12 +261,12 @@ _RANKS_AT_ONCE: Final = 1 << 20
 
 
 def is_sorted(segment: Segment) -> bool:
-    """Whether a segment's order is that of its text, found without sorting it.
+    """Return whether a segment's suffix array is in the order of its text, without sorting.
 
-    An order is right if it names every position once and each neighbour's text goes on as the order itself says: of two
-    positions the one whose last token is smaller comes first, and of equal ones that whose text before that token does
+    The array is right if it contains every position once, and if for each two neighbouring positions either the last
+    token of the first is smaller, or the last tokens are equal and the prefixes before them are in the right order
     (Burkhardt and Kaerkkaeinen 2003, "Fast lightweight suffix array construction and checking", section 3.3).
-    O(n), in 8 bytes a token.
+    O(n) time, 8 bytes per token.
     """
     n, order = len(segment), segment.order
     if order.min() < 1 or order.max() > n:
@@ -277,7 +287,10 @@ def is_sorted(segment: Segment) -> bool:
 
 
 def _print_sequences(path: Path, codec: TextCodec | None) -> None:
-    """Every sequence in order as one JSON line: its ids, or with ``codec`` its text, which may give other ids again."""
+    """Print each sequence as a JSON line of token ids, or of text if ``codec`` is given.
+
+    Encoding the text again may give other token ids.
+    """
     for sequence in sequences_of(open_one(path, codec).segments):
         ids = sequence.tolist()
         record = {"token_ids": ids} if codec is None else {"text": codec.decode(ids)}

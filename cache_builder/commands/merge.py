@@ -1,4 +1,4 @@
-"""``ssd-cache merge``: several caches become one of few large segments."""
+"""``ssd-cache merge``: merge several caches into one with few large segments."""
 
 from __future__ import annotations
 
@@ -26,14 +26,22 @@ def merge(
     unique: bool = False,
     segment_tokens: int = DEFAULT_SEGMENT_TOKENS,
 ) -> None:
-    """Write the sequences of the caches ``paths``, in their order, to ``out``, which may be one of them; print it.
+    """Write the sequences of the caches ``paths``, in order, to ``out``, and print a summary.
 
-    What drafting asks is how often a text occurs and with what it goes on, so equal sequences stay as many as they are.
-    ``namespace`` : of the result, None where all have the same. ``force`` : in place of a cache that is there.
-    ``unique`` : of equal sequences only the first, for some 100 bytes of memory a sequence. ``segment_tokens`` : size
-    of a segment, which bounds the memory: about 18 bytes a token.
+    Repeated sequences are kept by default, because drafts are ranked by how often a text occurs.
 
-    Raises ConfigError, CacheError, OSError; then ``out`` is as it was before.
+    Args:
+        paths: The cache directories.
+        out: The resulting directory, which may be one of ``paths``. It is unchanged after an error.
+        namespace: The namespace of the result. None: that of ``paths``, which must be the same.
+        force: Whether an existing cache is replaced.
+        unique: Whether only the first of equal sequences is kept; takes about 100 bytes of memory per sequence.
+        segment_tokens: The maximum number of tokens of a segment; a merge takes about 18 bytes of memory per token.
+
+    Raises:
+        ConfigError: The caches have several namespaces, or ``out`` cannot be used.
+        CacheError: A cache cannot be read.
+        OSError: The file system failed.
     """
     check_new(out, force=force)
     caches = open_held(paths)

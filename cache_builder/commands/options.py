@@ -1,4 +1,4 @@
-"""What the commands have in common: tokenizers, logs, Redis, and how far a command is."""
+"""Options that several commands share: tokenizers, logs, Redis and progress."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 CACHE_DIRECTORY = "what `ssd-cache build` made, or CACHE_DIR/NAMESPACE of a server"
-"""Help for a directory that a command reads."""
+"""The help of an argument that names an existing cache directory."""
 
 
 def token_count(text: str) -> int:
-    """Type of an option that counts tokens, as the servers' read them: 4M."""
+    """Parse an option that counts tokens, with a suffix as in the server's options: 4M."""
     try:
         return number(text)
     except ValueError as error:
@@ -38,12 +38,12 @@ def token_count(text: str) -> int:
 
 
 def add_redis_argument(command: argparse.ArgumentParser) -> None:
-    """``--redis URL``, as the servers have it."""
+    """Add ``--redis URL``, as the server has it."""
     command.add_argument("--redis", metavar="URL", help=f"the servers' --redis (default: ${URL_VARIABLE})")
 
 
 def redis_url_of(options: argparse.Namespace) -> str:
-    """What ``add_redis_argument`` was given, or the environment; raises SSDError where there is neither."""
+    """Return the URL from ``--redis`` or the environment. Raises SSDError if both are missing."""
     url = options.redis or os.environ.get(URL_VARIABLE)
     if not url:
         raise SSDError(f"no Redis is named: give --redis URL, or set {URL_VARIABLE}")
@@ -51,8 +51,10 @@ def redis_url_of(options: argparse.Namespace) -> str:
 
 
 def codec_of(options: argparse.Namespace) -> TextCodec | None:
-    """The tokenizer that ``--tokenizer`` names, with the chat template of ``--chat-template`` where a command has that;
-    None where neither was given. Raises ModelError, InputError."""
+    """Load the tokenizer of ``--tokenizer``, with the template of ``--chat-template`` if the command has that option.
+
+    Returns None if neither option is given. Raises ModelError, InputError.
+    """
     template = chat_template_of(options)
     if options.tokenizer is None and template is None:
         return None
@@ -62,7 +64,7 @@ def codec_of(options: argparse.Namespace) -> TextCodec | None:
 
 
 def add_log_of_namespace(command: argparse.ArgumentParser, what: str) -> None:
-    """``--redis URL``, ``--namespace NAME`` of ``what``, and ``--fingerprint HEX``."""
+    """Add ``--redis URL``, ``--namespace NAME`` and ``--fingerprint HEX``."""
     add_redis_argument(command)
     command.add_argument("--namespace", required=True, help=what)
     command.add_argument("--fingerprint", metavar="HEX", help="of one tokenizer, where servers of several share")
@@ -73,7 +75,7 @@ _SECONDS_BETWEEN_LINES: Final = 30.0
 
 
 def shown(value: object) -> str:
-    """At most 120 printable characters on one line; what cannot be printed is escaped."""
+    """Return at most 120 characters on one line, with unprintable characters escaped."""
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
     text = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text[: 2 * _LONGEST_SHOWN])
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
@@ -81,9 +83,15 @@ def shown(value: object) -> str:
 
 @contextmanager
 def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what was asked") -> Iterator[redis.Redis]:
-    """A client of the servers' Redis; what it raises becomes StoreUnavailable, in one line, without passwords.
+    """Yield a Redis client; errors of redis-py are raised as StoreUnavailable, in one line and without passwords.
 
-    ``failed`` : says then what it did not do. Raises ConfigError.
+    Args:
+        url: The URL of the server.
+        failed: Returns what the command could not do, for the message.
+
+    Raises:
+        ConfigError: The URL is invalid.
+        StoreUnavailable: The server did not answer or returned an error.
     """
     from ssd.sharing.connection import address_of, connect, hide_password
 
@@ -102,9 +110,9 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what 
 
 
 def fingerprints_in(client: redis.Redis, options: argparse.Namespace) -> list[str]:
-    """The tokenizers, by fingerprint, of which there is something of ``--namespace``: one that was named, or all.
+    """Return the fingerprints of the tokenizers for which Redis contains ``--namespace``, or the one that was given.
 
-    Raises what redis-py raises, and ConfigError.
+    Raises ConfigError, and the errors of redis-py.
     """
     from ssd.retrieval.files import check_fingerprint, check_namespace
     from ssd.sharing.entry import stream_key
@@ -118,9 +126,12 @@ def fingerprints_in(client: redis.Redis, options: argparse.Namespace) -> list[st
 
 
 def progress_bar(total: int, unit: str, *, quiet: bool = False) -> Any:
-    """tqdm's bar on a terminal, and elsewhere a line every half a minute: what is done, its rate and the time left.
+    """Return a progress bar: tqdm's on a terminal, else a line every 30 seconds with rate and remaining time.
 
-    ``total`` : 0 where it is not known. ``quiet`` : show nothing.
+    Args:
+        total: The final count. 0: unknown.
+        unit: The unit of the count.
+        quiet: Whether nothing is shown.
     """
     from tqdm import tqdm
 
@@ -138,7 +149,7 @@ def progress_bar(total: int, unit: str, *, quiet: bool = False) -> Any:
 
 
 def add_log_arguments(command: argparse.ArgumentParser) -> None:
-    """How logs are read: as ``ssd-cache build`` reads its inputs."""
+    """Add the options that say how logs are read, which are those of ``ssd-cache build``."""
     command.add_argument(
         "--tokenizer", default=str(MODEL_PATH), metavar="DIR_OR_MODEL",
         help="the served model's directory or id, or a tokenizer.json (default: the bundled model's)",
@@ -156,14 +167,14 @@ def add_log_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def add_chat_template(command: argparse.ArgumentParser) -> None:
-    """``--chat-template FILE``, as the servers have it."""
+    """Add ``--chat-template FILE``, as the server has it."""
     command.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="the server's --chat-template (default: the model's)"
     )
 
 
 def chat_template_of(options: argparse.Namespace) -> str | None:
-    """The source of the template that was named. Raises InputError."""
+    """Return the source of the template in ``--chat-template``. Raises InputError."""
     name = getattr(options, "chat_template", None)
     if name is None:
         return None
@@ -172,7 +183,10 @@ def chat_template_of(options: argparse.Namespace) -> str | None:
 
 
 def read_logs(options: argparse.Namespace, names: list[str], class_by: str | None = None) -> tuple[TextCodec, Log]:
-    """The tokenizer and the requests of the logs ``names``, with a bar. Raises InputError, ConfigError, SSDError."""
+    """Load the tokenizer and read the requests of the logs ``names``, with a progress bar.
+
+    Raises InputError, ConfigError, SSDError.
+    """
     from cache_builder.evaluation.log import read_log
     from cache_builder.inputs.sources import find_sources
     from ssd.text.codec import TextCodec

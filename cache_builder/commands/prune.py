@@ -1,4 +1,4 @@
-"""``ssd-cache prune``: a cache of at most so many tokens, of what a replay of logs shows to be of use."""
+"""``ssd-cache prune``: keep the part of a cache, up to a number of tokens, that a replay of logs uses most."""
 
 from __future__ import annotations
 
@@ -59,14 +59,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 BLOCK_TOKENS: Final = 64
-"""Of stored text, which is used or not as one."""
+"""The number of tokens in a block. Usage is counted per block."""
 
 RUN_TOKENS: Final = 8
-"""So many tokens in a row are hardly ever a coincidence."""
+"""The length of the token runs that are compared. Runs of this length rarely coincide by accident."""
 
 _WARM: Final = SOURCES.index("warm")
 _WIDTH: Final = 32
-"""Tokens up to which a pass is taken to cost nothing more: drafts are long, so that what helps any device is seen."""
+"""The number of tokens up to which a verification pass is assumed to be free. Drafts are long at this cost, so the
+replay finds the text that helps on any device.
+"""
 
 _FACTOR: Final = 0x9E3779B97F4A7C15
 
@@ -78,10 +80,21 @@ Flags = npt.NDArray[np.bool_]
 def accepted_runs(
     directory: Path, log: Log, fingerprint: str, progress: Callable[[int], object] = lambda num_tokens: None
 ) -> list[Keys]:
-    """Hashes of the runs of tokens that drafts from the cache ``directory`` brought and that were accepted.
+    """Replay a log over a cache and hash the token runs of accepted drafts.
 
-    ``progress`` : told of output tokens. Raises CacheError. Some 30 us a token that is accepted nowhere, less where
-    drafts are.
+    It takes about 30 microseconds per token without accepted drafts, and less with them.
+
+    Args:
+        directory: The cache directory.
+        log: The recorded requests.
+        fingerprint: The tokenizer's fingerprint.
+        progress: Called with the number of output tokens replayed since the last call.
+
+    Returns:
+        One uint64 array of hashes for each request.
+
+    Raises:
+        CacheError: The cache cannot be read.
     """
     decoder = OutputDecoder(flat(_WIDTH), draft=DraftConfig())
     found: list[Keys] = []
@@ -100,7 +113,7 @@ def accepted_runs(
 
 
 def _runs(tokens: Tokens) -> Keys:
-    """uint64[n - RUN_TOKENS + 1]: a hash of each run of tokens, by where it begins. O(n)."""
+    """Return the hash of each run of RUN_TOKENS tokens, by its first position: uint64[n - RUN_TOKENS + 1]. O(n)."""
     room = max(0, len(tokens) - RUN_TOKENS + 1)
     keys = np.zeros(room, np.uint64)
     for place in range(RUN_TOKENS):
@@ -109,9 +122,12 @@ def _runs(tokens: Tokens) -> Keys:
 
 
 def credits_of(cache: Held, found: Iterable[Keys]) -> Counts:
-    """int64[blocks]: of each 64 tokens of the cache how often runs of ``found`` that stand there first were accepted.
+    """Count for each block of the cache the accepted runs whose first occurrence lies in the block.
 
-    What stands in several places counts where it stands first, so that what is popular is kept once. O(tokens).
+    Only the first occurrence of a run counts, so that repeated text is kept once.
+
+    Returns:
+        int64[number of blocks]. O(tokens).
     """
     keys, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *found]), return_counts=True)
     is_placed = np.zeros(len(keys), np.bool_)
@@ -127,21 +143,27 @@ def credits_of(cache: Held, found: Iterable[Keys]) -> Counts:
 
 
 LEAD_IN_TOKENS: Final = BLOCK_TOKENS // 2
-"""Kept before a block, so that what is said there is found from its first token."""
+"""The number of tokens that are kept before a used block, so that a context matches from the block's first token on."""
 
 _STRETCH_BLOCKS: Final = 4
 _GOLDEN_RATIO: Final = 0.6180339887498949
 
 LEAST_TOKENS: Final = 8
-"""Shorter pieces of a sequence are not kept: hardly anything is drafted from them."""
+"""The minimum length of a kept piece. Shorter pieces yield hardly any drafts."""
 
 
 def chosen(credits: Counts, budget: int) -> Flags:
-    """Of every half block whether it is kept, bool[2 n]; all of it takes at most ``budget`` tokens, with separators.
+    """Choose the half blocks to keep, the most used first.
 
-    ``credits`` : int64[n], how often each block was of use. Blocks of equal use are taken spread over the text, in
-    stretches of a few: of what no log used, a part of everything served held-out requests better than the newest, or
-    what stands nearby. O(n log n).
+    Blocks with equal counts are chosen evenly from the text, in stretches of a few blocks. For text that no log used,
+    this served held-out requests better than the newest text or the text near used blocks.
+
+    Args:
+        credits: int64[n], the usage count of each block.
+        budget: The maximum number of kept tokens, with separators.
+
+    Returns:
+        bool[2 n]. O(n log n).
     """
     count = len(credits)
     spread = (np.arange(count) // _STRETCH_BLOCKS * _GOLDEN_RATIO) % 1.0  # evenly, however many are taken
@@ -163,7 +185,7 @@ def chosen(credits: Counts, budget: int) -> Flags:
 
 
 def kept_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
-    """What is kept of a sequence that begins at ``start``: views, in order. O(n / 32 + pieces)."""
+    """Return the kept parts of a sequence that begins at ``start``, in order, as views. O(n / 32 + pieces)."""
     first, last = start // LEAD_IN_TOKENS, (start + len(tokens) - 1) // LEAD_IN_TOKENS
     flags = np.concatenate([[False], kept[first : last + 1], [False]])
     edges = np.flatnonzero(flags[1:] != flags[:-1]).reshape(-1, 2) + first
@@ -176,10 +198,21 @@ def kept_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
 
 
 def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, force: bool = False) -> None:
-    """Write ``budget`` tokens at most of the cache ``directory`` to ``out``, which may be the same one; print it.
+    """Write at most ``budget`` tokens of the cache ``directory`` to ``out``, and print a summary.
 
-    ``found`` : see ``accepted_runs``. Raises ConfigError, CacheError, OSError; then ``out`` is as it was before.
-    O(tokens), in memory of a block in 64 and a segment of the result.
+    Args:
+        directory: The cache directory.
+        out: The resulting directory, which may be ``directory``. It is unchanged after an error.
+        budget: The maximum number of tokens, with separators.
+        found: The result of `accepted_runs`.
+        force: Whether an existing cache is replaced.
+
+    Raises:
+        ConfigError: ``out`` cannot be used.
+        CacheError: The cache cannot be read.
+        OSError: The file system failed.
+
+    O(tokens) time; memory of 1/64 of the tokens and one segment of the result.
     """
     (cache,) = open_held([directory])
     credits = credits_of(cache, found)
@@ -198,7 +231,7 @@ def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, for
 
 
 def _placed(cache: Held) -> Iterator[tuple[int, Tokens]]:
-    """Its sequences, and where each begins; a separator follows each."""
+    """Yield each sequence with its first position. A separator follows each sequence."""
     start = 0
     for sequence in sequences_of(cache.segments):
         yield start, sequence

@@ -1,4 +1,4 @@
-"""``ssd-cache pull``."""
+"""The command ``ssd-cache pull``."""
 
 from __future__ import annotations
 
@@ -50,10 +50,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path, *, force: bool = False) -> None:
-    """Make the log of a namespace a cache as ``ssd-cache build`` makes one, each entry once; print what it was.
+    """Write the entries of a namespace's Redis stream to a cache directory, each entry once, and print a summary.
 
-    ``force`` : a cache in ``directory`` is replaced. O(n log n), in memory of a segment and the entries' ids. Raises
-    ConfigError, CacheError, OSError, and what redis-py raises; then ``directory`` is as it was before.
+    Args:
+        client: The Redis client.
+        fingerprint: The tokenizer's fingerprint.
+        namespace: The namespace.
+        directory: The cache directory; it is unchanged after an error.
+        force: Whether an existing cache is replaced.
+
+    Raises:
+        ConfigError: ``directory`` cannot be used.
+        CacheError: A segment cannot be written.
+        OSError: The file system failed.
+        RedisError: Redis did not answer or returned an error.
+
+    O(n log n) time; memory of one segment and the ids of the entries.
     """
     key = stream_key(fingerprint, namespace)
     seen: set[bytes] = set()

@@ -1,4 +1,4 @@
-"""``ssd-cache purge``."""
+"""The command ``ssd-cache purge``."""
 
 from __future__ import annotations
 

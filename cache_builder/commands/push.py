@@ -1,4 +1,4 @@
-"""``ssd-cache push``."""
+"""The command ``ssd-cache push``."""
 
 from __future__ import annotations
 
@@ -54,19 +54,28 @@ def run(options: argparse.Namespace) -> int:
 
 
 REPLICA_ID: Final = b"ssd-push"
-"""Never a running replica's, which are random."""
+"""The replica id of pushed entries. Running replicas have random ids, so it never collides with theirs."""
 
 _BATCH: Final = 64
 
 
 def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
-    """Write the sequences of ``directory`` to the stream of ``namespace``, the newest ones if not all fit; print it.
+    """Append the sequences of a cache directory to the Redis stream of a namespace, and print a summary.
 
-    ``namespace`` : None is the directory's own. ``max_tokens`` : the log's bound, the same as the replicas'. An entry's
-    sequence id is a hash of its place and its tokens, so a replica that still knows a push stores nothing when it is
-    repeated. O(tokens), in memory of a few blocks and the longest sequence.
+    If not all sequences fit into the stream, the newest are written. The id of an entry is a hash of its place and its
+    tokens, so replicas ignore a repeated push while they remember the entries. O(tokens) time; memory of a few blocks
+    and the longest sequence.
 
-    Raises ConfigError and CacheError, StoreUnavailable for both ends.
+    Args:
+        directory: The cache directory.
+        url: The URL of Redis.
+        namespace: The namespace. None: that of the directory.
+        max_tokens: The maximum number of tokens in the stream, which must equal that of the replicas.
+
+    Raises:
+        ConfigError: The URL or the namespace is invalid.
+        CacheError: The cache cannot be read.
+        StoreUnavailable: Redis did not answer, or the directory cannot be read.
     """
     if namespace is not None:
         check_namespace(namespace)

@@ -1,6 +1,6 @@
-"""``ssd-cache redis-status``: what a Redis that servers share through holds, for people and for programs.
+"""``ssd-cache redis-status``: report the contents of the Redis server through which replicas share.
 
-Others write there: all is bounded, checked, and shown escaped.
+The contents come from other programs, so all reads are bounded and checked, and all output is escaped.
 """
 
 from __future__ import annotations
@@ -45,11 +45,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_status(url: str) -> Facts:
-    """What is at ``url``, as ``--json`` prints it. Writes nothing.
+    """Read the status of the Redis server at ``url`` without writing to it.
 
-    What could not be asked is None, or says so as its ``error``; ages are seconds by the server's clock,
-    ``generations`` counted deletions; of the root of noise it is said whether it is there, never its value. Raises
-    ConfigError, and StoreUnavailable where nothing answers, or nonsense.
+    Returns:
+        The object that ``--json`` prints. A value that could not be read is None or contains an "error". Ages are in
+        seconds by the Redis server's clock. "generations" counts deletions. The noise root is only reported as
+        present or absent.
+
+    Raises:
+        ConfigError: The URL is invalid.
+        StoreUnavailable: The server does not answer, or is not a Redis server.
     """
     with redis_client(url, lambda: "does not answer") as client:
         servers = [_server_facts(address, node) for address, node in masters_of(client)]
@@ -71,7 +76,7 @@ def read_status(url: str) -> Facts:
 
 
 def as_text(status: Facts) -> str:
-    """For people."""
+    """Format the status for a terminal."""
     lines = [status["address"]]
     for server in status["servers"]:
         said = server.get("error") and f"unknown: {server['error']}"
@@ -108,10 +113,7 @@ def as_text(status: Facts) -> str:
 
 
 def _told(ask: Callable[[], Any]) -> Any:
-    """What is answered, or the exception for want of rights, a key of another kind or nonsense.
-
-    Raises a lost connection.
-    """
+    """Return the reply, or the exception if Redis refused the command. Raises if the connection was lost."""
     from redis.exceptions import RedisError, ResponseError
 
     try:
@@ -123,7 +125,7 @@ def _told(ask: Callable[[], Any]) -> Any:
 
 
 def _server_facts(address: str, server: redis.Redis) -> Facts:
-    """What INFO says, whatever that is."""
+    """Return the facts about the server that its INFO reply contains."""
     info = _told(server.info)
     if isinstance(info, Exception):
         return {"address": address, "error": shown(f"{type(info).__name__}: {info}")}
@@ -141,7 +143,7 @@ def _server_facts(address: str, server: redis.Redis) -> Facts:
 
 
 def _warnings(server: Facts) -> Iterator[str]:
-    """What an operator should change, a sentence each."""
+    """Yield one sentence for each setting that an operator should change."""
     where = f" at {server['address']}" if server["address"] else ""
     if server.get("role") == "slave":
         yield f"the server{where} is a replica, which refuses writes: name its master, or its sentinels"
@@ -156,7 +158,7 @@ def _warnings(server: Facts) -> Iterator[str]:
 
 
 def _namespaces(client: redis.Redis) -> list[tuple[str, str]]:
-    """Fingerprint and name of every namespace that has a log, of the first keys that are found. O(keys)."""
+    """Return the fingerprint and name of each namespace with a stream; the number of keys read is bounded. O(keys)."""
     keys = (
         key for _, node in masters_of(client) for key in node.scan_iter(match=f"ssd:{KEYS_VERSION}:{{*", count=1000)
     )
@@ -172,7 +174,7 @@ def _namespace_facts(client: redis.Redis, fingerprint: str, namespace: str) -> F
 
 
 def _read(client: redis.Redis, key: str) -> Facts:
-    """A few commands: some of the oldest and of the newest entries stand for all."""
+    """Sample the oldest and the newest entries of a stream with a few commands."""
     num_entries = _number(client.xlen(key)) or 0
     newest = newest_entries(client, key, _SAMPLE)
     oldest = entries_after(client, key, BEGINNING, _SAMPLE).entries if num_entries > _SAMPLE else []
@@ -198,7 +200,7 @@ def _read(client: redis.Redis, key: str) -> Facts:
 
 
 def entry_of(raw: RawEntry, key: str) -> Entry | None:
-    """What an entry of the log ``key`` holds, of whatever vocabulary; None where it is none of ours."""
+    """Decode an entry of the stream ``key``, for any vocabulary. Returns None if it is not one of our entries."""
     try:
         return unpack_entry(value_of(raw), key, vocab_size=_ANY_TOKEN)
     except InvalidEntryError:
@@ -206,7 +208,7 @@ def entry_of(raw: RawEntry, key: str) -> Entry | None:
 
 
 def _number(value: object) -> int | None:
-    """A number a server gave, None for anything else."""
+    """Return the reply as an integer, or None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | bytes):
         return None
     try:

@@ -1,1 +1,1 @@
-"""What a user's own logs say about this service: what steps cost where it would run, and the page that shows it."""
+"""Estimate from recorded requests what a cache would save on a given device."""

@@ -1,4 +1,4 @@
-"""What passes and steps cost: measured here, read from a file, or a plain assumption."""
+"""The cost of forward passes and decoding steps: measured, read from a file, or assumed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ _HOW = "`ssd-cache evaluate --measure MODEL --save-cost FILE` writes one"
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """Points of a curve, straight between them; beyond the last one it goes on as between the last two.
+    """The cost of a forward pass by its number of tokens, linear between points and extrapolated from the last two.
 
-    ``widths`` : float64[n], tokens of a pass, rising from 1. ``costs`` : float64[n], the first is 1.
+    Attributes:
+        widths: float64[n], tokens of a pass, increasing from 1.
+        costs: float64[n], relative to a pass of one token; the first is 1.
     """
 
     name: str
@@ -35,7 +37,7 @@ class CostCurve:
     costs: Floats
 
     def upto(self, width: int) -> Floats:
-        """float64[width + 1], cost of a pass of 0 (free), 1, ... ``width`` tokens."""
+        """Return the cost of passes of 0 (free), 1, ... ``width`` tokens: float64[width + 1]."""
         asked = np.arange(width + 1, dtype=np.float64)
         slope = (self.costs[-1] - self.costs[-2]) / (self.widths[-1] - self.widths[-2])
         beyond = np.maximum(0.0, asked - self.widths[-1])
@@ -45,12 +47,12 @@ class CostCurve:
 
 
 def flat(width: int) -> CostCurve:
-    """Free up to ``width`` tokens, then proportional to them: a device that waits for memory until it computes."""
+    """Return a curve that is flat up to ``width`` tokens (memory-bound) and proportional beyond (compute-bound)."""
     return CostCurve(f"flat {width}", np.array([1.0, width, 2.0 * width]), np.array([1.0, 1.0, 2.0]))
 
 
 def _curve_of(result: object, name: str) -> CostCurve:
-    """The curve in a measurement's JSON, which may be anything. ``name`` : of its file. Raises ConfigError."""
+    """Parse the curve of a measurement. ``name`` is the file for messages. Raises ConfigError for any invalid value."""
     try:
         widths, costs = (np.array(result[key], np.float64) for key in ("widths", "costs"))  # type: ignore[index]
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
@@ -66,13 +68,16 @@ def _curve_of(result: object, name: str) -> CostCurve:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """All costs in plain steps: steps of an engine that decodes one token at a time, without any drafting.
+    """The costs of decoding, relative to a step that decodes one token without any drafting.
 
-    ``curve`` : of the passes. ``source`` : where it comes from, one sentence. ``step_ms`` : milliseconds of a plain
-    step, where known. ``overhead`` : what a step that may draft takes more than its pass and what surrounds a plain
-    one: looking up, verifying, learning; None where it was not measured. ``recycling`` : tokens that the target's own
-    candidates, which a replay cannot know, add in the time of a plain step, >= 0. They add about as many beside a cache
-    that knows much as beside one that knows little.
+    Attributes:
+        curve: The cost of forward passes.
+        source: A sentence that says where the costs come from.
+        step_ms: The duration of a step without drafting in milliseconds. None: unknown.
+        overhead: What a step with drafting takes in addition to its forward pass (search, verification, learning),
+            relative to a step without drafting. None: not measured.
+        recycling: Tokens per step that token recycling adds, >= 0. A replay cannot know it. It is about the same for
+            an empty and a full cache.
     """
 
     curve: CostCurve
@@ -81,15 +86,18 @@ class StepCosts:
     overhead: float | None = None
     recycling: float = 0.0
     condition: str = ""
-    """Under which a speed-up holds that follows from them, for a headline."""
+    """The condition under which the resulting speed-up holds, for a headline."""
 
     def speed_up(
         self, num_output_tokens: int, steps_by_drafted: npt.NDArray[np.int64], propose_s: float = 0.0
     ) -> float:
-        """Plain decoding's time over that of these steps; 1 without steps. O(longest draft).
+        """Return the time of decoding without drafts over the time of these steps; 1 without steps. O(longest draft).
 
-        ``steps_by_drafted`` : int64[k + 1], how many steps drafted 0, 1, ... k tokens. ``propose_s`` : what their
-        proposals took together, charged where ``step_ms`` is known and the overhead, which holds them, is not.
+        Args:
+            num_output_tokens: The number of generated tokens.
+            steps_by_drafted: int64[k + 1], the number of steps with 0, 1, ... k draft tokens.
+            propose_s: The total time of all proposals in seconds. It is used if ``step_ms`` is known and ``overhead``,
+                which contains it, is not.
         """
         passes = self.curve.upto(len(steps_by_drafted))[1:]
         times = steps_by_drafted * (passes + (self.overhead or 0.0))
@@ -99,7 +107,7 @@ class StepCosts:
         return num_output_tokens / time + self.recycling if time else 1.0
 
     def as_json(self) -> dict[str, Any]:
-        """Its part of a report."""
+        """Return the costs as they appear in a report."""
         return {
             "name": self.curve.name,
             "source": self.source,
@@ -113,16 +121,16 @@ class StepCosts:
 
 
 FLAT_WIDTH = 32
-"""Tokens up to which a pass costs nothing more where nobody says what it costs."""
+"""The number of tokens up to which a pass is assumed to be free if no costs are given."""
 _PROGRAM = "ssd.engine.measured"
 _MOST_BYTES = 1 << 20
 
 Sample = Callable[[], Sequence[Sequence[int]]]
-"""Token ids of a few prompts of the log."""
+"""Returns the token ids of a few prompts of the log."""
 
 
 def add_cost_arguments(command: argparse.ArgumentParser) -> None:
-    """What passes cost: one of ``--measure`` and ``--cost``."""
+    """Add ``--measure`` and ``--cost``, which exclude each other."""
     group = command.add_argument_group("costs", "what a pass of several tokens takes, in passes of one")
     one = group.add_mutually_exclusive_group()
     one.add_argument(
@@ -135,9 +143,9 @@ def add_cost_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def costs_of(options: argparse.Namespace, sample: Sample) -> StepCosts:
-    """The costs that ``add_cost_arguments`` was given; where none are named, passes free up to `FLAT_WIDTH` tokens.
+    """Return the costs that the options name; without options passes are free up to `FLAT_WIDTH` tokens.
 
-    Raises ConfigError or ModelError with what to do.
+    Raises ConfigError or ModelError with a remedy.
     """
     if options.save_cost is not None and options.measure is None:
         raise ConfigError("--save-cost keeps what --measure MODEL measures: name the model")
@@ -157,14 +165,20 @@ def costs_of(options: argparse.Namespace, sample: Sample) -> StepCosts:
 
 
 def measure(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What steps cost with ``model`` on this machine, its candidates tried on ``prompts``. Raises ModelError."""
+    """Measure the costs of ``model`` on this machine, with token recycling tried on ``prompts``. Raises ModelError."""
     return run_program("costs", model, {"prompts": [list(map(int, prompt)) for prompt in prompts] or None})
 
 
 def run_program(what: str, model: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """What ``ssd.engine.measured`` says of ``model``: "costs", or "log"; ``asked`` : see its own words.
+    """Run ``ssd.engine.measured``, which loads torch, in a process of its own and return its result.
 
-    It runs in a process of its own, which loads torch; what it is doing is said on standard error. Raises ModelError.
+    Args:
+        what: The measurement, "costs" or "log".
+        model: The model directory or id.
+        asked: The parameters of the measurement.
+
+    Raises:
+        ModelError: The process failed. Its progress is shown on standard error.
     """
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     try:
@@ -186,7 +200,7 @@ def run_program(what: str, model: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_step_costs(path: Path) -> StepCosts:
-    """What ``--save-cost`` or the benchmark of passes wrote. Raises ConfigError where it is not usable."""
+    """Read a file written by ``--save-cost`` or by the benchmark of passes. Raises ConfigError if it is not usable."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ConfigError(f"{path.name} is no cost curve: it has more than {_MOST_BYTES} bytes")
@@ -197,7 +211,7 @@ def read_step_costs(path: Path) -> StepCosts:
 
 
 def step_costs(result: object, name: str) -> StepCosts:
-    """Costs of a result's JSON, which may be anything. ``name`` : of where it is from. Raises ConfigError."""
+    """Parse the costs of a measurement. ``name`` is the file for messages. Raises ConfigError for any invalid value."""
     curve = _curve_of(result, name)
     assert isinstance(result, dict)  # else there was no curve in it
     numbers = {

@@ -1,4 +1,4 @@
-"""Recorded outputs decoded by the servers' own drafter, with no model: a kernel call each."""
+"""Replay of recorded outputs with the server's drafter and without a model, one kernel call per output."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ NUM_SOURCES: Final = len(SOURCES)
 
 
 class Decoder(Record):
-    """How outputs are decoded, what passes gave of late, and what all steps come to.
+    """The parameters and the state of a replay.
 
-    ``costs`` : float64[limit + 1], of a pass of 1, 2, ... tokens; ``more`` : float64[num_more], what each drafted token
-    adds at least, not falling. ``sure`` : chance of its first token that the draft of an output's first pass must have.
-
-    ``by_source`` : of each of `SOURCES` drafts that were verified, their tokens, accepted ones. ``row`` : of the
-    output. All else is scratch.
+    Attributes:
+        costs: float64[limit + 1], the cost of a pass of 1, 2, ... tokens.
+        more: float64[num_more], the minimum cost of each additional draft token, non-decreasing.
+        sure: The acceptance probability that the first token of an output's first draft must have.
+        by_source: For each of `SOURCES`, the verified drafts, their tokens and their accepted tokens.
+        row: The output that is replayed. All other fields are scratch memory.
     """
 
     workspace: Address
@@ -76,7 +77,7 @@ _decoder_at = view_of(Decoder)
 
 @kernel
 def _num_paying(decoder: Decoder, out: DraftRecord) -> int:
-    """How many of the draft's tokens are verified: as many as give most, see `Rate.best`."""
+    """Return the number of draft tokens to verify, which maximises the expected tokens per cost, see `Rate.best`."""
     costs, recent = float64_array(decoder.costs, decoder.limit + 1), recent_pass(decoder.rate)
     gain, best, most = 0.0, 0, joint_rate(recent, 1.0, costs[0])
     for node in range(out.size):
@@ -91,7 +92,7 @@ def _num_paying(decoder: Decoder, out: DraftRecord) -> int:
 
 @kernel
 def _num_agreeing(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds, position: int) -> int:
-    """Compare the first ``size`` tokens with the text from ``position`` on; the agreeing ones are left in ``path``."""
+    """Compare the first ``size`` draft tokens with the text at ``position``; write the accepted ones to ``path``."""
     num_left, longest, last = len(text) - position, 0, -1
     for node in range(size):
         parent = parent_of(out, node)
@@ -112,10 +113,17 @@ def _num_agreeing(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds,
 
 @kernel
 def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_length: int, steps: TokenIds) -> int:
-    """Decode the text at an address from ``prompt_length`` on; the number of steps.
+    """Replay one output and return the number of steps.
 
-    ``snapshot`` : address of the index. ``steps`` : int32[3 * output], of each step the tokens drafted, those accepted
-    and the draft's source. A step emits the accepted tokens and one more: the text's last is never counted as accepted.
+    Args:
+        at: The address of the `Decoder`.
+        snapshot: The address of the index snapshot.
+        text_at: The address of the prompt and the output.
+        length: The number of tokens of both.
+        prompt_length: The number of tokens of the prompt.
+        steps: int32[3 * output], receives for each step the number of drafted tokens, of accepted tokens and the source
+            of the draft. A step emits the accepted tokens and one more, so the last token of the text never counts as
+            accepted.
     """
     decoder = _decoder_at(at)
     frame, row = frame_at(decoder.workspace), decoder.row
@@ -152,10 +160,13 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The steps of one output, in order, and the nanoseconds of a processor that they took here.
+    """The steps of one replayed output.
 
-    ``drafted``, ``accepted``, ``sources`` : int32[s]; accepted leaves out the target's own token of each step, sources
-    are numbers in `SOURCES`, of the draft's first token.
+    Attributes:
+        drafted: int32[s], the number of draft tokens of each step.
+        accepted: int32[s], the number of accepted tokens, without the target's own token.
+        sources: int32[s], the index in `SOURCES` of the first draft token's source.
+        ns: The processor time of the replay in nanoseconds.
     """
 
     drafted: Ints
@@ -165,14 +176,21 @@ class Decoded:
 
 
 class OutputDecoder:
-    """Decodes recorded outputs with the suffix drafter at the prices of a cost curve.
+    """Replays recorded outputs with the suffix drafter for a given cost curve. Deterministic; owned by one thread.
 
-    As one sequence alone is decoded by an engine that learns nothing but text and acceptance: what only a running
-    target tells (its other candidates, its times) is not there. Deterministic. Owned by one thread.
+    It decodes like an engine that runs one sequence at a time. What only a running target knows, such as its other
+    candidates and its timing, is missing.
     """
 
     def __init__(self, curve: CostCurve, *, draft: DraftConfig, tree: bool = True, sure: float = SURE) -> None:
-        """``curve`` : what passes take. ``sure`` : see `SURE`; 0 drafts for the first pass as for all."""
+        """Create a decoder.
+
+        Args:
+            curve: The cost of forward passes.
+            draft: The drafting options.
+            tree: Whether draft trees are verified, instead of chains only.
+            sure: See `SURE`. 0: the first pass drafts like every other pass.
+        """
         limit = min(draft.num_speculative_tokens, MAX_DRAFT)
         self._costs = curve.upto(limit + 1)[1:]
         self._more = rising(self._costs)
@@ -187,7 +205,7 @@ class OutputDecoder:
         self._steps = np.zeros(0, np.int32)
 
     def decode(self, row: Row, snapshot: Snapshot | None) -> Decoded:
-        """The steps of an output over an index; None: over none. O(output) drafts."""
+        """Replay an output over an index, or over none if ``snapshot`` is None. O(output) drafts."""
         text, searched = row.text(), snapshot or NO_SNAPSHOT
         self._workspace.room_for(searched)
         if len(self._steps) < 3 * len(row.output):
@@ -206,7 +224,7 @@ class OutputDecoder:
         return Decoded(drafted, accepted, sources, took)
 
     def by_source(self) -> dict[str, tuple[int, int, int]]:
-        """Of each source that a draft began with: drafts, their tokens, accepted ones, of all outputs so far."""
+        """Return for each source of a draft's first token the drafts, their tokens and their accepted tokens so far."""
         counts = self._memory.array[0]["by_source"].tolist()
         assert len(counts) == NUM_SOURCES
         return {name: (each[0], each[1], each[2]) for name, each in zip(SOURCES, counts, strict=True) if each[0]}
@@ -214,15 +232,21 @@ class OutputDecoder:
 
 @cache
 def warm_up() -> None:
-    """Compile the kernel, or read it from its file, once in a process: else the first output's time has that in it."""
+    """Compile the kernel or load it from the code cache, so that the first output's time does not include it."""
     row = Row(np.array([1, 2], np.int32), np.array([1, 2], np.int32))
     OutputDecoder(flat(2), draft=DraftConfig()).decode(row, None)
 
 
 def rising(costs: Floats) -> Floats:
-    """What each token more costs on the greatest convex curve below ``costs``: prices never fall along a draft.
+    """Return the increments of the greatest convex curve below ``costs``, which never decrease along a draft.
 
-    float64[max(1, n - 1)] of float64[n]. A measured curve has steps and noise; a draft may pay beyond a steep part.
+    A measured curve has steps and noise, and a draft may be worth its cost beyond a steep part.
+
+    Args:
+        costs: float64[n].
+
+    Returns:
+        float64[max(1, n - 1)].
     """
     corners = [0]
     for width in range(1, len(costs)):

@@ -1,4 +1,4 @@
-"""``ssd-cache evaluate``: a whole log decoded again, what a cache would bring on it, and what it would need."""
+"""``ssd-cache evaluate``: replay a log, and report the speed-up from a cache and its memory."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ _OTHER_CLASSES: Final = "all other classes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to find out.
+    """The question that an evaluation answers.
 
-    ``fingerprint`` : the tokenizer's. ``cache`` : "growing": what was said is learned; "frozen": only ``warm`` is
-    searched. ``warm`` : directories searched beside what is learned.
+    Attributes:
+        fingerprint: The tokenizer's fingerprint.
+        cache: "growing" if outputs are added to the cache during the replay, "frozen" if only ``warm`` is searched.
+        warm: Prebuilt cache directories that are searched in addition.
     """
 
     fingerprint: str
@@ -46,18 +48,24 @@ class Plan:
 
     @property
     def lesser_uses(self) -> tuple[CacheUse, ...]:
-        """Ways to use the cache that have less than the plan's, the least first: "none" is own text alone."""
+        """Return the cache uses below the plan's, the smallest first; "none" is the request's own context only."""
         return ("none", "frozen") if self.cache == "growing" and self.warm else ("none",)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What decoding a log came to.
+    """The result of a replay.
 
-    ``requests`` : int64[r], the numbers of those decoded. Of each ``num_tokens``, ``num_steps``, ``num_accepted`` :
-    int64[r], tokens of the output. ``drafted`` : int16, tokens drafted in each step of all, one request after another.
-    ``ns`` : of a processor, for all proposals. ``by_source`` : see `OutputDecoder`. ``num_cached_tokens``,
-    ``index_bytes`` : of what the cache holds at the end.
+    Attributes:
+        requests: int64[r], the numbers of the replayed requests.
+        num_tokens: int64[r], the output tokens of each request.
+        num_steps: int64[r], the steps of each request.
+        num_accepted: int64[r], the accepted draft tokens of each request.
+        drafted: int16[steps], the draft tokens of each step, one request after the other.
+        ns: The processor time of all proposals in nanoseconds.
+        by_source: See `OutputDecoder.by_source`.
+        num_cached_tokens: The tokens in the cache at the end.
+        index_bytes: The memory of the index at the end.
     """
 
     requests: Int64s
@@ -75,9 +83,17 @@ class Outcome:
 def replay(
     log: Log, plan: Plan, curve: CostCurve, use: CacheUse, tell: Callable[[int], object] = lambda num_tokens: None
 ) -> Outcome:
-    """Decode the log, the cache used as ``use`` says. ``tell`` : called with the output tokens of each request.
+    """Replay the log with the cache used as ``use`` says.
 
-    Raises CacheError for a warm directory that cannot be used.
+    Args:
+        log: The recorded requests.
+        plan: The question.
+        curve: The cost of forward passes.
+        use: The use of the cache, see `Plan.lesser_uses`.
+        tell: Called with the number of output tokens of each request.
+
+    Raises:
+        CacheError: A warm directory cannot be used.
     """
     warm_up()
     decoder = OutputDecoder(curve, draft=plan.draft)
@@ -126,7 +142,7 @@ def replay(
 
 
 def unknown(log: Log, plan: Plan) -> list[str]:
-    """What holds for this evaluation, the weightiest first."""
+    """Return the limitations of this evaluation as sentences, the most important first."""
     return [
         "Traffic to come: the figures hold for requests like these, in this order.",
         "Sampling: at a temperature above 0 the model may say something else to the same prompt another time.",
@@ -141,17 +157,23 @@ def unknown(log: Log, plan: Plan) -> list[str]:
 
 
 def num_to_decode(log: Log, plan: Plan) -> int:
-    """Output tokens that `evaluate` decodes, in all its replays together."""
+    """Return the number of output tokens in all replays of `evaluate` together."""
     return int(log.output_lengths[log.with_prompt].sum()) * (1 + len(plan.lesser_uses))
 
 
 def evaluate(
     log: Log, plan: Plan, costs: StepCosts, *, progress: Callable[[int], object] = lambda num_tokens: None
 ) -> dict[str, Any]:
-    """The report as it stands in the JSON line.
+    """Run all replays and return the report as it is printed in the JSON line.
 
-    ``progress`` : told how many output tokens were decoded, see ``num_to_decode``. Raises CacheError for a warm
-    directory.
+    Args:
+        log: The recorded requests.
+        plan: The question.
+        costs: The costs of decoding.
+        progress: Called with the number of output tokens replayed since the last call, see `num_to_decode`.
+
+    Raises:
+        CacheError: A warm directory cannot be used.
     """
     main, best = replay(log, plan, costs.curve, plan.cache, progress), None
     if not plan.warm:  # of warm directories the text is not at hand
@@ -162,7 +184,7 @@ def evaluate(
     numbers, without = np.arange(len(main.requests)), np.setdiff1d(np.arange(len(log)), main.requests)
 
     def growth(of: Flags) -> list[dict[str, Any]]:
-        """The figures of those requests in each tenth of all that has some of them."""
+        """Return the figures of the selected requests for each tenth of the log that contains any of them."""
         parts = [(end, of & (numbers >= begin) & (numbers < end)) for begin, end in _tenths(len(numbers))]
         return [{"requests": end, **figures(main, part)} for end, part in parts if part.any()]
 
@@ -206,9 +228,13 @@ def evaluate(
 
 
 def _figures(costs: StepCosts, best: Int64s | None, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
-    """What steps are worth: of all decoded requests, or those that ``of``, bool[r], says.
+    """Compute the speed-up and related figures.
 
-    ``best`` : steps of each request of the log at the least, None where that is not known.
+    Args:
+        costs: The costs of decoding.
+        best: int64[n], the minimum number of steps of each request of the log. None: unknown.
+        outcome: The result of a replay.
+        of: bool[r], the requests that count. None: all of them.
     """
     chosen = np.ones(len(outcome.requests), np.bool_) if of is None else of
     drafted = outcome.drafted[np.repeat(chosen, outcome.num_steps)]
@@ -229,7 +255,7 @@ def _figures(costs: StepCosts, best: Int64s | None, outcome: Outcome, of: Flags 
 
 
 def _classes(main: Outcome, labels: Sequence[str] | None) -> Iterator[tuple[str, Flags]]:
-    """Which of the decoded requests are of each class, the largest first; beyond the twentieth all in one."""
+    """Yield each class with its requests, the largest first; the classes after the twentieth are combined."""
     if labels is None:
         return
     names = np.array(labels, object)[main.requests].astype(str)
@@ -242,19 +268,20 @@ def _classes(main: Outcome, labels: Sequence[str] | None) -> Iterator[tuple[str,
 
 
 def _tenths(count: int) -> Iterator[tuple[int, int]]:
-    """Where each tenth of so many requests begins and ends; fewer of few."""
+    """Yield the first and the last position of each tenth of ``count`` requests, or of fewer parts if there are few."""
     return pairwise(sorted({round(count * tenth / 10) for tenth in range(11)}))
 
 
 LEAST_REQUESTS: Final = 30
-"""Below which no figure is put on top of a report: chance is as large as what is to be shown."""
+"""The minimum number of requests for a headline. With fewer requests, chance is as large as the effect."""
 Decoded = Mapping[str, Any]
-"""What one request took with drafts, "ssd", and without, "none"."""
+"""The measurements of one request with drafts, "ssd", and without, "none"."""
 
 
 def measured(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCosts) -> dict[str, Any] | None:
-    """Requests of the log decoded with ``--measure MODEL``; what a replay predicts of the very same outputs is said
-    beside. Raises ModelError.
+    """Decode requests of the log with ``--measure MODEL``, and predict the same outputs by a replay.
+
+    Raises ModelError.
     """
     if options.measure is None or not options.measure_requests:
         return None
@@ -277,7 +304,7 @@ def measured(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCosts
 
 
 def log_of(found: Mapping[str, Any], log: Log) -> Log | None:
-    """The requests that were decoded greedily with what the model said to them; None where none were."""
+    """Return a log of the requests that were decoded greedily with the model's outputs, or None if there are none."""
     rows: Sequence[Decoded] = next((each["requests"] for each in found["temperatures"] if not each["temperature"]), [])
     if not rows:
         return None
@@ -292,7 +319,7 @@ def log_of(found: Mapping[str, Any], log: Log) -> Log | None:
 
 
 def summarised(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What decoding requests with drafts and without came to: in all and by part of the log."""
+    """Summarise the measured requests, in total and for each part of the log."""
     facts = {key: found[key] for key in ("model", "device", "dtype", "threads", "too_long")}
     return {**facts, "temperatures": [_of_one(each) for each in found["temperatures"]]}
 
@@ -311,10 +338,10 @@ def _of_one(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def figures_of(rows: Sequence[Decoded]) -> dict[str, Any]:
-    """Of some requests: tokens a second both ways with prompts, their ratio, and that of the output alone.
+    """Return tokens per second with and without drafts, their ratio, and the ratio without the prompts' time.
 
-    The latter as a replay counts it: a prompt's pass, which gives the first token and may verify a draft, counts as a
-    plain step and what it takes longer with drafts.
+    The last ratio is counted like a replay counts: the prompt's pass, which yields the first token and may verify a
+    draft, counts as one step without drafts plus the additional time with drafts.
     """
     tokens = sum(row["ssd"]["tokens"] for row in rows)
     off_s, on_s = (sum(row[way]["seconds"] for row in rows) for way in ("none", "ssd"))

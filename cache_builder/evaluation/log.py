@@ -23,16 +23,16 @@ TokenIds = npt.NDArray[np.int32]
 class Row:
     """One recorded output.
 
-    ``context`` : int32[n], everything the model had seen, with no end-of-text token inside but those of earlier
-    outputs.
-    ``output`` : int32[m], the recorded output and the end-of-text token.
+    Attributes:
+        context: int32[n], the model's input. It contains no end-of-text tokens except those of earlier outputs.
+        output: int32[m], the recorded output and its end-of-text token.
     """
 
     context: TokenIds
     output: TokenIds
 
     def text(self) -> TokenIds:
-        """int32[n + m], both, a copy."""
+        """Return the context and the output: int32[n + m], a copy."""
         return np.concatenate([self.context, self.output])
 
 
@@ -41,15 +41,17 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Log:
-    """Requests in the order in which they came.
+    """Recorded requests in their original order.
 
-    ``tokens`` : int32, prompt and output of each, one after another. ``starts`` : int64[n + 1], where each begins.
-    ``prompt_lengths`` : int64[n]; 0 of a document, which nobody asked for. ``labels`` : of each what its record says in
-    the field that was asked for; None where none was. ``records`` : int64[n], which record each is of; None: each of
-    its own.
-
-    Of the records that it was read from ``num_invalid`` were left out by ``skip_invalid``; of ``num_without_prompt``
-    only the answer is known, decoded from its first token on; ``num_without_answer`` say none.
+    Attributes:
+        tokens: int32, the prompt and the output of each request, one after the other.
+        starts: int64[n + 1], the first position of each request in ``tokens``.
+        prompt_lengths: int64[n], the prompt tokens of each request; 0 for a document, which has no prompt.
+        labels: The class of each request, from the field that ``class_by`` names. None: no field was named.
+        records: int64[n], the record that each request comes from. None: every request has a record of its own.
+        num_invalid: Records that were skipped because of ``skip_invalid``.
+        num_without_prompt: Records with an answer only; they are replayed from their first token on.
+        num_without_answer: Records without an answer, which are left out.
     """
 
     tokens: TokenIds
@@ -66,25 +68,25 @@ class Log:
         return len(self.prompt_lengths)
 
     def row(self, number: int) -> Row:
-        """One request; views."""
+        """Return one request, as views."""
         begin, end = int(self.starts[number]), int(self.starts[number + 1])
         cut = begin + int(self.prompt_lengths[number])
         return Row(self.tokens[begin:cut], self.tokens[cut:end])
 
     def is_beside(self, number: int, earlier: int) -> bool:
-        """Whether two are choices of one call, so that none is drafted from the other."""
+        """Return whether two requests are choices of one call, so that neither may be drafted from the other."""
         if self.records is None or self.records[number] != self.records[earlier]:
             return False
         return np.array_equal(self.row(number).context, self.row(earlier).context)
 
     @property
     def output_lengths(self) -> Int64s:
-        """int64[n]."""
+        """The number of output tokens of each request: int64[n]."""
         return np.diff(self.starts) - self.prompt_lengths
 
     @property
     def with_prompt(self) -> Int64s:
-        """int64: numbers of the requests that can be decoded again: the others are documents."""
+        """The numbers of the requests that can be replayed: int64. The other ones are documents."""
         return np.flatnonzero((self.prompt_lengths > 0) & (self.output_lengths > 0))
 
 
@@ -100,10 +102,19 @@ def read_log(
     skip_invalid: bool = False,
     progress: Progress = lambda num_bytes: None,
 ) -> Log:
-    """All requests of ``sources``, read as ``ssd-cache build`` reads them.
+    """Read all requests of ``sources`` as ``ssd-cache build`` reads them.
 
-    ``class_by`` : the name of a field of the records, with dots into nested ones. Raises InputError (unless
-    ``skip_invalid`` and it is only a record), SSDError, OSError.
+    Args:
+        sources: The files.
+        codec: The tokenizer.
+        fields: The names of the records' fields.
+        class_by: The name of the field that holds a request's class, with dots for nested fields.
+        skip_invalid: Whether records that cannot be used are skipped.
+        progress: Called with the number of bytes read since the last call.
+
+    Raises:
+        InputError: A file or a record cannot be read (see ``skip_invalid``), or there is no answer in the log.
+        OSError: The file system failed.
     """
     tokens, lengths, prompts, records = array("i"), array("q"), array("q"), array("q")
     labels = list[str]()
@@ -142,7 +153,7 @@ def read_log(
 
 
 def _label(record: Record, path: str) -> str:
-    """The name of a record's class: what it has there, which may be anything."""
+    """Return the name of a record's class; the field may contain any value."""
     value = at_path(line_of(record), path) if record.is_json else None
     if value is None:
         return "(no such field)"

@@ -1,4 +1,4 @@
-"""How near the limit: what the best choice in hindsight among all earlier text would have drafted."""
+"""The hindsight optimum: the number of steps with the best possible draft from all earlier text."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.suffix_array import build_order
 
 _MOST_TOKENS: Final = 1 << 26
-"""Of a log whose limit is found; at 24 bytes each."""
+"""The maximum size of a log in tokens; the computation takes 24 bytes per token."""
 
 
 @kernel
 def _longest_before(text: TokenIds, order: TokenIds) -> TokenIds:
-    """Of each position the length of the longest run from it on that begins earlier too: int32[n].
+    """Return for each position the length of the longest run that also begins earlier: int32[n]. O(n).
 
-    The runs of neighbours in the suffix array (Kasai et al. 2001), then of the nearest earlier ones: positions leave
-    the list from the last to the first (Crochemore and Ilie 2008, "Computing longest previous factor"). O(n).
+    It computes the common prefixes of neighbours in the suffix array (Kasai et al. 2001), and removes positions from
+    the last to the first to find the nearest earlier ones (Crochemore and Ilie 2008, "Computing longest previous
+    factor").
     """
     n = len(text)
     ranks, common = np.empty(n, np.int32), np.zeros(n + 1, np.int32)
@@ -64,13 +65,19 @@ def _count_steps(runs: TokenIds, begins: Int64s, ends: Int64s, limit: int) -> In
 
 
 def oracle_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: int) -> Int64s | None:
-    """Steps that each request would take if every draft were the best that earlier text could give, in hindsight.
+    """Return the minimum number of steps of each request if every draft is the best continuation found in earlier text.
 
-    At each step the last token is looked for in all that stands before it, in earlier requests and its own; of the
-    places where it stands the one is taken that goes on as the output does for longest, up to ``limit`` tokens. Of
-    choices of one request (``n`` > 1) each counts as earlier than the next: an upper limit there.
-    ``texts`` : prompt and output of each, in order. ``prompt_lengths`` : int64[n]; where there is no prompt the first
-    token counts as one. Returns int64[n]; None for more than 64 million tokens. O(n log n) in all tokens.
+    At each step the last token is searched in all earlier requests and in the request itself. The occurrence whose
+    continuation agrees with the output for longest is drafted, up to ``limit`` tokens. If a request has several choices
+    (``n`` > 1), each counts as earlier text for the next one, so the result is an upper limit of the gain.
+
+    Args:
+        texts: The prompt and the output of each request, in order.
+        prompt_lengths: int64[n], the prompt tokens of each request. Without a prompt, the first token counts as one.
+        limit: The maximum number of draft tokens.
+
+    Returns:
+        int64[n], or None for more than 64 million tokens. O(n log n) in all tokens.
     """
     if sum(map(len, texts)) + len(texts) > _MOST_TOKENS:
         return None

@@ -1,4 +1,4 @@
-"""An evaluation as one HTML file that can be sent on: a figure of the speed-up, its assumptions and all tables."""
+"""An evaluation as one self-contained HTML file: a figure of the speed-up, the assumptions and all tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ $summary
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigError if there is nothing to draw with."""
+    """Raise ConfigError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
@@ -48,7 +48,7 @@ def require_matplotlib() -> None:
 
 
 def write_page(evaluation: Evaluation, path: Path) -> None:
-    """Write the file; names of classes and files may have been written by anybody. Raises OSError."""
+    """Write the HTML file. Names of classes and files are escaped, because they come from logs. Raises OSError."""
     assumptions = [f"Costs of a forward pass: {evaluation['cost']['source']}", *evaluation["unknown"]]
     path.write_text(
         _PAGE.substitute(
@@ -66,7 +66,7 @@ def _escaped(text: str) -> str:
 
 
 def _figure(evaluation: Evaluation) -> str:
-    """The speed-up in each part of the log, of all requests and by class, as an SVG element."""
+    """Draw the speed-up in each part of the log, for all requests and by class, as an SVG element."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -1,6 +1,6 @@
-"""An evaluation for people, as lines for a terminal.
+"""An evaluation as text for a terminal.
 
-Names of classes and files come from logs, and may have been written by anybody: they are shown escaped.
+Names of classes and files come from logs, which anybody may have written, so they are escaped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SOURCES: Final = {
 
 
 def headline(evaluation: Evaluation) -> str:
-    """One line with what its figure assumes; without a figure where it would come from too few requests."""
+    """Return one line with the speed-up and its assumptions, without a figure if there are too few requests."""
     measured, condition = evaluation.get("measured"), evaluation["cost"].get("condition") or "see its costs"
     if measured is None:
         if evaluation["requests"] < LEAST_REQUESTS:
@@ -49,12 +49,12 @@ def _too_few(requests: int) -> str:
 
 
 def way_of(way: Evaluation) -> str:
-    """The sampling of a measurement."""
+    """Return the sampling parameters of a measurement."""
     return f"at temperature {way['temperature']:g}" if way["temperature"] else "greedy"
 
 
 def summary(evaluation: Evaluation) -> str:
-    """All of it in lines; of long tables the beginning."""
+    """Return the whole report; long tables are shortened."""
     lines = [headline(evaluation), *_lacking(evaluation)]
     if evaluation.get("measured") is not None:
         lines.append(_measured_with(evaluation["measured"]))
@@ -126,7 +126,7 @@ def _bytes(count: int) -> str:
 
 
 _Columns = tuple[tuple[str, str], ...]
-"""Headings, and how a row is written below each."""
+"""The heading and the format of each column."""
 _STEPS: Final[_Columns] = (
     ("tokens a step", "{tokens_per_step:.2f}"), ("of the best", "{of_oracle:.0%}"), ("speed-up", "{speedup:.2f}"),
 )  # fmt: skip
@@ -140,7 +140,7 @@ _SPEED_UP: Final[_Columns] = (("speed-up", "{speedup:.2f}"),)
 
 
 def _tables(evaluation: Evaluation) -> Iterator[tuple[str, _Columns, Sequence[Evaluation]]]:
-    """Title, columns and rows of each."""
+    """Yield the title, the columns and the rows of each table."""
     measured = (evaluation.get("measured") or {"temperatures": ()})["temperatures"]
     ways = [{**way, "way": way_of(way), "num_slower": len(way["slower"])} for way in measured]
     alone: _Columns = (

@@ -1,1 +1,1 @@
-"""What people have, as token ids: files and their formats, records, examples."""
+"""Read the files that users have, in many formats, as records, conversations and token ids."""

@@ -1,4 +1,4 @@
-"""Conversations as prompts and answers in token ids, as a server encodes them."""
+"""Encode conversations as prompts and answers, exactly as the server encodes them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ Encode = Callable[..., list[int]]
 
 
 class Answer(NamedTuple):
-    """An `Example` that shares its beginning with the other answers of a conversation.
+    """An `Example` that shares its beginning with the other answers of the same conversation.
 
-    ``history`` : int32[n], a view. ``rest`` : the ids after it. ``prompt_length`` : of both together.
+    Attributes:
+        history: int32[n], the shared beginning, a view.
+        rest: The token ids after it.
+        prompt_length: The number of prompt tokens, counted from the beginning of ``history``.
     """
 
     history: Tokens
@@ -29,21 +32,28 @@ class Answer(NamedTuple):
 
     @property
     def token_ids(self) -> Tokens:
-        """int32[n], a copy. O(n)."""
+        """The token ids of the prompt and the answer: int32[n], a copy. O(n)."""
         return np.concatenate([self.history, np.array(self.rest, np.int32)])
 
 
 _FEW: Final = 8
-"""So many answers take less time one by one."""
+"""Up to this number of answers, encoding each prompt separately is faster."""
 _STUB: Final = ({"role": "user", "content": "x"},)
 _TOOL: Final = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {"type": "object"}}}
 
 
 def answers_in(messages: Sequence[Message], kwargs: dict[str, Any], codec: TextCodec) -> list[Example | Answer]:
-    """Every answer of a conversation behind its prompt. Raises RequestError.
+    """Encode every assistant message of a conversation together with its prompt.
 
-    ``messages`` : normalized. ``kwargs`` : variables of the template. O(characters) if the template only appends, else
-    O(answers * characters).
+    Args:
+        messages: Normalized messages.
+        kwargs: The variables of the chat template.
+        codec: The tokenizer.
+
+    Raises:
+        RequestError: The chat template refuses the conversation.
+
+    O(characters) if the template only appends to its output, else O(answers * characters).
     """
     places = [n for n, each in enumerate(messages) if n and each["role"] == "assistant" and _has_output(each)]
     if len(places) > _FEW and (found := _appended(messages, places, kwargs, codec)) is not None:
@@ -54,7 +64,10 @@ def answers_in(messages: Sequence[Message], kwargs: dict[str, Any], codec: TextC
 def answered(
     messages: Sequence[Message], answer: Message, kwargs: dict[str, Any], codec: TextCodec
 ) -> Iterator[Example]:
-    """The answer behind its prompt, as the server encodes it; none if it is empty. Raises RequestError."""
+    """Encode an answer with its prompt as the server encodes it; yields nothing if the answer is empty.
+
+    Raises RequestError.
+    """
     encode = chat_encoding(codec, kwargs)
     if _has_output(answer):
         yield from _encoded(encode(messages), messages, answer, encode, codec)
@@ -67,8 +80,11 @@ def _has_output(answer: Message) -> bool:
 def _encoded(
     prompt: list[int], messages: Sequence[Message], answer: Message, encode: Encode, codec: TextCodec
 ) -> Iterator[Example]:
-    """The answer behind the ids of ``messages``. Calls and what was thought are written as the template writes them; if
-    that does not go on from the prompt, only the text is known."""
+    """Append the answer to the token ids of its prompt.
+
+    Tool calls and reasoning are written by the template. If the template's output does not start with the prompt, only
+    the answer's text is appended.
+    """
     if answer.get("tool_calls") or answer.get("reasoning_content"):
         whole = encode([*messages, answer], add_generation_prompt=False)
         if whole[: len(prompt)] == prompt and len(whole) > len(prompt):
@@ -82,10 +98,11 @@ def _encoded(
 def _appended(
     messages: Sequence[Message], places: list[int], kwargs: dict[str, Any], codec: TextCodec
 ) -> list[Answer] | None:
-    """The answers at ``places`` if the template only appends, else None.
+    """Encode the answers at ``places`` turn by turn; return None if the template does more than append.
 
-    Each turn is encoded behind a short message, and what that adds is appended to the turns before. Of the result the
-    second answer, the last one and the last with calls or thoughts are compared with what they are one by one.
+    Each turn is encoded after a short stub conversation, and the added tokens are appended to the earlier turns. The
+    second answer, the last answer, and the last answer with tool calls or reasoning are compared with their separate
+    encoding.
     """
     encode = chat_encoding(codec, kwargs)
     encode_turn = chat_encoding(codec, {**kwargs, "tools": [_TOOL]}) if kwargs.get("tools") else encode

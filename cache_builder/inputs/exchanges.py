@@ -1,7 +1,8 @@
-"""What was asked and what was answered, from the records that other programs keep, each in its own form.
+"""Extract prompts and answers from the record formats of other programs.
 
-Understood are bodies of OpenAI's and Anthropic's calls and of their batches, LiteLLM's and Langfuse's logs, exports of
-ChatGPT and Claude, ShareGPT, and plain pairs. A form is a key and a small reader: `CONVERSATIONS`, `ASKED`, `SAID`.
+Supported are the bodies and batches of OpenAI's and Anthropic's APIs, the logs of LiteLLM and Langfuse, exports of
+ChatGPT and Claude, ShareGPT, and plain pairs. A format is a key and a small reader, see `CONVERSATIONS`, `ASKED` and
+`SAID`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,15 @@ _MOST_DEPTH: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """``asked`` : text, messages or token ids; None where it is not known. ``said`` : every answer, as text or as the
-    assistant's message; of a conversation none, its answers are among its messages. ``tools`` : as OpenAI has them.
-    ``template_kwargs`` : as the request had them, of any type."""
+    """A prompt with its answers.
+
+    Attributes:
+        asked: The prompt as text, messages or token ids. None: unknown.
+        said: Every answer, as text or as an assistant message. Empty for a conversation, whose messages include the
+            answers.
+        tools: The tools in OpenAI's format.
+        template_kwargs: The chat template's variables as the request had them, of any type.
+    """
 
     asked: str | Sequence[Any] | None
     said: tuple[str | Message, ...] = ()
@@ -39,11 +46,11 @@ class Exchange:
 
 
 _LISTS: Final = ("samples", "data", "runs", "results", "items", "records", "entries", "rows")
-"""By what a file that is one object calls the list of its records."""
+"""The names under which a file with a single object keeps its list of records."""
 
 
 def records_within(line: Mapping[str, Any], depth: int = 0) -> tuple[str, list[Mapping[str, Any]]] | None:
-    """The list of records that an object holds, and its name; None if there is none, or if it is not clear which."""
+    """Return the list of records in an object, with its name, or None if there is none or more than one candidate."""
     lists = {key: value for key, value in line.items() if _is_list_of_objects(value)}
     key = next((name for name in _LISTS if name in lists), next(iter(lists)) if len(lists) == 1 else None)
     if key is not None:
@@ -54,15 +61,19 @@ def records_within(line: Mapping[str, Any], depth: int = 0) -> tuple[str, list[M
 
 
 def _is_list_of_objects(value: Any) -> bool:
-    """Whether a value is a list of objects, and not of messages."""
+    """Return whether a value is a list of objects that are not messages."""
     is_list = isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
     return is_list and not all("role" in each for each in value)
 
 
 def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
-    """Those of a record; None where nothing of it is understood. One without an answer has no ``said``.
+    """Extract the prompts and answers of a record.
 
-    Raises RequestError for a record that is known and not read.
+    Returns:
+        One exchange for each prompt; its ``said`` is empty if there is no answer. None: the format is unknown.
+
+    Raises:
+        RequestError: The format is known but not supported.
     """
     if (spans := spans_in(line)) is not None:
         if any(map(is_openinference, spans)):
@@ -127,7 +138,7 @@ _REFUSED: Final = (
     ({"answer_id", "choices"}, "an answer of MT-bench without its question", "conversations"),
     ({"parent_id", "role", "text"}, "a message of a tree such as OpenAssistant's", "whole conversations"),
 )  # fmt: skip
-"""Fields of records that are known and not read, what these are, and what can be given instead."""
+"""The fields of formats that are known but not supported, their names, and what users can do instead."""
 
 
 def _refusal(what: str, instead: str) -> RequestError:
@@ -135,7 +146,7 @@ def _refusal(what: str, instead: str) -> RequestError:
 
 
 def _only_conversation(line: Mapping[str, Any]) -> list[Any] | None:
-    """The one list of messages of a record, whatever it is called; None if there is none, or more than one."""
+    """Return the only list of messages in a record, under any name; None if there is none or more than one."""
     found = [
         value for value in line.values()
         if isinstance(value, list) and value and all(_has(each, "role") and len(each) > 1 for each in value)
@@ -144,7 +155,7 @@ def _only_conversation(line: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _repeats(last: Sequence[Any], answer: str | Message) -> bool:
-    """Whether the last message is the answer, so that a record's messages are the whole conversation."""
+    """Return whether the last message is the answer itself, so that the messages are the whole conversation."""
     text = answer if isinstance(answer, str) else answer["content"]
     return any(_has(each, "role", "content") and each["role"] == "assistant" and _text_of(each["content"]) == text
                for each in last)  # fmt: skip
@@ -160,7 +171,7 @@ _ROLES: Final = {
 
 
 def _sharegpt(line: Mapping[str, Any]) -> Any:
-    """``from`` and ``value``."""
+    """Convert ShareGPT's turns, which have the fields ``from`` and ``value``."""
     turns = line["conversations"]
     if not isinstance(turns, list):
         return turns
@@ -180,7 +191,7 @@ _CALLERS: Final = ("function_call", "tool_call")
 
 
 def _calls_in(value: Any) -> list[dict[str, Any]]:
-    """The calls of functions that a text is, as JSON; none if it is anything else."""
+    """Parse a text that consists of function calls in JSON; returns an empty list for any other text."""
     parsed = _parsed(value.strip()) if isinstance(value, str) else value
     calls = parsed if isinstance(parsed, list) else [parsed]
     if not all(_has(call, "name") for call in calls):
@@ -189,13 +200,13 @@ def _calls_in(value: Any) -> list[dict[str, Any]]:
 
 
 def _claude(line: Mapping[str, Any]) -> Any:
-    """Claude's export: ``sender`` and ``text``; newer ones leave the text to ``content``."""
+    """Convert an export of Claude: ``sender`` with ``text``, or with ``content`` in newer exports."""
     turns = [turn for turn in line["chat_messages"] if isinstance(turn, dict) and "sender" in turn]
     return _joined((turn["sender"], turn.get("text") or _text_of(turn.get("content"))) for turn in turns)
 
 
 def _chatgpt(line: Mapping[str, Any]) -> Any:
-    """ChatGPT's export, a tree of messages: the branch that was shown last."""
+    """Convert an export of ChatGPT, a tree of messages, along the branch that was shown last."""
     nodes = {key: node for key, node in line["mapping"].items() if isinstance(node, dict)}
     at, branch, seen = line.get("current_node"), list[tuple[Any, str]](), set[str]()
     if not isinstance(at, str) or at not in nodes:
@@ -217,7 +228,7 @@ def _chatgpt(line: Mapping[str, Any]) -> Any:
 CONVERSATIONS: Final[tuple[tuple[str, tuple[type, ...], Callable[[Mapping[str, Any]], Any]], ...]] = (
     ("mapping", (dict,), _chatgpt), ("chat_messages", (list,), _claude), ("conversations", (list, dict), _sharegpt),
 )  # fmt: skip
-"""By what exports call them, of what types, and who reads them."""
+"""The key of each export format, the types of its value, and its reader."""
 
 
 def _named(role: Any, content: Any) -> Message:
@@ -225,7 +236,7 @@ def _named(role: Any, content: Any) -> Message:
 
 
 def _joined(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
-    """What people read: without what tools said, and what one side said in several pieces as one message."""
+    """Convert the turns of a chat log: tool messages are dropped, and consecutive turns of one role are joined."""
     found: list[dict[str, Any]] = []
     for role, text in turns:
         message = _named(role, text)
@@ -244,19 +255,19 @@ _CALLS: Final = ("request", "params", "body", "request_body", "requestBody", "pr
 ASKED: Final = (
     "request", "params", "body", "request_body", "requestBody", "messages", "prompt", "input", "proxy_server_request",
 )  # fmt: skip
-"""By what records call it; the first under which something is asked."""
+"""The keys under which records keep the prompt; the first that contains one is used."""
 _PLAIN: Final = ("messages", "prompt", "input")
 
 
 def _asks(line: Mapping[str, Any], key: str) -> bool:
-    """Whether something is asked there: ``params`` and ``body`` mean other things to other programs."""
+    """Return whether the value of ``key`` is a prompt; other programs use ``params`` and ``body`` for other things."""
     if key in _PLAIN or (key == "request" and isinstance(line[key], str)):
         return True
     return not isinstance(_parsed(line[key]), str) and _asked_in(line, key)[0] is not None
 
 
 def _asked_in(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]]:
-    """What a record asks under ``key``, and what its template is given."""
+    """Return the prompt of a record under ``key``, and the variables of its chat template."""
     if key in ("messages", "prompt"):
         value = line[key]
         parsed = _parsed(value) if key == "messages" else value
@@ -275,7 +286,7 @@ def _asked_in(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _text_or_ids(value: Any) -> Any:
-    """OpenAI's prompt: a text, or a list of one, or ids."""
+    """Return the prompt of a completion request: a text, a list of one text, or token ids."""
     return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
 
 
@@ -291,7 +302,7 @@ def _template(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> Any:
-    """In the form of chat completions, from that of Anthropic's messages or OpenAI's responses."""
+    """Convert a tool of Anthropic's messages or OpenAI's responses to the format of chat completions."""
     if not _has(tool, "name"):
         return tool
     parameters = tool.get("input_schema", tool.get("parameters", {}))
@@ -300,8 +311,10 @@ def _tool(tool: Any) -> Any:
 
 
 def _turns(messages: Any, body: Mapping[str, Any], name: str = "messages") -> Any:
-    """Messages of chat completions, from those of Anthropic, of LangChain or items of OpenAI's responses too; else what
-    was given. ``name`` : of the field that holds them. Raises RequestError."""
+    """Convert messages of Anthropic or LangChain, or items of OpenAI's responses, to those of chat completions.
+
+    Other values are returned unchanged. ``name`` is the field that contains them, for messages. Raises RequestError.
+    """
     if not isinstance(messages, list):
         return messages
     system = body.get("system") or body.get("instructions")
@@ -353,11 +366,11 @@ def _turn(message: Message) -> Iterator[Any]:
 
 
 _LANGCHAIN: Final = {"system": "system", "tool": "tool"}
-"""Types of LangChain's messages, beside those that are roles elsewhere."""
+"""The types of LangChain's messages that are not roles elsewhere."""
 
 
 def _part(part: Any) -> Any:
-    """A part of a content, with its text where chat completions have it."""
+    """Convert a part of a content, so that its text is where chat completions have it."""
     if not _has(part, "type") or part["type"] not in _TEXTS or "text" in part:
         return part
     return {**part, "text": part.get("value", part.get("content"))}
@@ -378,13 +391,13 @@ def _call(block: Message, id_key: str, arguments_key: str) -> dict[str, Any]:
 
 
 def _message(role: str, text: str, calls: Sequence[Any], thought: str) -> dict[str, Any]:
-    """A message with what it has."""
+    """Return a message with the fields that are not empty."""
     has = {"tool_calls": calls, "reasoning_content": thought}
     return {"role": role, "content": text, **{name: value for name, value in has.items() if value}}
 
 
 def _text_of(content: Any) -> str:
-    """The text of a content's parts, in lines."""
+    """Join the text parts of a content with line feeds."""
     if isinstance(content, str):
         return content
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
@@ -392,7 +405,7 @@ def _text_of(content: Any) -> str:
 
 
 def _instruction(line: Mapping[str, Any]) -> list[Any] | None:
-    """The messages of Alpaca's fields, and of Dolly's and OpenOrca's: an instruction, a blank line and its input."""
+    """Convert the fields of Alpaca, Dolly and OpenOrca: the instruction, a blank line and its input."""
     text = line.get("instruction") or line.get("question")
     if not isinstance(text, str):
         return None
@@ -410,16 +423,18 @@ def _instruction(line: Mapping[str, Any]) -> list[Any] | None:
 # -- what was said ----------------------------------------------------------------------------------------------------
 
 SAID: Final = ("response", "completion", "result", "output", "response_body", "responseBody", "choices")
-"""By what records call it; the first that is there. With the last the record is itself a response."""
+"""The keys under which records keep the answer; the first that exists is used. The last keys belong to records that are
+themselves a response.
+"""
 _NO_MODEL: Final = (
     "SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL",
 )  # fmt: skip
-"""Langfuse's observations of something else."""
+"""The types of Langfuse's observations that are not model calls."""
 _ONE_TEXT: Final = ("text", "completion", "content", "response", "output")
 
 
 def said_in(value: Any, depth: int = 0) -> list[str | Message]:
-    """The answers in a response, of whatever form: texts and messages; none where there is none. O(its size)."""
+    """Return the answers in a response of any format, as texts and messages. O(size)."""
     parsed = _parsed(value)
     if depth > _MOST_DEPTH or parsed is None or is_error(parsed):
         return []
@@ -455,7 +470,7 @@ def _said_in_object(body: Mapping[str, Any], depth: int) -> list[str | Message]:
 
 
 def _one_answer(turns: Sequence[Any]) -> list[str | Message]:
-    """What the assistant thought, its messages and its calls as one message."""
+    """Join an assistant's reasoning, messages and calls into one message."""
     texts, calls, thoughts = list[str](), list[Any](), list[str]()
     for message in _turns([turn for turn in turns if isinstance(turn, dict)], {}):
         if message.get("role") == "assistant":
@@ -480,7 +495,7 @@ def _is_redacted(asked: Any) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    """JSON in a string, as exports have it; any other text as it is."""
+    """Parse JSON in a string, as exports have it; other text is returned unchanged."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
             return json.loads(value)
@@ -490,7 +505,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _body(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Files of batches wrap the body once more, and those of HTTP hold it as text."""
+    """Unwrap the body of a request or response: batch files nest it once more, and HTTP archives keep it as text."""
     for name in ("body", "params"):
         if isinstance(part.get(name), dict):
             return part[name]  # type: ignore[no-any-return]
@@ -499,7 +514,7 @@ def _body(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text_of_body(part: Mapping[str, Any]) -> Any:
-    """The text of a body of HTTP, as gateways and archives of HTTP (HAR) keep it; None without one."""
+    """Return the text of an HTTP body as gateways and HTTP archives (HAR) keep it; None without one."""
     for name in ("body", "postData", "content"):
         value = part.get(name)
         text = value if name == "body" else value.get("text") if isinstance(value, dict) else None
@@ -509,7 +524,7 @@ def _text_of_body(part: Mapping[str, Any]) -> Any:
 
 
 def _is_there(value: Any) -> bool:
-    """Whether anything stands there: exports write nothing in many ways."""
+    """Return whether a value is not empty; exports write an empty value in many ways."""
     if isinstance(value, str):
         return value not in ("", "{}", "[]")
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)

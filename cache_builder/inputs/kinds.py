@@ -1,4 +1,4 @@
-"""What a file holds, by its first bytes: JSON, CSV, a table, text, or something that cannot be learned."""
+"""Detect the format of a file from its first bytes: JSON, CSV, a table, text, or a kind that cannot be learned."""
 
 from __future__ import annotations
 
@@ -16,21 +16,29 @@ _REFUSED: Final = (
     (0, b"Obj\x01", "an Avro file"), (0, b"FEA1", "a Feather file of version 1"),
     (0, b"%PDF-", "a PDF file"), (0, b"\x89HDF\r\n", "an HDF5 file"),
 )  # fmt: skip
-"""Where the mark of each kind stands, the mark, and what the file is."""
+"""The offset and the bytes that identify each refused kind of file, and its name."""
 _UTF_16: Final = re.compile(rb"\xff\xfe|\xfe\xff|[^\x00]\x00[^\x00]\x00|\x00[^\x00]\x00[^\x00]")
 _JSON: Final = re.compile(
     rb"""(?:[\s\x1e]|\xef\xbb\xbf)*(?:\#[^\n]*\n[\s\x1e]*)*(?:\{\s*(?:["'}]|\Z)|\[\s*(?:\{|\Z))"""
 )
-"""The beginning of a JSON object or of an array of them, behind comments too; Python's spelling, to be refused."""
+"""The beginning of a JSON object or an array of objects, after optional comments. It also matches Python's spelling,
+which is refused later with a clear message.
+"""
 _EVENTS: Final = re.compile(rb"\s*(?:(?:event|id|retry):[^\n]*\n)+data:")
 """The beginning of server-sent events."""
 _DELIMITERS: Final = ",\t;|"
 
 
 def kind_of(format: Format, beginning: bytes, shown: str) -> Format:
-    """The format of a file: the given one, or if that is "auto" the one of its decompressed ``beginning``.
+    """Return ``format``, or if it is "auto" the format of a file with this decompressed ``beginning``.
 
-    ``shown`` : the file's name in messages. Raises InputError for a kind of file that cannot be read.
+    Args:
+        format: The format that the user or the file's name gives.
+        beginning: The first bytes of the file.
+        shown: The file's name in messages.
+
+    Raises:
+        InputError: Files of this kind cannot be read.
     """
     for at, mark, what in _REFUSED:
         if beginning.startswith(mark, at):
@@ -58,7 +66,7 @@ def kind_of(format: Format, beginning: bytes, shown: str) -> Format:
 
 
 def _has_prefixed_json(line: bytes) -> bool:
-    """Whether a line ends with a JSON object that is a record, after a time, a level or the like."""
+    """Return whether a line ends with a JSON record after a prefix such as a time or a log level."""
     at = line.find(b'{"')
     try:
         value = json.loads(line[at:]) if at > 0 else None
@@ -68,12 +76,12 @@ def _has_prefixed_json(line: bytes) -> bool:
 
 
 def delimiter_of(heading: bytes) -> str:
-    """The delimiter of a CSV file with this heading."""
+    """Return the delimiter of a CSV file with this heading."""
     return max(_DELIMITERS, key=lambda each: heading.count(each.encode()))
 
 
 def is_line_by_line(beginning: bytes) -> bool:
-    """Whether a JSON file has one object a line; else it is an array, or its objects take several lines."""
+    """Return whether a JSON file has one object per line, instead of an array or objects over several lines."""
     start = beginning.removeprefix(MARK).lstrip()
     line, _, rest = start.partition(b"\n")
     line, rest = line.rstrip(), rest.lstrip()

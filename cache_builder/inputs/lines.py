@@ -1,4 +1,4 @@
-"""Text as records: JSON lines and arrays, CSV, plain text, and a batch's responses with their requests."""
+"""Read records from JSON lines, JSON arrays, CSV and plain text, and join batch responses with their requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cache_builder.inputs.streams import open_stream, readable
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _KEPT = "surrogateescape"
-"""Bytes that are no text stay what they are until their line is read: others can be used."""
+"""The error handler for decoding. Invalid bytes are kept until their line is read, so that other lines can be used."""
 _DOCUMENT_BYTES = 1 << 22
 _MOST_ARRAY_BYTES = 1 << 30
 
 
 def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterator[tuple[str, bytes]]:
-    """(where, line) of the lines that begin within bytes ``start`` .. ``stop``, with their ends."""
+    """Yield the place and the bytes of each line that begins within ``start`` .. ``stop``, with its line end."""
     at = start
     if start:  # the first line that begins there or later
         file.seek(start - 1)
@@ -41,9 +41,10 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
 
 
 def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[Record]:
-    """A record for every line that begins within bytes ``start`` .. ``stop``; for every element if the file is one JSON
-    array, and for every object if objects take several lines. Blank lines are left out. Raises InputError, and what
-    reading raises.
+    """Yield a record for every line that begins within bytes ``start`` .. ``stop``.
+
+    If the file is one JSON array, every element is a record; if objects take several lines, every object is one. Blank
+    lines are skipped. Raises InputError, and the errors of reading.
     """
     beginning = file.peek(1) if isinstance(file, io.BufferedReader) and start == 0 and stop is None else b""
     if not is_line_by_line(beginning):
@@ -65,7 +66,7 @@ def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = N
 
 
 def _elements(text: str) -> Iterator[str]:
-    """The text of each element; raises JSONDecodeError where ``text`` is no array."""
+    """Yield the text of each element of a JSON array. Raises JSONDecodeError if ``text`` is not an array."""
     decoder, at = json.JSONDecoder(), _skip(text, text.index("[") + 1)
     is_open = text[at : at + 1] != "]"
     while is_open:
@@ -81,7 +82,7 @@ def _elements(text: str) -> Iterator[str]:
 
 
 def _objects(text: str) -> Iterator[str]:
-    """The text of each of several values, one after the other; raises JSONDecodeError."""
+    """Yield the text of each of several consecutive JSON values. Raises JSONDecodeError."""
     decoder, at = json.JSONDecoder(), _skip(text, 0)
     while at < len(text):
         _, end = decoder.raw_decode(text, at)
@@ -90,12 +91,12 @@ def _objects(text: str) -> Iterator[str]:
 
 
 def _skip(text: str, at: int) -> int:
-    """Where the white space ends that begins there."""
+    """Return the position after the white space at ``at``."""
     return cast(re.Match[str], _SPACE.match(text, at)).end()
 
 
 def csv_rows(shown: str, file: IO[bytes]) -> Iterator[Record]:
-    """A record for every row, by the names of the heading; empty cells are left out. Raises InputError."""
+    """Yield a record for every row, named by the heading; empty cells are left out. Raises InputError."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     heading = text.readline(_DOCUMENT_BYTES)
     csv.field_size_limit(LONGEST_RECORD)
@@ -112,7 +113,7 @@ def csv_rows(shown: str, file: IO[bytes]) -> Iterator[Record]:
 
 
 def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[Record]:
-    """The text; beyond some 4 MB several documents, cut at ends of lines. Empty ones are left out."""
+    """Yield a text file as one document, or beyond 4 MB as several, split at line ends; empty ones are skipped."""
     held = bytearray()
     for _, line in _lines(shown, file, start, stop):
         held += line
@@ -126,12 +127,11 @@ def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = No
 Side: TypeAlias = Literal["requests", "responses"]
 
 _MOST_BYTES = 1 << 30
-"""Of the requests that are held for one file of responses; OpenAI takes 200 MB in one file."""
+"""The maximum size of the requests held in memory for one file of responses. OpenAI accepts files of 200 MB."""
 
 
 def side_of(line: Any) -> tuple[Side, str] | None:
-    """Which of the two files of a batch, OpenAI's or Anthropic's, a line is of, and its ``custom_id``; None for any
-    other."""
+    """Return whether a line is a request or a response of a batch, and its ``custom_id``; None for any other line."""
     if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
         return None
     if (isinstance(line.get("body"), dict) and "url" in line) or isinstance(line.get("params"), dict):
@@ -140,8 +140,10 @@ def side_of(line: Any) -> tuple[Side, str] | None:
 
 
 def with_requests(responses: Iterator[Record], names: Sequence[str]) -> Iterator[Record]:
-    """Every response with its request, of the first of the files ``names`` that has its ``custom_id``; one without a
-    request as it came. A file is read once those before it lack an id. Raises InputError.
+    """Join each response with the request of the same ``custom_id`` in the first of the files ``names`` that has it.
+
+    A response without a request is yielded unchanged. A file is only read if the files before it lack an id.
+    Raises InputError.
     """
     by_id: dict[str, str] = {}
     unread, num_bytes = list(names), 0
@@ -165,7 +167,7 @@ def with_requests(responses: Iterator[Record], names: Sequence[str]) -> Iterator
 
 
 def _requests_in(name: str) -> Iterator[tuple[str, str]]:
-    """``custom_id`` and text of the requests of a file."""
+    """Yield the ``custom_id`` and the text of each request in a file."""
     with readable(name), open_stream(name) as file:
         for record in json_lines(shown_name(name), file):
             side = side_of(_loaded(record.text))
@@ -174,7 +176,7 @@ def _requests_in(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it came from bytes that are."""
+    """Return whether ``text`` was decoded from valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

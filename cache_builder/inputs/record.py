@@ -1,4 +1,4 @@
-"""What reading gives: records, and the error of what cannot be read."""
+"""Records as they are read from inputs, and the error for inputs that cannot be read."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ Format: TypeAlias = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
 FORMATS: Final = get_args(Format)
 
 Progress: TypeAlias = Callable[[int], None]
-"""Is told how many bytes more were read of an input."""
+"""Called with the number of bytes read from an input since the last call."""
 
 STANDARD_INPUT: Final = "-"
 
 MARK: Final = b"\xef\xbb\xbf"
-"""Of bytes, with which some programs begin UTF-8 text."""
+"""The byte order mark with which some programs begin UTF-8 text."""
 
 LONGEST_RECORD: Final = 1 << 26
-"""Bytes of a line or an element; more is not a record but another kind of file, or a bomb."""
+"""The maximum size of a line or an element in bytes. A longer one is a file of another kind, or a decompression bomb.
+"""
 
 
 class InputError(SSDError):
-    """An input cannot be read or understood; the message begins with the file and, where there is one, the line."""
+    """An input that cannot be read or understood. The message begins with the file and, if known, the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One document, line, row or exchange. ``where`` is "file" or "file:line", for messages.
+    """A document, line, row or exchange.
 
-    ``line`` : the fields where they are known already, as of a table's row; then ``text`` is empty.
+    Attributes:
+        where: "file" or "file:line", for messages.
+        text: The text of the record; empty if ``line`` is given.
+        line: The fields of a record that is parsed already, such as a table's row.
     """
 
     where: str
@@ -43,7 +47,7 @@ class Record:
 
 
 def shown_name(name: str) -> str:
-    """An input as messages call it."""
+    """Return the name of an input for messages."""
     return "standard input" if name == STANDARD_INPUT else name
 
 
@@ -54,7 +58,7 @@ COLUMNS = (
     "instruction", "question", "context", "history", "instructions", "system", "system_prompt", "type",
     "tools", "model_parameters", "modelParameters", "optional_params", "chat_template_kwargs",
 )  # fmt: skip
-"""What of a table is read."""
+"""The columns of a table that are read."""
 _SETS = (
     {"text"}, {"prompt", "completion"}, {"messages"}, {"messages", "completion"}, {"token_ids"},
     {"token_ids", "prompt_length"},
@@ -64,7 +68,7 @@ _MISSING: Final = object()
 
 
 def at_path(line: Any, path: str, missing: Any = None) -> Any:
-    """What stands in a field, ``a.b`` and ``a.0`` for nested ones; ``missing`` where there is nothing."""
+    """Return the value of a field, with ``a.b`` and ``a.0`` for nested ones, or ``missing`` if it does not exist."""
     if isinstance(line, Mapping) and path in line:
         return line[path]
     for name in path.split("."):
@@ -79,14 +83,19 @@ def at_path(line: Any, path: str, missing: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """``names`` : of ours, how the records call it. ``others`` : what is to be read of tables beside."""
+    """The names of the records' fields.
+
+    Attributes:
+        names: Maps our names to the names in the records.
+        others: Additional columns to read from tables.
+    """
 
     names: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, options: Iterable[str]) -> FieldNames:
-        """From ``OURS=THEIRS``, or ``THEIRS`` alone for the whole text; raises ConfigError."""
+        """Parse options of the form ``OURS=THEIRS``, or ``THEIRS`` for the whole text. Raises ConfigError."""
         names: dict[str, str] = {}
         for option in options:
             ours, equals, theirs = option.partition("=")
@@ -102,7 +111,10 @@ class FieldNames:
         return cls(names)
 
     def of(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A record with our names, without what else might be taken for the same; itself where it lacks a named one."""
+        """Return a record with our names and without fields that could be confused with them.
+
+        The record is returned unchanged if it lacks a field that was named.
+        """
         found = {ours: at_path(line, theirs, _MISSING) for ours, theirs in self.names.items()}
         if not found or any(value is _MISSING for value in found.values()):
             return line
@@ -110,7 +122,7 @@ class FieldNames:
         return {**{key: value for key, value in line.items() if key not in (*_WHOLE, *taken)}, **found}
 
     def columns(self) -> frozenset[str]:
-        """Of a table's columns those that may be of use."""
+        """The columns of a table that may be used."""
         return frozenset(
             (*self.names.values(), *(path.partition(".")[0] for path in self.names.values()), *self.others, *COLUMNS)
         )

@@ -1,4 +1,4 @@
-"""Reading what people have, in any of the formats, to records and to the token ids of requests."""
+"""Read files of any supported format as records, and encode records as token ids."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from ssd.text.messages import normalize_messages
 def read_sources(
     sources: Iterable[Source], progress: Progress, fields: FieldNames = AS_WE_CALL_THEM
 ) -> Iterator[Record]:
-    """The records of all ``sources``, one after the other; raises InputError."""
+    """Yield the records of all ``sources``, one source after the other. Raises InputError."""
     return chain.from_iterable(read_part(source, progress, fields) for source in sources)
 
 
 def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_THEM) -> Iterator[Record]:
-    """The records of a file or a part of one, in order; raises InputError.
+    """Yield the records of a file or of a part of it, in order. Raises InputError.
 
-    A text file is one document; beyond some 4 MB it becomes several, cut at ends of lines. Empty ones and blank lines
-    are left out.
+    A text file is one document; if it exceeds 4 MB it is several, split at line ends. Empty documents and blank lines
+    are skipped.
     """
     with readable(part.name):
         if part.format == "parquet":
@@ -67,7 +67,7 @@ def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_
 
 
 def _unwrapped(records: Iterator[Record], fields: FieldNames) -> Iterator[Record]:
-    """``records``; if there is only one, and nothing of it is understood, the records of the list that it holds."""
+    """Yield ``records``, or if there is a single record of unknown format the records of the list in it."""
     beginning = list(islice(records, 2))
     if len(beginning) == 1 and (within := _within(beginning[0], fields)):
         name, lines = within
@@ -86,8 +86,13 @@ def _within(record: Record, fields: FieldNames) -> tuple[str, list[Mapping[str, 
 
 
 class Found(NamedTuple):
-    """The sequences of a record, and what it lacked: ``has_prompt`` False where only an answer is known, ``has_answer``
-    False where there is none, so that there are no sequences either. A document has neither to lack."""
+    """The sequences of a record, and its missing parts.
+
+    Attributes:
+        examples: The encoded sequences.
+        has_prompt: False if the record contains only an answer.
+        has_answer: False if the record contains no answer; then there are no sequences.
+    """
 
     examples: Sequence[Example | Answer]
     has_prompt: bool = True
@@ -95,7 +100,7 @@ class Found(NamedTuple):
 
 
 def examples_of(record: Record, codec: TextCodec, fields: FieldNames = AS_WE_CALL_THEM) -> Found:
-    """The sequences of one record, which calls them by ``fields``; raises InputError, which names its place."""
+    """Encode the sequences of a record, whose fields ``fields`` names. Raises InputError with the record's place."""
     if not record.is_json:
         return Found([codec.encode_text_example(record.text)])
     line = line_of(record)
@@ -106,7 +111,7 @@ def examples_of(record: Record, codec: TextCodec, fields: FieldNames = AS_WE_CAL
 
 
 def usable_in(record: Record, codec: TextCodec, fields: FieldNames, *, skip_invalid: bool) -> Found | None:
-    """As `examples_of`; None for a line that cannot be used where such are left out."""
+    """Call `examples_of`; with ``skip_invalid`` return None for a record that cannot be used."""
     try:
         return examples_of(record, codec, fields)
     except InputError:
@@ -116,7 +121,7 @@ def usable_in(record: Record, codec: TextCodec, fields: FieldNames, *, skip_inva
 
 
 def line_of(record: Record) -> Mapping[str, Any]:
-    """The fields of a record that is JSON, or a row; raises InputError."""
+    """Return the fields of a record that is JSON or a row. Raises InputError."""
     if record.line is not None:
         return record.line
     try:
@@ -186,7 +191,7 @@ def _template_kwargs(exchange: Exchange, where: str) -> dict[str, Any]:
 
 
 def _as_they_are(line: Mapping[str, Any], where: str, codec: TextCodec) -> Example:
-    """Token ids that some other program made with this tokenizer."""
+    """Return an example from token ids that another program made with this tokenizer."""
     token_ids = _ids(line["token_ids"], where, codec)
     length = line.get("prompt_length", 0)
     if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(token_ids):

@@ -1,4 +1,4 @@
-"""Sessions of coding agents, a part of a turn on each line, as conversations: those of Claude Code and of Codex."""
+"""Read sessions of the coding agents Claude Code and Codex, which log parts of a turn per line, as conversations."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _CODEX_ITEMS: Final = (
 )  # fmt: skip
 
 _OTHERS: Final = (*ASKED, *SAID, "text")
-"""Fields that a line of a session has not."""
+"""Fields that a line of a session does not have."""
 
 Line = Mapping[str, Any]
 
 
 def is_session(line: bytes | str) -> bool:
-    """Whether a line, the first of a file, is of a session."""
+    """Return whether ``line``, the first of a file, begins a session."""
     return _reader_of(_loaded(line.removeprefix(MARK) if isinstance(line, bytes) else line)) is not None
 
 
 def with_sessions(records: Iterator[Record]) -> Iterator[Record]:
-    """The conversations if ``records`` are the lines of a session, by the first of them; else ``records``.
+    """Yield the conversations if the first of ``records`` begins a session, else ``records``.
 
-    A line that is not JSON stays a record. Raises InputError for a session of more than 1 GiB.
+    A line that is not JSON remains a record. Raises InputError for a session of more than 1 GiB.
     """
     first = next(records, None)
     if first is None:
@@ -76,10 +76,10 @@ def _loaded(text: bytes | str) -> Any:
 
 
 def _claude(lines: list[Line]) -> Iterator[dict[str, Any]]:
-    """A conversation for each root: the session, what follows each summary, and each agent that it ran.
+    """Yield a conversation for the session, one for the text after each summary, and one for each subagent.
 
-    Where the user went back, the branch that was given up is left out; messages are in the order of the file, because
-    calls that run at once are siblings.
+    If the user went back, the abandoned branch is left out. Messages keep the order of the file, because parallel calls
+    are siblings in the tree.
     """
     parents = {line["uuid"]: line.get("parentUuid") for line in lines if isinstance(line.get("uuid"), str)}
     roots: dict[str, str] = {}
@@ -115,7 +115,7 @@ def _claude(lines: list[Line]) -> Iterator[dict[str, Any]]:
 
 
 def _codex(lines: list[Line]) -> Iterator[dict[str, Any]]:
-    """The session, and what follows each time that it was made shorter."""
+    """Yield a conversation for the session, and one for the text after each compaction."""
     begin: dict[str, Any] = {}
     items: list[Any] = []
     for line in lines:
@@ -134,7 +134,7 @@ def _codex(lines: list[Line]) -> Iterator[dict[str, Any]]:
 
 
 def _codex_item(item: Line) -> Line:
-    """An item as OpenAI's responses have it; calls of other kinds are calls of functions."""
+    """Convert an item to OpenAI's responses format; calls of other kinds become function calls."""
     kind = item.get("type")
     if kind in ("custom_tool_call", "local_shell_call"):
         name, given = item.get("name", "local_shell"), item.get("action", {"input": item.get("input")})

@@ -1,4 +1,4 @@
-"""From what is named on a command line to the files that are read, in order, and to the parts of large ones."""
+"""Resolve the inputs of a command line to files in order, and divide large files into parts."""
 
 from __future__ import annotations
 
@@ -24,23 +24,28 @@ _FORMATS: dict[str, Format] = {
     ".tsv": "csv", ".arrow": "arrow", ".feather": "arrow",
     **dict.fromkeys((".traj", ".txt", ".text", ".md", ".rst", ".log"), "auto"),
 }  # fmt: skip
-"""The format of a file by its name; "auto" is decided by what the file holds."""
+"""The format of a file by its suffix; "auto" is decided by the content."""
 _ROTATED = re.compile(r"[.-]\d[\d.T_-]*$")
-"""The number or the date in the name of a log that another one has followed."""
+"""The number or the date at the end of a rotated log's name."""
 _PEEKED = 1 << 16
 _MOST_PEEKED_FILES = 1024
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "updated")
 _SWELLS = 4
-"""What compressed text is taken for, in its own bytes."""
+"""The assumed ratio of uncompressed to compressed size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file, or a range of it: bytes of text and lines, or row groups; ``stop`` None: its end.
+    """A file or a range of it, in bytes for text and lines, or in row groups.
 
-    ``size`` : bytes of the file, None where it is not known. ``stamp`` : changes when the file does or one of its
-    ``requests``, and every time where nobody can tell. ``requests`` : of a batch's responses the files of requests, the
-    likeliest first.
+    Attributes:
+        name: The path or the URL.
+        format: The format.
+        size: The size of the file in bytes. None: unknown.
+        stamp: Changes when the file or one of ``requests`` changes, and on every run if changes cannot be detected.
+        start: The first byte or row group.
+        stop: The end of the range. None: the end of the file.
+        requests: For responses of a batch, the files with their requests, the most likely first.
     """
 
     name: str
@@ -53,10 +58,10 @@ class Source:
 
 
 def find_sources(names: Sequence[str], format: Format = "auto") -> list[Source]:
-    """The files of ``names`` in their order: files, patterns, directories (sorted), URLs, and - for standard input.
+    """Resolve files, patterns, directories (sorted), URLs, and - for standard input, to files in order.
 
-    Each once. Of directories the files of known kinds. A batch's requests are no file of their own where its responses
-    are there. Raises InputError.
+    Each file is returned once. In directories only files of known formats are returned. The requests of a batch are
+    joined with its responses if both exist. Raises InputError.
     """
     found: dict[str, Source] = {}
     for name in names:
@@ -131,7 +136,7 @@ def _remote_file(name: str, entry: dict[str, Any], format: Format) -> Source:
 
 
 def _bare(name: str) -> str:
-    """The name without the suffixes of a compression and of a rotation, and without a URL's query."""
+    """Return the name without the suffixes of compression and rotation, and without a URL's query."""
     if is_url(name):
         name = name.partition("?")[0]
     for suffix in COMPRESSED:
@@ -140,14 +145,16 @@ def _bare(name: str) -> str:
 
 
 def _is_known(inside: str) -> bool:
-    """Of a file in a directory: neither it nor a directory in between is hidden, or another program's own."""
+    """Return whether a file in a directory is used: no part of its path is hidden or generated."""
     is_hidden = any(part.startswith((".", "_")) for part in Path(inside).parts)
     return not is_hidden and Path(_bare(inside)).suffix.lower() in _FORMATS
 
 
 def _is_card(name: str) -> bool:
-    """Whether a file describes the data set in whose directory it lies: Hugging Face's, or a README with a heading of
-    YAML. Raises InputError."""
+    """Return whether a file describes a data set: a Hugging Face card, or a README with a YAML heading.
+
+    Raises InputError.
+    """
     last = name.rpartition("/")[2].lower()
     if last == "readme.md":
         with readable(name), open_raw(name) as file:
@@ -160,10 +167,10 @@ def _format_of(name: str, format: Format) -> Format:
 
 
 def _with_requests(sources: list[Source]) -> list[Source]:
-    """Batches joined: each file of responses with all files of requests, the i-th with the i-th above all.
+    """Join each file of batch responses with all files of requests, the i-th responses preferring the i-th requests.
 
-    With that one alone where files of requests begin with the same ``custom_id``: others number theirs alike. Raises
-    InputError where it is not clear which that is.
+    If several files of requests begin with the same ``custom_id``, only the i-th one is used, because programs number
+    their requests alike. Raises InputError if the right file is unclear.
     """
     lines = [source for source in sources if source.format == "jsonl" and is_regular(source.name)]
     if not 2 <= len(lines) <= _MOST_PEEKED_FILES:
@@ -203,15 +210,15 @@ def _side(name: str) -> tuple[Side, str] | None:
 
 
 def weight_of(source: Source) -> int:
-    """Bytes of text that a file is likely to hold, at least 1."""
+    """Return the estimated number of bytes of text in a file, at least 1."""
     size = source.size or 0
     return max(1, size * _SWELLS if source.name.endswith(COMPRESSED) or source.format == "parquet" else size)
 
 
 def parts_of(source: Source, part_weight: int) -> list[tuple[Source, int]]:
-    """The file as parts of some ``part_weight`` bytes of text, with their weights; as one where it cannot be cut.
+    """Divide a file into parts of about ``part_weight`` bytes of text, and return them with their weights.
 
-    Compressed files, JSON arrays, batches, standard input and what is on a web server cannot. Raises InputError.
+    Compressed files, JSON arrays, batches, standard input and files on web servers are not divided. Raises InputError.
     """
     weight = weight_of(source)
     can_be_cut = (
@@ -231,7 +238,7 @@ def parts_of(source: Source, part_weight: int) -> list[tuple[Source, int]]:
 
 
 def _kind_of(source: Source) -> Format | None:
-    """The format of a file that can be cut; None for any other."""
+    """Return the format of a file that can be divided; None for any other file."""
     if source.format == "parquet":
         return source.format
     with readable(source.name), open_raw(source.name) as raw, open_stream(source.name) as file:

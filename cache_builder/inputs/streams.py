@@ -1,4 +1,4 @@
-"""Bytes of an input, wherever it lies, decompressed on the way."""
+"""Open inputs from any location as streams of decompressed bytes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _BUFFER = 1 << 18
 
 
 def is_url(name: str) -> bool:
-    """Whether ``name`` is for fsspec: ``scheme://...``."""
+    """Return whether ``name`` is a URL for fsspec, ``scheme://...``."""
     scheme, mark, _ = name.partition("://")
     return bool(mark) and scheme.replace("+", "").replace("-", "").isalnum()
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The fsspec file system of ``url`` and the path there; raises InputError."""
+    """Return the fsspec file system of ``url`` and the path in it. Raises InputError."""
     try:
         import fsspec
     except ModuleNotFoundError:
@@ -44,7 +44,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def is_regular(name: str) -> bool:
-    """Whether it can be read again and from any place by other processes: no pipe, no standard input."""
+    """Return whether other processes can read the file from any position: it is no pipe or standard input."""
     if name == STANDARD_INPUT:
         return False
     return not name.startswith("memory://") if is_url(name) else stat.S_ISREG(Path(name).stat().st_mode)
@@ -52,7 +52,7 @@ def is_regular(name: str) -> bool:
 
 @contextmanager
 def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator[io.BufferedReader]:
-    """The bytes as they lie there; raises InputError where they cannot be opened, OSError while they are read."""
+    """Open the stored bytes. Raises InputError if they cannot be opened; reading raises OSError."""
     if name == STANDARD_INPUT:
         yield _buffered(sys.stdin.buffer, progress)
         return
@@ -72,9 +72,9 @@ def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator
 
 @contextmanager
 def open_stream(name: str, progress: Progress = lambda num_bytes: None) -> Iterator[io.BufferedReader]:
-    """The bytes decompressed, if the name or the first bytes are those of a compression. Raises as ``open_raw``.
+    """Open the bytes, decompressed if the name or the first bytes indicate a compression. Raises as `open_raw`.
 
-    Memory is bounded, however far a stream swells. Reading what is damaged or ends too early raises InputError.
+    Memory is bounded for any compression ratio. Reading damaged or truncated data raises InputError.
     """
     with open_raw(name, progress) as raw:
         begin = raw.peek(8)
@@ -85,7 +85,7 @@ def open_stream(name: str, progress: Progress = lambda num_bytes: None) -> Itera
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Turn what reading ``name`` raises into one InputError."""
+    """Convert the errors of reading ``name`` to InputError."""
     shown = shown_name(name)
     try:
         yield
@@ -106,7 +106,7 @@ def _buffered(file: IO[bytes], progress: Progress) -> io.BufferedReader:
 
 
 class _Forward(io.RawIOBase):
-    """What is read forwards only."""
+    """A raw stream that can only be read forwards."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -121,7 +121,7 @@ class _Forward(io.RawIOBase):
 
 
 class _Counted(_Forward):
-    """Tells ``progress`` what is read through it; errors of drivers become OSError."""
+    """Reports the bytes read to ``progress``, and converts the errors of drivers to OSError."""
 
     def __init__(self, raw: IO[bytes], progress: Progress) -> None:
         super().__init__(raw)
@@ -148,11 +148,11 @@ class _Counted(_Forward):
 
 
 _DAMAGE: Final = ("ZSTD", "zlib", "bz2", "LZ4", "Truncated")
-"""Words of pyarrow's errors about damaged data."""
+"""Words in pyarrow's messages about damaged data."""
 
 
 class _Unpacked(_Forward):
-    """Members or frames one after the other, in pieces of a bounded size. ``kind`` : see ``_COMPRESSIONS``."""
+    """Decompresses consecutive members or frames in chunks of a bounded size."""
 
     def __init__(self, raw: io.BufferedReader, name: str, kind: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Responses as gateways keep them: streams are joined to one body, and error pages are told from answers."""
+"""Read responses as gateways store them: join streams into one body, and tell error pages from answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ERROR_PAGE: Final = re.compile(
     r"|[45]\d\d[ :-]+(?:page )?(?:bad request|unauthorized|forbidden|not found)\W*\Z)",
     re.IGNORECASE | re.DOTALL,
 )
-"""What Envoy, nginx, Cloudflare and others answer when the server behind them does not."""
+"""The error pages of Envoy, nginx, Cloudflare and others."""
 _ERROR_KEYS: Final = frozenset(
     ("error", "detail", "message", "code", "status", "status_code", "type", "param", "object", "request_id", "path",
      "timestamp", "success")
@@ -30,7 +30,7 @@ _GROWING: Final = ("content", "text", "arguments", "reasoning_content", "reasoni
 
 
 def is_error(response: Any) -> bool:
-    """Whether a response says that a call failed: an error page, an error body, or a status of 400 and more."""
+    """Return whether a response reports a failed call: an error page, an error body, or a status of 400 or more."""
     if isinstance(response, str):
         return _ERROR_PAGE.match(response) is not None
     if not isinstance(response, Mapping):
@@ -48,7 +48,7 @@ def is_error(response: Any) -> bool:
 
 
 def chunks_in(value: Any) -> list[Mapping[str, Any]] | None:
-    """The chunks of a streamed response, from the text of the stream or from a list of them; None for anything else."""
+    """Return the chunks of a streamed response, from its text or from a list; None for any other value."""
     if isinstance(value, str):
         if not _STREAM.match(value):
             is_json = value[:1] == "{" and "\n{" in value  # a line for each chunk
@@ -79,7 +79,7 @@ def _is_chunk(value: Mapping[str, Any]) -> bool:
 
 
 def joined(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The body that a stream would have been without streaming: OpenAI's, Anthropic's or Ollama's. O(characters)."""
+    """Join the chunks to the body of an unstreamed response of OpenAI, Anthropic or Ollama. O(characters)."""
     body: dict[str, Any] = {}
     for chunk in chunks:
         kind, index = chunk.get("type"), chunk.get("index")
@@ -103,7 +103,7 @@ def joined(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _add(whole: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Add a piece: texts grow, elements of lists are told apart by their index, and all else is replaced."""
+    """Merge a chunk into the body: texts are appended, list elements matched by index, other values replaced."""
     for key, value in more.items():
         if isinstance(value, Mapping):
             _add(_inner(whole, key), value)
@@ -120,7 +120,7 @@ def _add(whole: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 class _Pieces(list[str]):
-    """The pieces of a text."""
+    """The chunks of a text."""
 
 
 class _Elements(dict[Any, Any]):
@@ -135,7 +135,7 @@ def _inner(whole: dict[Any, Any], key: Any, kind: type[dict[Any, Any]] = dict) -
 
 
 def _listed(value: Any) -> Any:
-    """JSON again, without pieces."""
+    """Convert the merged values to plain JSON values."""
     if isinstance(value, _Pieces):
         return "".join(value)
     if isinstance(value, _Elements):
@@ -144,5 +144,5 @@ def _listed(value: Any) -> Any:
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
-    """``value``, or an empty one if it is something else."""
+    """Return ``value``, or an empty mapping if it is not a mapping."""
     return value if isinstance(value, dict) else {}
