@@ -1,1 +1,1 @@
-"""Text to token ids and back: ``codec`` for whole texts, ``stream`` for text that is still being generated."""
+"""Convert between text and token ids: ``codec`` for complete texts, ``stream`` for text that is being generated."""

@@ -1,4 +1,4 @@
-"""Other ways to write an assistant's tool calls and their results, for templates that refuse them or leave them out."""
+"""Equivalent forms of tool calls and their results, for chat templates that refuse or drop the usual form."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from typing import Any, NamedTuple
 from ssd.text.messages import Message, hermes_calls, ways_to_say
 
 WriteCalls = Callable[[Sequence[Mapping[str, Any]]], str]
-"""Writes functions, each with ``name`` and ``arguments``, as the model itself writes calls."""
+"""Writes function calls, each with ``name`` and ``arguments``, in the model's own format."""
 
 
 class Variant(NamedTuple):
-    """A conversation that says the same in other messages. ``one_call_each`` : no message has several calls."""
+    """An equivalent conversation.
+
+    Attributes:
+        messages: The messages.
+        one_call_each: Whether no message has more than one call.
+    """
 
     messages: list[Message]
     one_call_each: bool = False
 
 
 def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Variant]:
-    """The conversation as it is, then in other messages, the least changed first; every variant once.
+    """Yield the conversation, then equivalent conversations, the least changed first and each one once.
 
-    In turn: a call's text in a message before it; one message for each call, followed by its result; results as the
-    user's messages; calls as text. Arguments that are no object become one with the key "arguments". All of this in
-    every way of `ways_to_say`. Their order and number depend on roles, and on which parts there are, alone.
+    The changes are, in order: the text beside a call becomes a message before it; each call becomes a message of its
+    own, followed by its result; results become user messages; calls become text. Arguments that are not an object are
+    wrapped in one with the key "arguments". Each of these is combined with every form of `ways_to_say`. The order and
+    the number of variants depend only on the roles and on which parts exist.
     """
     seen: list[list[Message]] = []
     for arrangement, one_call_each in _arrangements(messages, write_calls):
@@ -37,7 +43,7 @@ def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Varia
 
 
 def _arrangements(messages: list[Message], write_calls: WriteCalls) -> Iterator[tuple[list[Message], bool]]:
-    """Each with whether no message of it has several calls. Nothing is made before it is needed."""
+    """Yield each arrangement of the messages, with whether each message has at most one call. Evaluated lazily."""
     yield messages, False
     yield _text_apart(messages), False
     yield _one_call_each(messages), True
@@ -50,18 +56,18 @@ def _arrangements(messages: list[Message], write_calls: WriteCalls) -> Iterator[
 
 
 def functions_of(message: Message) -> list[Mapping[str, Any]]:
-    """The functions that a message calls; malformed calls are left out."""
+    """Return the functions that a message calls, without malformed calls."""
     functions = [call.get("function") for call in message.get("tool_calls", ())]
     return [function for function in functions if isinstance(function, Mapping)]
 
 
 def has_object_arguments(function: Mapping[str, Any]) -> bool:
-    """Whether a call has arguments as the API defines them: a JSON object, or none."""
+    """Return whether a call's arguments are a JSON object or missing, as the API defines."""
     return isinstance(function.get("arguments", {}), Mapping)
 
 
 def _text_apart(messages: Sequence[Message]) -> list[Message]:
-    """The text beside calls as a message of its own before them."""
+    """Move the text beside calls to a message of its own before them."""
     found: list[Message] = []
     for message in messages:
         if message.get("tool_calls") and message["content"]:
@@ -72,7 +78,7 @@ def _text_apart(messages: Sequence[Message]) -> list[Message]:
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """A message for each call, and its result behind it: the one with its id, else the next one."""
+    """Write one message per call, each followed by its result: the result with its id, or else the next one."""
     found: list[Message] = []
     at = 0
     while at < len(messages):
@@ -104,7 +110,7 @@ def _results_as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _calls_as_text(messages: Sequence[Message], write_calls: WriteCalls, *, beside_text: bool = False) -> list[Message]:
-    """Calls at the end of the content; with ``beside_text`` only if there is other content."""
+    """Append calls as text to the content; with ``beside_text`` only to messages that have other content."""
     found: list[Message] = []
     for message in messages:
         functions = functions_of(message)
@@ -134,5 +140,5 @@ def _with_object_arguments(messages: Sequence[Message]) -> list[Message]:
 
 
 def write_hermes_calls(functions: Sequence[Mapping[str, Any]]) -> str:
-    """Calls as `ssd.text.messages.in_words` has them."""
+    """Write calls in the Hermes format, as `ssd.text.messages.in_words` does."""
     return "\n".join(hermes_calls(functions))

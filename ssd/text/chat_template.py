@@ -1,8 +1,8 @@
-"""A chat template and what it leaves out of the prompt, found by rendering marks.
+"""A chat template, with tests that find which parts of a conversation it leaves out of the prompt.
 
-A template is a program. Whether it writes a role, a list of parts or a second tool call cannot be seen in its source,
-which may mention a role in a comment alone. So marks are rendered in the place of all contents and arguments, once for
-each shape of conversations, and conversations of this shape use the first variant in whose rendering every mark occurs.
+A template is a program. Its source does not show whether it writes a role, a list of parts or a second tool call; it
+may mention a role only in a comment. So the template is rendered with unique marks as contents and arguments, once for
+each shape of conversation. Conversations of that shape use the first variant whose output contains all marks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ssd.text.messages import Message, knows_tools
 _MOST_SHAPES = 512
 """The maximum number of shapes that are remembered for one template."""
 _REPEATED = re.compile(r"(?s:(.{1,6}?)\1{2,})")
-"""Several messages, a character each, that occur three times or more in a row."""
+"""A sequence of messages, one character each, that occurs at least three times in a row."""
 _LONGEST_VALUE = 64
 
 SAMPLE_NAME = "get_weather_0f6ac8"
@@ -32,13 +32,15 @@ _SAMPLE_TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": SAMPLE_NAME, "description": "Weather.", "parameters": SAMPLE_SCHEMA}}
 ]
 _SAMPLE_IDS = (f"functions.{SAMPLE_NAME}:0", "a1b2c3d4e")
-"""Ids that templates accept: Kimi's writes nothing else of a function, Mistral's wants nine characters."""
+"""Call ids that templates accept: Kimi's template reads the function's name from it, Mistral's requires nine
+characters.
+"""
 _MISSING = {"description": "", "parameters": {"type": "object", "properties": {}}}
-"""What templates read of every function, though the API does not require it."""
+"""The fields of functions that some templates require, although the API does not."""
 
 
 class Loss(NamedTuple):
-    """A part of a conversation that is not in the prompt: the content of a message, or one of its calls."""
+    """A part of a conversation that the template leaves out: a message's content, or one of its calls."""
 
     message: int
     call: int | None = None
@@ -48,7 +50,13 @@ class Loss(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The variant of conversations of one shape: its number, None if the template refuses all; and what it loses."""
+    """The variant to use for conversations of one shape.
+
+    Attributes:
+        number: The variant's number in `variants`. None: the template refuses all variants.
+        losses: The parts that the variant leaves out.
+        one_call_each: Whether each message of the variant has at most one call.
+    """
 
     number: int | None
     losses: tuple[Loss, ...] = ()
@@ -58,7 +66,9 @@ class Choice(NamedTuple):
 class CallSample(NamedTuple):
     """How a template writes one call of ``SAMPLE_NAME`` with ``SAMPLE_ARGUMENTS``.
 
-    ``texts`` : the assistant's message, each without another part of what every message begins with.
+    Attributes:
+        prompt: The generation prompt before the assistant's message.
+        texts: The assistant's message, once for each plausible end of the message's header.
     """
 
     prompt: str
@@ -66,10 +76,15 @@ class CallSample(NamedTuple):
 
 
 class ChatTemplate:
-    """The source of a chat template, rendered by a tokenizer. Safe to use from several threads."""
+    """The source of a chat template, rendered by a tokenizer. Thread-safe."""
 
     def __init__(self, source: str, apply: Callable[..., str]) -> None:
-        """``apply`` : a tokenizer's ``apply_chat_template``."""
+        """Create a template.
+
+        Args:
+            source: The template's source.
+            apply: A tokenizer's ``apply_chat_template``.
+        """
         self.source = source
         self._apply = apply
         self._choices: dict[object, Choice] = {}
@@ -77,25 +92,25 @@ class ChatTemplate:
         self._needs_missing: dict[frozenset[str], bool] = {}
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """Return the prompt; raises whatever the template raises."""
+        """Return the prompt. Raises whatever the template raises."""
         messages = [_in_parts(each) if self._parts_alone(each["role"]) else each for each in messages]
         return self._apply(messages, chat_template=self.source, tokenize=False, **options)
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether a system message before the user's first one is written."""
+        """Whether the template writes a system message before the first user message."""
         return self._writes([_turn("system"), _turn("user")], 0)
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether functions are written; if the template refuses these trials, whether it mentions them."""
+        """Whether the template writes tools; if it refuses the test conversations, whether it mentions tools."""
         trials = ([_turn("user")], [_turn("system"), _turn("user", 1)])
         written = [self._try(trial, tools=_SAMPLE_TOOLS, add_generation_prompt=True) for trial in trials]
         return knows_tools(self.source) and (not any(written) or any(SAMPLE_NAME in text for text in written if text))
 
     @cached_property
     def takes_several_calls(self) -> bool:
-        """Whether a message may have several calls; False if it may have one."""
+        """Whether a message may have several calls; False if it may have only one."""
         results = [
             {"role": "tool", "tool_call_id": id, "name": SAMPLE_NAME, "content": "5"}
             for id in ("a1b2c3d4e", "a1b2c3d4f")
@@ -106,13 +121,13 @@ class ChatTemplate:
         return not found.one_call_each
 
     def with_roles(self, messages: list[Message]) -> list[Message]:
-        """The role "developer" as "system" if the template has no place for it, and not only mentions or copies it."""
+        """Replace the role "developer" by "system" if the template does not support it."""
         if all(message["role"] != "developer" for message in messages) or self._takes_developer:
             return messages
         return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
 
     def with_fields(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """``variables`` with the fields of functions, and the list of them, that the template reads in any case."""
+        """Add the fields of functions, or the empty list of tools, that the template requires."""
         tools = variables.get("tools")
         if not tools:
             return {**variables, "tools": []} if tools is None and self._needs_tools else dict(variables)
@@ -132,9 +147,9 @@ class ChatTemplate:
     def choose(
         self, messages: list[Message], variables: Mapping[str, Any], write_calls: WriteCalls, **options: Any
     ) -> Choice:
-        """The variant of `variants` that the template writes completely, else the one that it loses least of.
+        """Return the first variant of `variants` that the template writes completely, else the one with fewest losses.
 
-        Conversations of the same shape are tried once, without what is repeated in them: O(variants x renderings).
+        Conversations of the same shape, without repetitions, are tested once. O(variants x renderings).
         """
         signs = list(map(_sign, messages))
         kept = _without_repetition(signs)
@@ -163,12 +178,12 @@ class ChatTemplate:
         return best
 
     def refuses_tools(self, variables: Mapping[str, Any]) -> bool:
-        """Whether it is the functions that the template refuses."""
+        """Return whether the template refuses a conversation because of its tools."""
         user, without = [_turn("user")], {name: value for name, value in variables.items() if name != "tools"}
         return bool(variables.get("tools")) and self._try(user, **variables) is None != self._try(user, **without)
 
     def sample_call(self) -> CallSample | None:
-        """How the template writes a call; None if it does not, or refuses it."""
+        """Return how the template writes a call; None if it refuses or drops calls."""
         options = {"tools": _SAMPLE_TOOLS}
         for as_text, id in product((False, True), _SAMPLE_IDS):
             call = _sample_call(id, as_text=as_text)
@@ -197,7 +212,7 @@ class ChatTemplate:
         return self._try(user) is None and self._try(user, tools=[]) is not None
 
     def _parts_alone(self, role: str) -> bool:
-        """Whether the content of ``role`` is read as a list of parts, and lost as a string."""
+        """Return whether the template reads the content of ``role`` as a list of parts and drops a string."""
         if (found := self._reads_parts_alone.get(role)) is None:
             self._reads_parts_alone[role] = False  # as it is rendered meanwhile
             before = [_turn("user", 1)] if role == "assistant" else []
@@ -239,7 +254,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _marks(messages: Sequence[Message]) -> dict[Loss, str]:
-    """The mark of each part of a conversation."""
+    """Return the mark of each part of a conversation."""
     found: dict[Loss, str] = {}
     for number, message in enumerate(messages):
         if message["content"].strip():
@@ -251,7 +266,7 @@ def _marks(messages: Sequence[Message]) -> dict[Loss, str]:
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
-    """A conversation of the same shape, with marks as contents and arguments."""
+    """Return a conversation of the same shape, with marks as contents and arguments."""
 
     def call_of(number: int, place: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
         function, mark = call.get("function"), _mark(number, place)
@@ -270,14 +285,14 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
 
 
 def _kind(function: Mapping[str, Any]) -> str:
-    """A letter for the type of a call's arguments: an object, text, or another value."""
+    """Return a letter for the type of a call's arguments: an object, text, or another value."""
     if has_object_arguments(function):
         return "c"
     return "x" if isinstance(function["arguments"], str) else "l"
 
 
 def _sign(message: Message) -> str:
-    """What a message has in common with others of its shape: the role, and which parts there are."""
+    """Return a message's shape: the role and which parts exist."""
     calls = ""
     if "tool_calls" in message:
         calls = re.sub(r"(.)\1\1+", r"\1\1", "".join(map(_kind, functions_of(message))))
@@ -286,7 +301,7 @@ def _sign(message: Message) -> str:
 
 
 def _without_repetition(signs: Sequence[str]) -> list[int]:
-    """The places of ``signs``; of several that are repeated three times or more in a row, those of two."""
+    """Return the positions of ``signs`` without those of the third and later repetitions in a row."""
     if len(set(signs)) > len(signs) - 2:
         return list(range(len(signs)))
     letters = {sign: chr(number) for number, sign in enumerate(dict.fromkeys(signs))}
@@ -300,7 +315,7 @@ def _without_repetition(signs: Sequence[str]) -> list[int]:
 
 
 def _outline(variables: Mapping[str, Any]) -> tuple[object, ...]:
-    """The names of the variables, with short values but for what is written itself."""
+    """Return the names of the variables with their short values; long values only count as present."""
 
     def outline(value: object) -> object:
         is_short = isinstance(value, str | bool | int | float) and len(str(value)) < _LONGEST_VALUE

@@ -1,4 +1,4 @@
-"""The one place where text becomes token ids, for the server and the warm-up builder alike."""
+"""Conversion of text to token ids, shared by the server and ``ssd-cache build``."""
 
 from __future__ import annotations
 
@@ -30,21 +30,26 @@ _RESERVED_TEMPLATE_KWARGS = frozenset(
 
 
 class Example(NamedTuple):
-    """One sequence for the cache: ``token_ids[:prompt_length]`` is what a server would have been asked."""
+    """A sequence for the cache; ``token_ids[:prompt_length]`` is the prompt that a server would have received."""
 
     token_ids: list[int]
     prompt_length: int
 
 
 class TextCodec:
-    """A tokenizer with its chat template. Safe to use from several threads.
+    """A tokenizer with its chat template. Thread-safe.
 
-    Where torch is installed, the first ``load`` of a process imports it, because transformers does; a program that
-    never runs a model calls ``ssd.text.load_tokenizer.hide_torch`` first.
+    The first ``load`` of a process imports torch if it is installed, because transformers does. A program that never
+    runs a model calls ``ssd.text.load_tokenizer.hide_torch`` first.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
-        """``tokenizer`` : a transformers tokenizer. ``eos_token_ids`` : the ids that end an output, its own first."""
+        """Create a codec.
+
+        Args:
+            tokenizer: A transformers tokenizer.
+            eos_token_ids: The ids that end an output, the tokenizer's own first.
+        """
         self._tokenizer = tokenizer
         self._rust_decode = _rust_decode(tokenizer)
         # Those written in Rust work on several texts at once; of others nobody says so.
@@ -56,7 +61,7 @@ class TextCodec:
         tokenizer.encode("", add_special_tokens=False)
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
-        """One more than the greatest id, added tokens included. A model's logits may be padded to more."""
+        """The greatest token id plus one, including added tokens. A model's logits may be padded beyond it."""
         self.eos_token_ids = eos_token_ids
         self.eos_token_id: int | None = eos_token_ids[0] if eos_token_ids else None
         self.bos_token_id: int | None = tokenizer.bos_token_id
@@ -65,7 +70,7 @@ class TextCodec:
         self.special_ids = frozenset(
             {id for id, token in added.items() if token.special} | {*tokenizer.all_special_ids}
         )
-        """Ids that stand for structure and not for text; ``TextStream`` leaves them out."""
+        """The ids of special tokens, which ``TextStream`` leaves out of the text."""
         self._special_tokens = SpecialTokens(tokenizer, self.special_ids | {*eos_token_ids})
         self._template = lru_cache(maxsize=8)(partial(ChatTemplate, apply=tokenizer.apply_chat_template))
 
@@ -79,11 +84,17 @@ class TextCodec:
         model_hub: HubOptions | None = None,
         chat_template: str | None = None,
     ) -> TextCodec:
-        """The tokenizer of a model directory, a Hugging Face model id, or a lone ``tokenizer.json``.
+        """Load the tokenizer of a model directory, a Hugging Face model id, or a single ``tokenizer.json``.
 
-        hub : where an id is fetched from. model, model_hub : the model that is served with it, where it is another; its
-        generation config says what else ends an output. chat_template : in place of the tokenizer's own.
-        Raises ModelError when there is none or it cannot be read.
+        Args:
+            name_or_path: The tokenizer.
+            hub: How an id is fetched.
+            model: The served model, if it is a different one; its files name the ids that end an output.
+            model_hub: How ``model`` is fetched.
+            chat_template: A chat template that replaces the tokenizer's own.
+
+        Raises:
+            ModelError: The tokenizer does not exist or cannot be read.
         """
         tokenizer = load_tokenizer(name_or_path, hub)
         if chat_template is not None:
@@ -93,9 +104,9 @@ class TextCodec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the ids mean, as 32 hexadecimal characters: xxh3-128 over all (id, token) pairs by id.
+        """A hash of the vocabulary: xxh3-128 over all (id, token) pairs by id, as 32 hexadecimal characters.
 
-        Two tokenizers with the same fingerprint may split text differently, but never mean different text by one id.
+        Two tokenizers with the same fingerprint may split text differently, but each id means the same text in both.
         """
         digest = xxhash.xxh3_128()
         for token, token_id in sorted(self._tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0])):
@@ -105,20 +116,20 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``encode_chat`` works without a template of the caller's."""
+        """Whether ``encode_chat`` works without a template from the caller."""
         return bool(self._tokenizer.chat_template)
 
     # Text to ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text prompt, with the special tokens the tokenizer puts around one (often a beginning-of-text).
+        """Encode a text prompt, with the special tokens that the tokenizer adds (often a beginning-of-text token).
 
-        Special tokens that the text spells out are those tokens: a prompt is the model's input as it is.
+        Special tokens spelled out in the text become these tokens, because a prompt is the model's raw input.
         """
         return self._encode(text, add_special_tokens=True)
 
     def encode_completion(self, text: str) -> list[int]:
-        """Ids of text alone, without any special token around it."""
+        """Encode text without adding special tokens."""
         return self._encode(text, add_special_tokens=False)
 
     def encode_chat(
@@ -133,15 +144,24 @@ class TextCodec:
         tools_in_words: bool = False,
         write_calls: WriteCalls = write_hermes_calls,
     ) -> list[int]:
-        """Ids of a conversation, through the tokenizer's chat template or the given one.
+        """Encode a conversation with the tokenizer's chat template or a given one.
 
-        ``messages`` : OpenAI's, with text content. ``template_kwargs`` : further variables for the template, ``tools``
-        among them. Special tokens that these spell out are text, see `SpecialTokens`, unless ``allow_special_tokens``.
-        ``tools_in_words`` : the template does not know of tools, see `ssd.text.messages`. What a template refuses or
-        leaves out is written in other messages, see `ssd.text.call_variants.variants`. ``write_calls`` : writes calls
-        as the model does, for a template that leaves them out.
-        Raises RequestError, also for messages that would be missing in the prompt: ``param`` is "messages", "tools",
-        "chat_template" or "chat_template_kwargs".
+        If the template refuses or drops a part of the conversation, equivalent messages are tried, see `variants`.
+
+        Args:
+            messages: OpenAI's messages with text content.
+            add_generation_prompt: Whether the assistant's header is appended.
+            continue_final_message: Whether the last message is left open, so that the model continues it.
+            template_kwargs: Additional variables of the template, among them ``tools``.
+            chat_template: A template that replaces the tokenizer's own.
+            allow_special_tokens: Whether special tokens spelled out in messages and variables become these tokens. By
+                default they are encoded as text, see `SpecialTokens`.
+            tools_in_words: Whether the tools are described in words, because the template ignores tools.
+            write_calls: Writes calls in the model's format, for a template that drops calls.
+
+        Raises:
+            RequestError: The template refuses the conversation or drops a part of it. ``param`` is "messages", "tools",
+                "chat_template" or "chat_template_kwargs".
         """
         normalized = normalize_messages(messages)
         kwargs = dict(template_kwargs or {})
@@ -196,9 +216,11 @@ class TextCodec:
             return self._special_tokens.encode(whole_characters(text), marks)
 
     def chat_template(self, given: str | None = None, *, with_tools: bool = False) -> str | None:
-        """The source of the template that `encode_chat` uses: the ``given`` one, or the tokenizer's; None without one.
+        """Return the source of the template that `encode_chat` uses; None without one.
 
-        ``with_tools`` : a tokenizer may have another for conversations with tools.
+        Args:
+            given: A template that replaces the tokenizer's own.
+            with_tools: Whether the conversation has tools; some tokenizers have a separate template for that.
         """
         if given is None and not self.has_chat_template:
             return None
@@ -209,7 +231,7 @@ class TextCodec:
         return template
 
     def template(self, *, with_tools: bool = False) -> ChatTemplate | None:
-        """The template of `chat_template`, for questions about it; None without one."""
+        """Return the tokenizer's template as a `ChatTemplate`; None without one."""
         source = self.chat_template(with_tools=with_tools)
         return None if source is None else self._template(source)
 
@@ -222,15 +244,15 @@ class TextCodec:
     # Examples for the cache
 
     def encode_text_example(self, text: str) -> Example:
-        """A document: its ids as a prompt, closed by end-of-text."""
+        """Encode a document as a prompt that ends with end-of-text."""
         return Example(self._close(self.encode_prompt(text)), 0)
 
     def encode_completion_example(self, prompt: str, completion: str) -> Example:
-        """A prompt as ``/v1/completions`` would encode it, and what the model answered."""
+        """Encode a prompt as ``/v1/completions`` does, and the completion after it."""
         return self.encode_answer_example(self.encode_prompt(prompt), completion)
 
     def encode_answer_example(self, prompt_ids: list[int], completion: str) -> Example:
-        """What the model answered to a prompt that is ids already."""
+        """Encode a completion after the token ids of its prompt."""
         return Example(self._close(prompt_ids + self.encode_completion(completion)), len(prompt_ids))
 
     def _close(self, token_ids: list[int]) -> list[int]:
@@ -241,22 +263,22 @@ class TextCodec:
     # Single tokens
 
     def piece(self, token_id: int) -> str | None:
-        """A token as the tokenizer writes it, which need not be text; None for an id without a token."""
+        """Return a token in the tokenizer's own spelling, which may not be its text; None for an id without a token."""
         found: str | None = self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < self.vocab_size else None
         return found
 
     def is_added(self, token_id: int) -> bool:
-        """Whether the token was added beside the vocabulary, so that its piece is its text."""
+        """Return whether the token is an added token, whose spelling is its text."""
         return token_id in self._added_ids
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:
-        """The ids of the tokens added beside the vocabulary, special ones and others, by their text."""
+        """The ids of all added tokens, special or not, by their text."""
         pieces = {token_id: self.piece(token_id) for token_id in sorted(self._added_ids)}
         return {piece: token_id for token_id, piece in pieces.items() if piece}
 
     def to_json(self) -> str:
-        """The text of a ``tokenizer.json``; raises ValueError where the tokenizer is not one of Rust's."""
+        """Return the text of ``tokenizer.json``. Raises ValueError for a tokenizer that is not implemented in Rust."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(f"the tokenizer is a {type(self._tokenizer).__name__}, which has no tokenizer.json")
@@ -268,11 +290,14 @@ class TextCodec:
 
     @cached_property
     def pieces(self) -> dict[tuple[int, int], tuple[str, str]]:
-        """What `TextStream` found lately: the text that a token adds behind another, and its text alone."""
+        """A cache of `TextStream`: the text that a token adds after another token, and its text alone."""
         return {}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ``token_ids``, each within [0, 2^31). Ids without a token give nothing, broken UTF-8 U+FFFD."""
+        """Return the text of ``token_ids``, each within [0, 2^31).
+
+        Ids without a token give no text. Bytes that are not UTF-8 become U+FFFD.
+        """
         if self._rust_decode is not None:
             return self._rust_decode(token_ids, skip_special_tokens=skip_special_tokens)
         text: str = self._tokenizer.decode(
@@ -288,7 +313,7 @@ def _render(
     write_calls: WriteCalls,
     options: Mapping[str, Any],
 ) -> str:
-    """The variant with this number; if it is refused, or no number is known, the first of `ways_to_say` that is not."""
+    """Render the variant ``number``; if it is refused or None, the first form of `ways_to_say` that is not refused."""
     if number is not None:
         chosen = next(islice(variants(messages, write_calls), number, None))
         with suppress(Exception):  # one that the marks did not cause
@@ -303,7 +328,7 @@ def _render(
 
 
 def _numbers_in_words(messages: Sequence[Message], told: Sequence[Message]) -> list[int]:
-    """The number of the message that each message of `in_words` begins with."""
+    """Return for each message of `in_words` the number of the original message that it begins with."""
     follows = zip(messages, [{}, *messages], strict=False)
     numbers = [
         number for number, (message, before) in enumerate(follows)
@@ -322,7 +347,7 @@ def _left_out(losses: Sequence[Loss], param: str) -> RequestError:
 
 
 def _without_object(messages: Sequence[Message]) -> str:
-    """Name the first call whose arguments are no object, which is what many templates refuse."""
+    """Name the first call whose arguments are not an object, which many templates refuse."""
     for number, message in enumerate(messages):
         for place, call in enumerate(message.get("tool_calls", ())):
             function = call.get("function")
@@ -332,7 +357,7 @@ def _without_object(messages: Sequence[Message]) -> str:
 
 
 def _rust_decode(tokenizer: Any) -> Callable[..., str] | None:
-    """The Rust tokenizer's own ``decode``, where transformers adds nothing to it: asked for every token of a server."""
+    """Return the Rust tokenizer's faster ``decode`` if transformers adds nothing to it; None otherwise."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -348,24 +373,24 @@ _SPACE_MARK = "\u2581"
 
 
 class TokenTexts:
-    """Bytes and text of single tokens, such that those of an output, joined, are its text, special tokens included.
+    """The bytes and the text of single tokens; those of an output, joined, are its text with special tokens.
 
-    Tokenizers that spell bytes as characters (GPT-2) or mark spaces and spell unknown characters by bytes
-    (sentencepiece) are read piece by piece; others decode a token alone.
+    Tokenizers that spell bytes as characters (GPT-2), or that mark spaces and spell unknown characters by bytes
+    (sentencepiece), are read token by token. Other tokenizers decode each token alone.
     """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._spells_bytes, self._marks_spaces = _spelling(codec)
         self.bytes_of = lru_cache(maxsize=1 << 16)(self._bytes_of)
-        """The bytes of a token id; none for an id without a token."""
+        """Returns the bytes of a token id; empty for an id without a token."""
 
     def text_of(self, token_id: int) -> str:
-        """The token as text; bytes that are no whole character become U+FFFD."""
+        """Return the token as text; bytes of incomplete characters become U+FFFD."""
         return self.bytes_of(token_id).decode("utf-8", "replace")
 
     def is_shown(self, token_id: int) -> bool:
-        """Whether an output's text has the token: it leaves special ones out."""
+        """Return whether the text of an output contains the token; it leaves out special tokens."""
         return token_id not in self._codec.special_ids
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -382,7 +407,7 @@ class TokenTexts:
 
 
 def _spelling(codec: TextCodec) -> tuple[bool, bool]:
-    """Whether pieces spell bytes by characters, and whether they mark spaces."""
+    """Return whether the tokenizer spells bytes as characters, and whether it marks spaces."""
     try:
         decoder: Any = json.loads(codec.to_json())["decoder"] or {}
     except ValueError:  # not one of Rust's: tokens are decoded alone
@@ -393,7 +418,7 @@ def _spelling(codec: TextCodec) -> tuple[bool, bool]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Characters that stand for bytes in GPT-2's vocabulary: printable Latin-1 for itself, the rest from U+0100 on."""
+    """Return the characters for bytes in GPT-2's vocabulary: printable Latin-1, and others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -402,14 +427,14 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 MAX_BAD_WORDS = 1000
-"""Most token sequences of one request; each is compared at each position."""
+"""The maximum number of bad words in a request; each is compared at each position."""
 
 
 def encode_bad_words(codec: TextCodec, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word as the tokenizer spells it at the beginning of a text and after a space, as in vLLM.
+    """Encode each word as at the beginning of a text and as after a space, as vLLM does.
 
-    Another spelling of the same text by other tokens is not found; so a common word may be kept out and a rare one come
-    in pieces. Raises RequestError for a word without a token, and for too many.
+    Other spellings of the word by other tokens are not found, so a word may still occur in unusual tokens.
+    Raises RequestError for a word without a token, and for too many words.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:

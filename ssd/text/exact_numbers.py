@@ -1,6 +1,6 @@
-"""Write schemas with numbers that 64-bit floats do not hold as Lark rules, in which these numbers are text.
+"""Write schemas with numbers that 64-bit floats cannot represent as Lark rules, in which these numbers are text.
 
-Only the way from the schema's root to such a number becomes rules: everything beside it stays a JSON schema.
+Only the path from the schema's root to such a number becomes rules. All other parts stay JSON schemas.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ _CONSTRAINTS = _BOUNDS | {
 
 
 def has_inexact_constants(root: Schema, node: Schema, seen: set[int] | None = None) -> bool:
-    """Whether an enum or const has a number that 64-bit floats do not hold exactly.
+    """Return whether an enum or const contains a number that 64-bit floats cannot represent.
 
-    ``node`` : The part of ``root`` that is searched, with everything it refers to.
+    Args:
+        root: The whole schema, in which references are resolved.
+        node: The part of ``root`` that is searched, with everything it refers to.
+        seen: The parts that were searched already.
     """
     seen = set() if seen is None else seen
     if not isinstance(node, dict) or id(node) in seen:
@@ -36,10 +39,16 @@ def has_inexact_constants(root: Schema, node: Schema, seen: set[int] | None = No
 
 
 class ExactRules:
-    """The rules of one prepared schema."""
+    """The Lark rules of one prepared schema."""
 
     def __init__(self, root: dict[str, Any], prefix: str, options: Mapping[str, Any]) -> None:
-        """``prefix`` : of the rules' names. ``options`` : llguidance's for JSON: its separators, and so on."""
+        """Start without rules.
+
+        Args:
+            root: The prepared schema.
+            prefix: The prefix of the rules' names.
+            options: llguidance's options for JSON, such as separators.
+        """
         self._root, self._prefix, self._options = root, prefix, options
         self._comma, self._colon = (f"/{options[name]}/" for name in ("item_separator", "key_separator"))
         self._names: dict[int, str] = {}
@@ -47,7 +56,7 @@ class ExactRules:
         self.rule(root, "")
 
     def rule(self, node: Schema, at: str) -> str:
-        """The name of a schema's rule; raises SchemaError for a number where it cannot be held."""
+        """Return the name of a schema's rule. Raises SchemaError if a number cannot be represented."""
         if id(node) not in self._names:
             name = self._names[id(node)] = f"{self._prefix}{len(self._names)}"
             self.rules[name] = self._body(node, at)
@@ -92,7 +101,7 @@ class ExactRules:
         return f'"{{" {self._listed(items)} "}}"'
 
     def _listed(self, items: list[tuple[str, bool]]) -> str:
-        """Items in their order, between commas; each with whether it must be there."""
+        """Write items in order, separated by commas; each item says whether it is required."""
         first = next((number for number, (_, is_required) in enumerate(items) if is_required), None)
         if first is not None:
             before = [f"({item} {self._comma})?" for item, _ in items[:first]]
@@ -112,7 +121,7 @@ class ExactRules:
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
 
     def _literal(self, value: Any) -> str:
-        """A value as JSON, all of its numbers with all of their digits."""
+        """Write a value as JSON with all digits of its numbers."""
         if isinstance(value, dict):
             items = [(f"{_quoted(name)} {self._colon} {self._literal(each)}", True) for name, each in value.items()]
             return f'"{{" {self._listed(items)} "}}"'
@@ -121,7 +130,7 @@ class ExactRules:
         return _quoted(value)
 
     def _rule_of(self, body: str) -> str:
-        """The name of a rule that is no schema of its own."""
+        """Return the name of a rule with this body, for a part that is not a schema."""
         name = f"{self._prefix}{len(self._names)}"
         self._names[-len(self._names)] = name
         self.rules[name] = body
@@ -129,12 +138,12 @@ class ExactRules:
 
 
 def _quoted(value: Any) -> str:
-    """The JSON of a value as a text of Lark."""
+    """Write the JSON of a value as a Lark string."""
     return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)
 
 
 def _is_within(node: Mapping[str, Any], value: Any) -> bool:
-    """Whether a value satisfies the type and the bounds of a schema. Integers are compared exactly."""
+    """Return whether a value satisfies the type and the bounds of a schema. Integers are compared exactly."""
     if not (types_of({"const": value}) or set()) <= (types_of(node) or set()):
         return False
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -1,4 +1,4 @@
-"""Finding a tokenizer and the ids that end its model's output."""
+"""Load a tokenizer, and find the token ids that end its model's output."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ssd.errors import ModelError, first_line
 
 _PATIENCE_S = 3.0
-"""For a connection to the hub: its own clients try for most of a minute, and say so line by line."""
+"""The timeout of the first connection to the hub in seconds. The hub's own clients retry for most of a minute."""
 
 
 def is_offline() -> bool:
-    """Whether the environment forbids to ask the hub."""
+    """Return whether the environment forbids access to the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def go_offline_without_a_hub() -> str | None:
-    """Spare everything in this process its many attempts where nothing takes a connection; why, or None."""
+    """Switch this process to offline mode if the hub cannot be reached. Returns the reason, or None if it can."""
     if is_offline():
         return None
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
@@ -52,7 +52,7 @@ def go_offline_without_a_hub() -> str | None:
 
 
 def _failure_to_connect(host: str, port: int) -> str | None:
-    """Why no connection could be made within ``_PATIENCE_S``; None where one could."""
+    """Return why no connection could be made within ``_PATIENCE_S``, or None if one was made."""
     failures: list[str | None] = ["no answer"]
 
     def connect() -> None:
@@ -71,21 +71,21 @@ def _failure_to_connect(host: str, port: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubOptions:
-    """How files are taken from the Hugging Face hub; a directory on this machine is read as it is."""
+    """How files are fetched from the Hugging Face hub. Local directories are read directly."""
 
     revision: str | None = None
-    """Branch, tag or commit; None: main."""
+    """Branch, tag or commit. None: main."""
     cache_dir: Path | None = None
-    """Where files are kept; None: the hub's own cache."""
+    """The directory of downloaded files. None: the hub's own cache."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model, with all rights of this process."""
+    """Whether Python code that comes with the model is run, with all rights of this process."""
 
     def file_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for what fetches a file."""
+        """Return keyword arguments for the hub's function that fetches a file."""
         return {"revision": self.revision, "cache_dir": None if self.cache_dir is None else str(self.cache_dir)}
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``from_pretrained``."""
+        """Return keyword arguments for ``from_pretrained``."""
         return {**self.file_arguments(), "trust_remote_code": self.trust_remote_code}
 
 
@@ -94,7 +94,7 @@ ROPE_MODULE = "transformers.modeling_rope_utils"
 
 @contextmanager
 def errors_only(module: str) -> Iterator[None]:
-    """Without the warnings of a module of transformers about what `load_model` refuses by name."""
+    """Suppress the warnings of a transformers module about problems that `load_model` reports itself."""
     logger = logging.getLogger(module)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -113,7 +113,7 @@ _CONFIGS = ("tokenizer_config.json", "config.json")
 
 
 def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
-    """A transformers tokenizer; raises ModelError. Imports transformers."""
+    """Load a transformers tokenizer. Imports transformers. Raises ModelError."""
     hub = hub or HubOptions()
     path = Path(name_or_path)
     lone_file = path if path.is_file() else path / "tokenizer.json"
@@ -175,9 +175,9 @@ def _load_lone_file(path: Path) -> Any:
 
 
 def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) -> tuple[int, ...]:
-    """The ids that end an output: the tokenizer's own first, then those that the model's files name.
+    """Return the ids that end an output: the tokenizer's own first, then those in the model's files.
 
-    These are the ids in ``generation_config.json``; if it names none, those in ``config.json``.
+    The ids of ``generation_config.json`` are used; if it has none, those of ``config.json``.
     """
     ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     hub = hub or HubOptions()
@@ -193,7 +193,7 @@ def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) 
 
 
 def find_generation_config(name_or_path: str, hub: HubOptions) -> Path | None:
-    """The path of a model's ``generation_config.json``, in its directory or from the hub; None where it has none."""
+    """Return the path of a model's ``generation_config.json``, local or fetched from the hub; None if it has none."""
     return _find_file(name_or_path, "generation_config.json", hub)
 
 
@@ -221,18 +221,18 @@ def _read_json(found: Path | None) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """``{% generation %} ... {% endgeneration %}``, with which some templates mark what the model says."""
+    """The tag ``{% generation %} ... {% endgeneration %}``, with which some templates mark the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012  # as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """What is within."""
+        """Return the content of the tag."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def parse_template(text: str) -> None:
-    """Raise jinja2's TemplateSyntaxError where transformers could not compile ``text`` as a chat template."""
+    """Raise jinja2's TemplateSyntaxError if transformers cannot compile ``text`` as a chat template."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -240,11 +240,11 @@ def parse_template(text: str) -> None:
 
 
 def hide_torch() -> bool:
-    """Make ``import torch`` fail in this process, so that transformers starts without it. Returns whether it is hidden.
+    """Make ``import torch`` fail in this process, so that transformers starts without it.
 
-    transformers imports torch wherever it is installed, which costs a tokenizing program a second and some 200 MB. Only
-    for the entry point of a program of its own: torch cannot be used in this process afterwards. Does nothing when
-    torch or transformers is loaded already.
+    transformers imports torch if it is installed, which costs a program that only tokenizes a second and about 200 MB.
+    For the entry point of a program only: torch cannot be used in this process afterwards. Does nothing if torch or
+    transformers is already loaded. Returns whether torch is hidden.
     """
     if sys.modules.get("torch") is not None or "transformers" in sys.modules:
         return "torch" in sys.modules and sys.modules["torch"] is None

@@ -1,7 +1,7 @@
-"""Chat messages as clients write them, in the form chat templates read.
+"""Convert chat messages from the form of clients to the form that chat templates read.
 
-For templates that know of no tools, these are told, called and answered in plain words, as Hermes models are trained.
-The marks are those of Nous Research's Hermes and of Qwen, so the calls are read by the parser of the same name.
+For templates without support for tools, the tools, calls and results are written as text in the format of Nous
+Research's Hermes and of Qwen, which the parser "hermes" reads.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SYSTEM_ROLES = ("system", "developer")
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Kinds of content parts, each with the field that holds its text."""
+"""The types of content parts, each with the field that holds its text."""
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Copies of ``messages`` with ``content`` as one string and tool-call arguments as objects.
+    """Return copies of ``messages`` with ``content`` as one string and tool-call arguments as objects.
 
-    Text parts are joined by a line feed, as vLLM does. OpenAI's older ``function_call`` and the role "function" become
-    tool calls and the role "tool". What an assistant thought is under both names that templates read. Other keys are
-    kept, but for nulls: the template decides what they mean.
-    Raises RequestError (``param="messages"``) and names the message at fault.
+    Text parts are joined by a line feed, as in vLLM. OpenAI's older ``function_call`` and the role "function" become
+    tool calls and the role "tool". Reasoning is stored under both names that templates read. Other keys are kept unless
+    they are null; the template decides what they mean.
+    Raises RequestError (``param="messages"``) that names the faulty message.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise _wrong(f"messages must be a list of messages, got {type(messages).__name__}")
@@ -63,7 +63,7 @@ def _normalize(message: Mapping[str, Any], where: str) -> Message:
 
 
 def _name_reasoning(message: Message) -> None:
-    """Add the names that templates know what was thought by: Qwen's, and gpt-oss's, which takes it without content."""
+    """Store the reasoning under each name that templates read: Qwen's, and gpt-oss's, which excludes content."""
     thought = message.get("reasoning_content", message.get("reasoning"))
     if isinstance(thought, str) and thought:
         message.setdefault("reasoning_content", thought)
@@ -90,9 +90,9 @@ def _text_of(content: object, where: str) -> str:
 
 
 def with_text(part: object) -> object:
-    """A part of a tool's result, as a text part if it is another kind: clients cannot take such a part back.
+    """Convert a part of a tool's result to a text part, because clients cannot take back other parts.
 
-    Documents of text and search results become their text; of anything else a line says that it was left out.
+    Text documents and search results become their text. For any other part, a line says that it was left out.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
     return part if not isinstance(kind, str) or kind in _TEXTS else {"type": "text", "text": _said_by(part, kind)}
@@ -114,7 +114,7 @@ def _said_by(part: Any, kind: str) -> str:
 
 
 def _tool_calls(tool_calls: object, where: str) -> list[Any]:
-    """Templates print ``arguments`` as JSON themselves, so they need the object and not OpenAI's string."""
+    """Parse the ``arguments`` of calls, because templates need the object and not OpenAI's JSON string."""
     if not isinstance(tool_calls, list) or not all(isinstance(call, Mapping) for call in tool_calls):
         raise _wrong(f"{where}.tool_calls must be a list of objects")
     normalized = []
@@ -134,15 +134,18 @@ _ALTERNATING = frozenset({("user", "user"), ("assistant", "assistant")})
 
 
 def ways_to_say(messages: list[Message]) -> Iterator[list[Message]]:
-    """The conversation as it is, then in ways that a template which refuses it may take, the least changed first.
+    """Yield the conversation, then equivalent forms for a template that refuses it, the least changed first.
 
-    Neighbours of one role become one message; or the system's messages at the beginning become one and its later ones
-    the user's; or both; then, too, what the user says after a tool's result is added to it; then the system's is the
-    user's. Each way has the arguments of tool calls as objects first, then as JSON again, which a few templates add to
-    other text.
+    The forms are, in order: consecutive messages of one role are joined; the system messages at the beginning are
+    joined and later ones become user messages; both of these; in addition, a user message after a tool result is
+    appended to it; and the system message becomes a user message. Each form has the arguments of calls first as objects
+    and then as JSON text, which a few templates concatenate.
 
-    A way changes only what has to be refused for it to be taken. So what a longer conversation is said by begins as
-    before, and its prefix is found in the cache. ``messages`` : normalized. O(characters).
+    A form changes as little as possible, so a longer conversation begins with the same text as before and its prefix is
+    found in the prefix cache. O(characters).
+
+    Args:
+        messages: Normalized messages.
     """
     said = [messages]
     yield messages
@@ -158,7 +161,7 @@ def ways_to_say(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def with_one_system(messages: Sequence[Message]) -> list[Message]:
-    """The system's messages at the beginning as one, its later ones the user's."""
+    """Join the system messages at the beginning, and turn later ones into user messages."""
     begin = next((at for at, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
     first = _merged([{**message, "role": "system"} for message in messages[:begin]], {("system", "system")})
     return first + _as_users(messages[begin:])
@@ -169,7 +172,7 @@ def _as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _merged(messages: Sequence[Message], pairs: Collection[tuple[str, str]]) -> list[Message]:
-    """Neighbours whose roles are one of ``pairs`` as one message of the former's role; none is behind tool calls."""
+    """Join consecutive messages whose roles are one of ``pairs``, except after tool calls. The first role is kept."""
     merged: list[Message] = []
     for message in messages:
         before = merged[-1] if merged else {}
@@ -216,17 +219,22 @@ _KNOWS_TOOLS = re.compile(r"\btools\b")
 
 
 def knows_tools(template: str) -> bool:
-    """Whether a chat template reads the tools it is given."""
+    """Return whether the source of a chat template mentions tools."""
     return _KNOWS_TOOLS.search(template) is not None
 
 
 def in_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, has_system: bool
 ) -> list[Message]:
-    """The conversation in roles that every template has.
+    """Write a conversation with tools in the roles that every template supports.
 
-    ``messages`` : normalized. ``has_system`` : the template takes a system message; else the tools are told at the
-    beginning of the first message. O(characters).
+    Args:
+        messages: Normalized messages.
+        tools: The tools in OpenAI's format.
+        has_system: Whether the template supports a system message. Otherwise the tools are described at the beginning
+            of the first message.
+
+    O(characters).
     """
     told: list[Message] = []
     before = None
@@ -262,7 +270,7 @@ def _called(message: Mapping[str, Any]) -> str:
 
 
 def hermes_calls(functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each call as Hermes models write it."""
+    """Write each call in the Hermes format."""
     return [
         f"<tool_call>\n{_json({'name': call.get('name'), 'arguments': call.get('arguments', {})})}\n</tool_call>"
         for call in functions

@@ -1,9 +1,9 @@
 """Prepare JSON schemas for llguidance, so that every text that its grammar accepts is valid under the schema.
 
-Every schema passes `prepare_schema` before a grammar is made of it. llguidance computes with 64-bit floats, takes some
-exclusive bounds for inclusive ones, and refuses formats and keywords without saying where they are. The preparation
-normalises a schema (draft 4, OpenAPI 3.0), rewrites the constraints that llguidance would not hold, leaves annotations
-out, and refuses everything else with its keyword and its JSON pointer.
+Every schema passes `prepare_schema` before it becomes a grammar. llguidance computes with 64-bit floats, treats some
+exclusive bounds as inclusive, and refuses formats and keywords without their location. The preparation normalizes a
+schema (draft 4, OpenAPI 3.0), rewrites the constraints that llguidance would not enforce, removes annotations, and
+refuses everything else with its keyword and its JSON pointer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from urllib.parse import quote, unquote
 from ssd.errors import shown
 
 Schema = Any
-"""A JSON schema, parsed: a dict, or a bool."""
+"""A parsed JSON schema: a dict or a bool."""
 
 MOST_EXACT: Final = 2**53
-"""The largest integer up to which a 64-bit float holds all integers."""
+"""The largest integer up to which 64-bit floats represent all integers."""
 
 _MOST_PAIRS = 1 << 16  # llguidance compares the branches of a list with each other: 1,500 took 17 to 50 s
 _MOST_MULTIPLE = 10_000  # llguidance counts up to the digits of a multiple: 999983 took 22 s and 350 MB
@@ -40,7 +40,7 @@ _LEAST_GAP: Final = 1e-12  # between an exclusive bound that is whole and the fi
 
 
 class SchemaError(ValueError):
-    """A schema cannot be held; the message names the keyword and its JSON pointer."""
+    """A schema that cannot be enforced. The message names the keyword and its JSON pointer."""
 
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -62,14 +62,16 @@ FORMATS: Final[Mapping[str, str | None]] = {
     "duration": f"^P(?:{_DAYS}(?:{_SECONDS})?|{_SECONDS}|{_N}W)$",
     **dict.fromkeys(("email", "hostname", "ipv4", "ipv6", "uri", "uuid")),
 }
-"""The formats of strings that are held, each with its pattern, or None if llguidance has it. Others are annotations."""
+"""The string formats that are enforced, each with its pattern, or None if llguidance implements it. Other formats are
+annotations.
+"""
 
 UNSUPPORTED: Final = (
     "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if",
     "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
     "uniqueItems",
 )  # fmt: skip
-"""The keywords that are refused, unless they say nothing or can be rewritten."""
+"""The keywords that are refused unless they have no effect or can be rewritten."""
 
 _INSTEAD = {
     "propertyNames": ", or give an object without properties names of an enum, a const, a pattern or a length",
@@ -103,18 +105,21 @@ _VALUES: Final[Mapping[str, tuple[str, type | tuple[type, ...]]]] = {
         ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"), ("an integer", int)
     ),
 }
-"""The values of keywords, in words and in Python."""
+"""The valid values of each keyword, in words and as Python types."""
 # A schema with these constrains one object in several places: none of them knows all of its keys.
 _SEVERAL = frozenset({"allOf", "oneOf"})
 _BESIDE = ("$ref", "anyOf", "patternProperties")
 
 
 def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
-    """Return a schema that llguidance holds exactly, all of whose values are valid under ``schema``.
+    """Return a schema that llguidance enforces exactly, and whose values are all valid under ``schema``.
 
-    Where ``schema`` does not say whether an object has other keys than those it names, the object has none, see
-    `close_objects`. Preparing a prepared schema changes nothing. O(schema).
-    ``strict`` : Raise SchemaError for a constraint that cannot be held; else leave it out.
+    If ``schema`` does not say whether an object may have additional keys, the object has none, see `close_objects`.
+    Preparing a prepared schema changes nothing. O(schema).
+
+    Args:
+        schema: The client's schema.
+        strict: Whether SchemaError is raised for a constraint that cannot be enforced. Otherwise it is removed.
     """
     try:
         text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
@@ -139,7 +144,7 @@ def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
 
 
 def children(node: Mapping[str, Any], at: str) -> Iterator[tuple[Schema, str]]:
-    """The schemas directly within one, each with its JSON pointer. ``at`` : the pointer of ``node``."""
+    """Yield the direct subschemas of ``node`` with their JSON pointers. ``at`` is the pointer of ``node``."""
     for key in _ONE:
         if isinstance(node.get(key), (dict, bool)):
             yield node[key], f"{at}/{key}"
@@ -152,7 +157,7 @@ def children(node: Mapping[str, Any], at: str) -> Iterator[tuple[Schema, str]]:
 
 
 def resolve(root: Schema, reference: object) -> Schema | None:
-    """The schema that a reference within ``root`` names by a JSON pointer; None for any other reference."""
+    """Return the schema to which a JSON pointer within ``root`` refers; None for any other reference."""
     if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
         return None
     found = root
@@ -168,7 +173,7 @@ def resolve(root: Schema, reference: object) -> Schema | None:
 
 
 def part_of(root: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """The schema at a JSON pointer alone, with everything that it may refer to. O(schema)."""
+    """Return the schema at a JSON pointer with everything that it may refer to. O(schema)."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, list):
@@ -187,7 +192,7 @@ def part_of(root: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def reason_of(complaint: str) -> str:
-    """The reason in a complaint of llguidance, in one line."""
+    """Return the reason in an llguidance error message, on one line."""
     if re.search("look-?around", complaint):
         return "look-around is not supported"
     if complaint.startswith("NoExtension"):
@@ -208,7 +213,7 @@ def reason_of(complaint: str) -> str:
 
 
 def is_beyond_exact(value: Any) -> bool:
-    """Whether a value is or contains a number that 64-bit floats do not hold exactly."""
+    """Return whether a value is or contains a number that 64-bit floats cannot represent."""
     if isinstance(value, dict):
         return any(map(is_beyond_exact, value.values()))
     if isinstance(value, list):
@@ -225,7 +230,7 @@ def _accepts_all(schema: Schema) -> bool:
 
 
 class _Preparation:
-    """Prepares one schema in place, so that references into it stay valid."""
+    """The preparation of one schema, which is modified in place so that references into it stay valid."""
 
     def __init__(self, root: dict[str, Any], strict: bool) -> None:
         self._root = root
@@ -240,7 +245,7 @@ class _Preparation:
         self._multiples: set[Decimal] = set()
 
     def prepare(self, node: Schema, at: str) -> None:
-        """Prepare a schema and all that it refers to. ``at`` : its JSON pointer."""
+        """Prepare a schema and everything it refers to. ``at`` is its JSON pointer."""
         if isinstance(node, bool) or id(node) in self._seen:
             return
         if not isinstance(node, dict):
@@ -261,7 +266,7 @@ class _Preparation:
         self._with_branches.append(node)
 
     def finish(self) -> None:
-        """Prepare what depends on the rest of the schema, all of which is prepared otherwise."""
+        """Prepare the parts that depend on the rest of the schema, which must be prepared already."""
         for node, at in self._references:
             self._require_progress(node, at, frozenset())
             self._num_looked_at = 0
@@ -271,13 +276,13 @@ class _Preparation:
             self._prepare_branches(node)
 
     def _refuse(self, node: dict[str, Any], key: str, at: str, reason: str, keyword: str | None = None) -> None:
-        """Raise SchemaError, or leave the keyword out of a schema that need not be strict."""
+        """Raise SchemaError, or remove the keyword if the preparation is not strict."""
         if self._strict:
             raise SchemaError(f"{keyword or key} at {at}/{escape(key)} {reason}")
         del node[key]
 
     def _resolved(self, node: Schema) -> Schema:
-        """The schema that a chain of references leads to; the reference itself where it has other constraints."""
+        """Follow a chain of references; returns the reference itself if it has other constraints."""
         seen = set()
         while isinstance(node, dict) and "$ref" in node and node.keys() - {"$ref"} <= _ANNOTATIONS:
             target = resolve(self._root, node["$ref"])
@@ -288,7 +293,7 @@ class _Preparation:
         return node
 
     def _require_progress(self, node: Schema, at: str, begun: frozenset[int]) -> None:
-        """Raise SchemaError where a schema leads back to itself for the same value."""
+        """Raise SchemaError if a schema refers to itself for the same value."""
         if not isinstance(node, dict) or id(node) in self._progressing:
             return
         if id(node) in begun:
@@ -299,7 +304,7 @@ class _Preparation:
         self._progressing.add(id(node))
 
     def _never_ends(self, node: Schema, begun: frozenset[int]) -> bool:
-        """Whether each value of a schema has another value of a schema that is ``begun`` within it."""
+        """Return whether each value of a schema must contain another value of a schema in ``begun``."""
         if not isinstance(node, dict) or id(node) in self._ending or self._num_looked_at > _MOST_LOOKED_AT:
             return False
         if id(node) in begun:
@@ -320,7 +325,7 @@ class _Preparation:
         return False
 
     def _check_values(self, node: dict[str, Any], at: str) -> None:
-        """Raise SchemaError for values that a keyword cannot have; leave out keywords of types that no value has."""
+        """Raise SchemaError for invalid keyword values, and remove keywords of types that no value has."""
         for bound, exclusive in (_BOUNDS[:2], _BOUNDS[2:]):
             if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and bound in node:  # draft 4
                 node[exclusive] = node.pop(bound)
@@ -347,7 +352,7 @@ class _Preparation:
     # -- objects
 
     def _list_names(self, node: dict[str, Any], at: str) -> None:
-        """List the keys that propertyNames allows, or give their pattern."""
+        """List the keys that propertyNames allows, or their pattern."""
         if "propertyNames" not in node:
             return
         self.prepare(node["propertyNames"], f"{at}/propertyNames")
@@ -373,7 +378,7 @@ class _Preparation:
             self._refuse(node, "propertyNames", at, "is not supported: leave it out" + _INSTEAD["propertyNames"])
 
     def _add_names(self, node: dict[str, Any], at: str, names: Iterable[str], schema: Schema) -> None:
-        """Let the value of each of ``names`` follow ``schema``, in addition to the schema it has already."""
+        """Require that the value of each key in ``names`` is valid under ``schema``, in addition to its own schema."""
         properties = node.setdefault("properties", {})
         for name in names:
             known = properties.get(name, True)
@@ -386,7 +391,7 @@ class _Preparation:
                 known["allOf"] = [*known.get("allOf", []), schema]
 
     def _list_patterns(self, node: dict[str, Any], at: str) -> None:
-        """List the keys that patterns match, where they are few, so that each key comes once at most."""
+        """List the keys that patterns match if there are few, so that no key occurs twice."""
         patterns = node.get("patternProperties", {})
         for pattern in list(patterns):
             if complaint := _pattern_complaint(pattern):
@@ -458,7 +463,7 @@ class _Preparation:
     def _move_bound(
         self, node: dict[str, Any], bound: str, exclusive: str, tighter: Callable[..., Any], inwards: int
     ) -> None:
-        """Move a bound inwards to the next one that llguidance holds exactly."""
+        """Move a bound inwards to the next one that llguidance represents exactly."""
         if exclusive in node and _is_whole(node[exclusive]):
             limit = int(node.pop(exclusive))
             if node.get("type") == "integer" or abs(limit) >= MOST_EXACT:
@@ -472,7 +477,7 @@ class _Preparation:
             node[bound] = tighter(moved, -inwards * _MOST_BOUND)
 
     def _require_range(self, node: dict[str, Any], sent: Mapping[str, Any], at: str) -> None:
-        """Refuse bounds between which the moving left no number; close a range that llguidance cannot leave open."""
+        """Refuse bounds without a number between them, and close a range that llguidance requires to be closed."""
         if node.get("minimum", 0) >= _OPEN_BOUND:
             node.setdefault("maximum", _MOST_BOUND)
         if node.get("maximum", 0) <= -_OPEN_BOUND:
@@ -489,7 +494,7 @@ class _Preparation:
     # -- branches
 
     def _prepare_branches(self, node: dict[str, Any]) -> None:
-        """Let branches that exclude each other be alternatives, with the discriminator of OpenAPI required."""
+        """Turn branches that exclude each other into alternatives, and require OpenAPI's discriminator."""
         self._num_pairs += sum(len(node.get(key, [])) ** 2 for key in ("anyOf", "oneOf"))
         if self._num_pairs > _MOST_PAIRS:
             raise SchemaError("it has too many branches in anyOf or oneOf: at most 256 in one list, fewer in several")
@@ -505,7 +510,7 @@ class _Preparation:
             node["anyOf"] = node.pop("oneOf")
 
     def _exclude(self, one: Schema, other: Schema, depth: int = 4) -> bool:
-        """Whether no value is valid under both schemas, as far as can be told from types and constants."""
+        """Return whether types and constants show that no value is valid under both schemas."""
         one, other = self._resolved(one), self._resolved(other)
         if one is False or other is False:
             return True
@@ -536,7 +541,7 @@ _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "n
 
 
 def types_of(node: Mapping[str, Any]) -> set[str] | None:
-    """The types that a value may have by the keywords type, const and enum; None: all. Integers are numbers."""
+    """Return the types that the keywords type, const and enum allow; None: all types. Integers are numbers."""
     given = node.get("type")
     found: set[str] | None = None
     if isinstance(given, (str, list)):
@@ -550,7 +555,7 @@ def types_of(node: Mapping[str, Any]) -> set[str] | None:
 
 
 def _listed_values(node: Mapping[str, Any]) -> frozenset[str] | None:
-    """The values that const or enum allows, as JSON in which 1 and 1.0 are the same; None where neither is there."""
+    """Return the values that const or enum allows, as JSON in which 1 and 1.0 are equal; None without them."""
     values = node.get("enum", [node["const"]] if "const" in node else None)
     if values is None:
         return None
@@ -561,7 +566,7 @@ def _listed_values(node: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _says_nothing(node: Mapping[str, Any], key: str) -> bool:
-    """Whether an unsupported keyword constrains nothing where it is."""
+    """Return whether an unsupported keyword has no effect in this schema."""
     value = node[key]
     if key == "uniqueItems":
         most = len(node.get("prefixItems", [])) if node.get("items") is False else node.get("maxItems", 2)
@@ -583,7 +588,7 @@ def _only_says_string(schema: Mapping[str, Any]) -> bool:
 
 
 def _digits(number: int | float) -> int:
-    """The digits between the zeros at both ends, as one number: 12 of 1200 and of 0.012."""
+    """Return the significant digits as one number: 12 for 1200 and for 0.012."""
     return int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits)) or 0)
 
 
@@ -598,7 +603,7 @@ def _for_python(pattern: str) -> str:
 
 
 def _pattern_complaint(pattern: str) -> str:
-    """Why a pattern cannot be used; empty where it can."""
+    """Return why a pattern cannot be used; empty if it can."""
     try:
         from llguidance import LLMatcher
     except ImportError:  # then no grammar is made
@@ -612,12 +617,12 @@ def _pattern_complaint(pattern: str) -> str:
 
 
 def as_written(pattern: str) -> str:
-    """A regular expression as an error quotes it: backslashes are not doubled."""
+    """Return a regular expression as an error message quotes it, without doubled backslashes."""
     return f"'{pattern}'" if pattern.isprintable() and len(pattern) <= 120 else shown(pattern)
 
 
 def _names_matched_by(pattern: str) -> list[str] | None:
-    """All strings that a pattern matches, None where they are many or where that is hard to tell."""
+    """Return all strings that a pattern matches; None if there are many or if it is hard to tell."""
     try:
         items = list(importlib.import_module("re._parser").parse(pattern))
     except (re.error, OverflowError, RecursionError, ImportError):
@@ -629,7 +634,7 @@ def _names_matched_by(pattern: str) -> list[str] | None:
 
 
 def _expanded(items: Iterable[Any]) -> list[str] | None:
-    """The strings of a parsed pattern; None for more than `_MOST_NAMES`, and for anything but texts and choices."""
+    """Return the strings of a parsed pattern of texts and choices; None for others or more than `_MOST_NAMES`."""
     found = [""]
     for kind, argument in items:
         if str(kind) == "LITERAL":
@@ -665,11 +670,11 @@ def _expanded(items: Iterable[Any]) -> list[str] | None:
 
 
 def close_objects(schema: Schema) -> Schema:
-    """Return the schema without keys beyond those it names, where it does not say whether there may be others.
+    """Forbid additional keys in each object of which the schema does not say whether they are allowed.
 
-    JSON made by it is JSON of the schema as it was, in which a weak model wrote keys of its own, one of them five
-    times. Objects that name no keys stay open, and so does a whole schema whose parts constrain one object together, or
-    that is nested beyond Python's own bound: the argument is returned. O(schema).
+    The resulting JSON is also valid under the original schema, under which a weak model invented keys, one of them five
+    times. Objects without named keys stay open. The schema is returned unchanged if several parts constrain one object
+    together, or if it is nested too deeply for Python. O(schema).
     """
     try:
         return _closed(schema)
@@ -706,7 +711,7 @@ def _closed(schema: Schema) -> Schema:
 
 
 def _without_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without an allOf of patterns alone, which constrain no object."""
+    """Return the schema without an allOf that contains only patterns, which do not constrain objects."""
     parts = schema.get("allOf")
     if isinstance(parts, list) and all(isinstance(part, dict) and part.keys() == {"pattern"} for part in parts):
         return {key: value for key, value in schema.items() if key != "allOf"}

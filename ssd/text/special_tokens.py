@@ -1,4 +1,4 @@
-"""Special tokens that messages spell out stay text; those that the chat template writes are control tokens."""
+"""Encode special tokens that messages spell out as text, and those that the chat template writes as control tokens."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from typing import Any, NamedTuple
 from ssd.errors import ModelError, RequestError
 
 _PRIVATE = range(0xE000, 0xF900)
-"""Code points without a meaning of their own, from which marks are taken."""
+"""Code points of private use, from which marks are chosen."""
 _ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})")
-"""How a template that writes ASCII JSON spells them."""
+"""The spelling of these code points by a template that writes ASCII JSON."""
 _SENTINELS = 0x100000
-"""More of them: from here on for the numbers of tokens, the 2^16 before for random bits."""
+"""The first of the code points for the numbers of tokens. The 2^16 code points before it hold random bits."""
 
 
 class Marks(NamedTuple):
-    """Two characters that no text of a request has, to stand around the special tokens that it spells out."""
+    """Two characters that do not occur in the request and that enclose the special tokens it spells out."""
 
     begin: str
     end: str
 
     def without(self, text: str) -> str:
-        """``text`` as it would be without them."""
+        """Return ``text`` without the marks."""
         return re.sub(f"[{self.begin}{self.end}]", "", self.plain(text))
 
     def plain(self, text: str) -> str:
-        """``text`` with the marks as they are, where a template has written them as ASCII JSON."""
+        """Return ``text`` with unescaped marks, if a template has written them as ASCII JSON."""
         for mark in self:
             text = text.replace(json.dumps(mark)[1:-1], mark)
         return text
 
 
 class _Kept(NamedTuple):
-    """Tokens that are kept apart, and everything one of them begins with."""
+    """The tokens that are kept apart, and all their prefixes."""
 
     tokens: frozenset[str]
     beginnings: frozenset[str]
@@ -46,20 +46,25 @@ class _Kept(NamedTuple):
 
 
 class SpecialTokens:
-    """Keeps the special tokens of a chat template apart from those that a request's strings spell out.
+    """Distinguishes the special tokens of a chat template from those that a request's strings spell out. Thread-safe.
 
-    The latter are marked before the template is rendered. Of what comes out, everything marked is text; what is not
-    marked and spells an added token is that token, and is replaced by a string nobody can guess. All is then encoded by
-    a tokenizer of the same parts that knows those strings in the place of the added tokens: so what was marked is
-    split as if it had never been special, and all else as ever. A string that ends as a special token begins is marked
-    there too: it does not become one with what the template puts behind it.
+    The strings' special tokens are enclosed in marks before the template is rendered. In the output, marked text is
+    text. Unmarked text that spells an added token is that token, and is replaced by an unguessable string. The result
+    is encoded by a copy of the tokenizer that knows those strings in place of the added tokens. So marked text is split
+    as if it had never been special, and everything else as usual. The end of a string is also marked if a special token
+    begins there, so that it does not combine with the template's next characters.
 
-    Beside special tokens, others that the template writes are kept apart ("<tool_call>"), but not in what an assistant
-    has said: the model says them itself. Safe to use from several threads.
+    Other tokens that the template writes, such as "<tool_call>", are distinguished as well, but not in assistant
+    messages, because the model itself generates them.
     """
 
     def __init__(self, tokenizer: Any, special_ids: Collection[int]) -> None:
-        """``tokenizer`` : a transformers tokenizer. ``special_ids`` : tokens kept apart in all messages."""
+        """Prepare a tokenizer.
+
+        Args:
+            tokenizer: A transformers tokenizer.
+            special_ids: The tokens that are distinguished in all messages.
+        """
         self._tokenizer = tokenizer
         self._ids: dict[str, int] = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         self._special = frozenset(content for content, id in self._ids.items() if id in special_ids)
@@ -73,14 +78,27 @@ class SpecialTokens:
             )
         secret = "".join(chr(_SENTINELS - 1 - secrets.randbelow(0xFFFE)) for _ in range(8))
         self._sentinels = {content: secret + chr(_SENTINELS + number) for number, content in enumerate(self._ids)}
-        """For every added token 128 random bits and its number; drawn here, as several threads may be the first."""
+        """A string of 128 random bits and a number for every added token. Drawn here because threads may race for the
+        first use.
+        """
 
     def mark(
         self, messages: list[dict[str, Any]], variables: dict[str, Any], template: str
     ) -> tuple[list[dict[str, Any]], dict[str, Any], Marks | None]:
-        """Messages and variables as ``template`` is to be given them; no marks where nothing had to be marked.
+        """Mark the special tokens in messages and variables.
 
-        O(characters). Raises RequestError where it could not be encoded.
+        Args:
+            messages: Normalized messages.
+            variables: The variables of the template.
+            template: The template's source.
+
+        Returns:
+            The messages and the variables for the template, and the marks; None if nothing was marked.
+
+        Raises:
+            RequestError: The text cannot be encoded unambiguously.
+
+        O(characters).
         """
         spoken, given = self._kept(""), self._kept(template)
         parts = [(message, spoken if message.get("role") == "assistant" else given) for message in messages]
@@ -96,7 +114,7 @@ class SpecialTokens:
         return marked[:number], {name: value for part in marked[number:] for name, value in part.items()}, marks
 
     def encode(self, text: str, marks: Marks) -> list[int]:
-        """Ids of a rendered text. Raises RequestError where the tokenizer makes control tokens of plain text."""
+        """Encode a rendered text. Raises RequestError if the tokenizer would make control tokens of plain text."""
         if self._twin is None:
             return self._encode_unmarked(marks.plain(text), marks)
         parts: list[str] = []
@@ -123,7 +141,7 @@ class SpecialTokens:
         return [real.get(id, id) for id in ids]
 
     def _encode_unmarked(self, text: str, marks: Marks) -> list[int]:
-        """Without a twin: marked are only ends of strings, and none may be within a token."""
+        """Encode without the copy of the tokenizer. Only ends of strings may be marked, and no mark within a token."""
         pieces = re.split(f"[{marks.begin}{marks.end}]", text)
         whole, ends = "".join(pieces), set(accumulate(map(len, pieces)))
         if any(not ends.isdisjoint(range(start + 1, stop)) for start, stop in self._spans(whole)):
@@ -138,7 +156,7 @@ class SpecialTokens:
         return _Kept(tokens, beginnings, max(map(len, tokens), default=0))
 
     def _marks_of(self, text: str, kept: _Kept) -> list[tuple[int, int]]:
-        """What of ``text`` has to stand between marks."""
+        """Return the ranges of ``text`` that have to be marked."""
         text = whole_characters(text)
         spans = [(start, stop) for start, stop in self._spans(text) if text[start:stop] in kept.tokens]
         if any(text[-length:] in kept.beginnings for length in range(1, min(kept.longest, len(text) + 1))):
@@ -155,7 +173,7 @@ class SpecialTokens:
         return "".join(parts) + whole[done:]
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Where ``text`` spells added tokens; the longest of those that begin at one place. O(characters)."""
+        """Return the ranges in which ``text`` spells added tokens, the longest at each position. O(characters)."""
         if not self._ids:
             return []
         found = self._finder.encode(text, add_special_tokens=False)
@@ -163,7 +181,7 @@ class SpecialTokens:
 
     @cached_property
     def _finder(self) -> Any:
-        """A tokenizer that knows the added tokens, as the real one matches them; all else is token 0."""
+        """A tokenizer that matches added tokens as the real one does, and encodes everything else as token 0."""
         from tokenizers import AddedToken, Tokenizer, models
 
         finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
@@ -175,7 +193,7 @@ class SpecialTokens:
 
     @cached_property
     def _twin(self) -> Any:
-        """The tokenizer with sentinels in the place of the added tokens; None where it is not one of Rust's."""
+        """A copy of the tokenizer with sentinels as added tokens; None if it is not implemented in Rust."""
         from tokenizers import AddedToken, Tokenizer
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -193,12 +211,12 @@ class SpecialTokens:
 
     @cached_property
     def _real_ids(self) -> dict[int, int]:
-        """From the twin's ids of the sentinels."""
+        """Maps the copy's ids of the sentinels to the ids of the added tokens."""
         return {self._twin.token_to_id(self._sentinels[content]): id for content, id in self._ids.items()}
 
 
 def whole_characters(text: str) -> str:
-    """``text`` with a replacement character for halves of surrogate pairs, which JSON can spell."""
+    """Replace lone surrogates, which JSON can spell, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -207,7 +225,7 @@ def whole_characters(text: str) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string in JSON, keys included."""
+    """Yield every string in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -220,7 +238,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of JSON with every string changed, keys included."""
+    """Return a copy of a JSON value with every string changed, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -231,7 +249,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _unused(*texts: str) -> Marks:
-    """Marks that occur in none of the texts, neither as they are nor escaped."""
+    """Return marks that occur in none of the texts, either as characters or escaped."""
     taken = set().union(*texts) | {chr(int(spelled, 16)) for text in texts for spelled in _ESCAPED.findall(text)}
     free = [chr(point) for point in _PRIVATE if chr(point) not in taken][:2]
     if len(free) < 2:

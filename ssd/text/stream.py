@@ -1,4 +1,4 @@
-"""Text that is still being generated: whole characters only, and nothing that may yet become a stop string."""
+"""Incremental detokenization that returns only complete characters, and no text that may become a stop string."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _MAX_INCOMPLETE_TOKENS = 8  # more than any character has bytes; beyond it the t
 
 
 class TextStream:
-    """Incremental detokenisation of one output. Not thread-safe; O(1) tokens decoded per token pushed.
+    """Incremental detokenization of one output. Not thread-safe; decodes O(1) tokens per pushed token.
 
-    The pieces that ``push_token`` and ``finish`` return are together ``decode`` of the pushed ids without those that
-    give no text, cut at the first stop string; or what that has more behind the text that it goes on from. Where a
-    tokenizer spells characters it has no token for byte by byte (as sentencepiece does) and the bytes are not UTF-8,
-    the number of U+FFFD may differ: that decoder judges a whole run of bytes at once.
+    The texts that ``push_token`` and ``finish`` return, joined, are ``decode`` of the pushed ids without invisible
+    tokens, up to the first stop string; with ``before``, they are what follows that text. If a tokenizer spells unknown
+    characters by bytes (as sentencepiece does) and the bytes are not UTF-8, the number of U+FFFD may differ, because
+    the full decoder sees the whole run of bytes.
 
-    A tokenizer decides by what comes before whether a token begins with a space, and several tokens may spell one
-    character. So a short window is decoded, which begins where a piece of text began::
+    Whether a token begins with a space depends on the token before it, and several tokens may spell one character. So a
+    short window is decoded, which begins at the beginning of a returned text::
 
         window = [ context: text was returned | pending: not yet ]
     """
@@ -37,13 +37,18 @@ class TextStream:
         shown_special_ids: Collection[int] = (),
         before: Sequence[int] = (),
     ) -> None:
-        """``stop`` : non-empty strings, any of which ends the text; ``include_stop`` : it is returned as well.
+        """Start a text.
 
-        ``skip_special_tokens`` : they give no text, but for ``shown_special_ids``. ``before`` : token ids of a text
-        that it goes on from.
+        Args:
+            codec: The tokenizer.
+            stop: Non-empty strings, each of which ends the text.
+            include_stop: Whether the stop string is returned as well.
+            skip_special_tokens: Whether special tokens give no text.
+            shown_special_ids: Special tokens that give text even so.
+            before: The token ids of a text that this one continues.
         """
         self.stop_hit: str | None = None
-        """The stop string that ended the text. Nothing is returned any more."""
+        """The stop string that ended the text. No more text is returned after it."""
         self._codec = codec
         self._stop = stop
         self._include_stop = include_stop
@@ -59,7 +64,7 @@ class TextStream:
     def following(
         cls, codec: TextCodec, sampling: SamplingParams, prompt: Sequence[int], *, stops: bool = True
     ) -> TextStream:
-        """The text of one output as its request asks for it; without ``stops`` no stop string ends it."""
+        """Create the stream for one output of a request. Without ``stops``, stop strings are ignored."""
         return cls(
             codec,
             stop=sampling.stop if stops else (),
@@ -71,22 +76,22 @@ class TextStream:
 
     @property
     def may_stop(self) -> bool:
-        """Whether a string may end the text: then it matters which token it came with."""
+        """Whether there are stop strings, so that the text of each token matters."""
         return bool(self._stop)
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether a token gives no text because it is special."""
+        """Return whether a token gives no text because it is special."""
         return token_id in self._silent
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """New text that is safe to send; as ``push_token`` of each, decoded at once where that cannot differ."""
+        """Push tokens and return the new text that is safe to send; equal to ``push_token`` of each, but faster."""
         if len(token_ids) < 2:
             return self.push_token(token_ids[0]) if token_ids else ""
         together = None if self._is_known(token_ids) else self._push_together(token_ids)
         return "".join([self.push_token(token_id) for token_id in token_ids]) if together is None else together
 
     def push_token(self, token_id: int) -> str:
-        """New text that is safe to send; look at ``stop_hit`` afterwards."""
+        """Push a token and return the new text that is safe to send. Check ``stop_hit`` afterwards."""
         codec, window = self._codec, self._window
         pair = (window[0], token_id) if self._num_context == len(window) == 1 else None
         known = None if pair is None else codec.pieces.get(pair)
@@ -120,14 +125,14 @@ class TextStream:
         return self._send(piece)
 
     def _is_known(self, token_ids: Sequence[int]) -> bool:
-        """Whether what each of the tokens adds was found before."""
+        """Return whether the text that each of the tokens adds is cached."""
         pieces = self._codec.pieces
         return self._num_context == len(self._window) == 1 and all(
             pair in pieces for pair in pairwise([self._window[0], *token_ids])
         )
 
     def _push_together(self, token_ids: Sequence[int]) -> str | None:
-        """None, and nothing was pushed, where a string may stop the text or a character may be incomplete."""
+        """Push tokens at once; returns None and pushes nothing if a stop or an incomplete character is possible."""
         codec, silent = self._codec, self._silent
         if self._stop or not silent.isdisjoint(token_ids) or min(token_ids) < 0 or max(token_ids) >= codec.vocab_size:
             return None
@@ -139,7 +144,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """The rest, incomplete characters as U+FFFD. It may complete a stop string."""
+        """Return the remaining text, with incomplete characters as U+FFFD. It may complete a stop string."""
         if self.stop_hit is not None:
             return ""
         sent = self._send(self._new_text(self._codec.decode(self._window), len(self._window)))
@@ -149,13 +154,13 @@ class TextStream:
         return sent
 
     def _new_text(self, text: str, stop: int) -> str:
-        """What ``text``, the window's up to token ``stop``, has beyond the context's."""
+        """Return the part of ``text``, the window up to token ``stop``, that follows the context's text."""
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
         return self._codec.decode(self._window[self._num_context : stop])  # bytes that broke the run they joined
 
     def _split_broken(self, text: str) -> tuple[str, int]:
-        """Text of the window up to the last place where no character can span, and how many tokens come after it."""
+        """Return the window's text up to the last complete character, and the number of tokens after it."""
         for kept in range(1, 4):
             head = self._codec.decode(self._window[:-kept])
             if head + self._codec.decode(self._window[-kept:]) == text:
@@ -163,7 +168,7 @@ class TextStream:
         return text, 0
 
     def _send(self, piece: str) -> str:
-        """``piece`` without a tail that may become a stop string; sets ``stop_hit``."""
+        """Return ``piece`` without an end that may become a stop string. Sets ``stop_hit``."""
         if not self._stop:
             return piece
         text = self._unsent + piece
@@ -178,7 +183,7 @@ class TextStream:
 
 
 def _end_of(token_ids: Sequence[int], codec: TextCodec) -> list[int]:
-    """The last token, with those before it that spell the same character; none of a text that ends otherwise."""
+    """Return the last token with the tokens before it that spell the same character; empty for a broken one."""
     for count in range(1, min(len(token_ids), _MAX_INCOMPLETE_TOKENS) + 1):
         end = list(token_ids[-count:])
         if end[0] in codec.special_ids:
@@ -189,6 +194,6 @@ def _end_of(token_ids: Sequence[int], codec: TextCodec) -> list[int]:
 
 
 def _longest_overlap(text: str, stop: str) -> int:
-    """Length of the longest tail of ``text`` that ``stop`` begins with, shorter than ``stop``."""
+    """Return the length of the longest proper prefix of ``stop`` with which ``text`` ends."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
