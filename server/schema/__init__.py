@@ -1,1 +1,1 @@
-"""What requests may contain."""
+"""The bodies of requests."""

@@ -1,4 +1,4 @@
-"""What requests to /v1/messages may contain, and the chat completion each of them is."""
+"""The bodies of /v1/messages, and their conversion to chat completions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _IGNORED: Mapping[str, str] = {
     "diagnostics": "nothing is kept that a request could be compared with",
     "speed": "there is one",
 }
-"""Fields that may be left unread without changing the output, and why they are."""
+"""Fields that are ignored because they do not change the output, with the reason."""
 
 _NO_TOOLS = "the server runs no tools and reaches no network. Give the model tools, and run them yourself"
 
@@ -44,7 +44,9 @@ _REFUSED: Refused = {
     "thread": ((), "no conversation is kept here. Send the whole of it with each request"),
     "inference_geo": (("global",), "the server does not know where it stands"),
 }  # fmt: skip
-"""Fields that would change the output, or where it is made, each with values that mean "without it" and the reason."""
+"""Fields that are refused because they would change the output or its location, each with the values that mean "without
+it" and the reason.
+"""
 
 
 class _Block(Part):
@@ -64,7 +66,7 @@ class _Thinking(_Block):
 
 
 class _Redacted(_Block):
-    """Only who wrote it can read it."""
+    """Reasoning that only its vendor can decrypt."""
 
     type: Literal["redacted_thinking"]
     data: Any = None
@@ -91,7 +93,7 @@ class _Result(_Block):
 
     @property
     def text(self) -> str:
-        """What came of a call; that it went wrong is told in words, where they do not say so."""
+        """Return the result of a call, with a note if the call failed and the text does not say so."""
         text = joined(self.content)
         return f"Error: {text}" if self.is_error and not text.lower().startswith("error") else text
 
@@ -120,12 +122,13 @@ _TURNS: TypeAdapter[list[_Turn]] = TypeAdapter(Annotated[list[_Turn], Field(fail
 _SYSTEM: TypeAdapter[list[_Text]] = TypeAdapter(_Texts)
 
 _BILLING = re.compile(r"x-anthropic-billing-header:.*\n*")
-"""Claude Code's first system block. It tells a model nothing and is another in each request: with it, nothing behind it
-would ever be found in the prefix cache."""
+"""Claude Code's first system block. It tells the model nothing and differs in each request, so the prefix cache would
+never find the text after it.
+"""
 
 
 def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[str, Any]]:
-    """Messages as /v1/chat/completions takes them, results of tools too; raises RequestError for what cannot be one."""
+    """Convert messages and tool results to those of /v1/chat/completions. Raises RequestError."""
     conversation = Conversation()
     if system is not None:
         said = [block for block in checked(_SYSTEM, system, "system") if not _BILLING.fullmatch(block.text)]
@@ -149,27 +152,29 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
 
 
 def goes_on(messages: list[dict[str, Any]]) -> bool:
-    """Whether the answer continues the last message: the assistant's own, in which it has called nothing."""
+    """Return whether the answer continues the last message, which is the assistant's and contains no call."""
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
 _WITHOUT: Mapping[str, tuple[Any, ...]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
-"""Fields of a tool that change what the model is told, and values that mean "without it"."""
+"""Fields of a tool that would change the prompt, with the values that mean "without it"."""
 _HINTS = frozenset({"cache_control", "eager_input_streaming", "strict"})
-"""What may be left unread: forced calls follow their schema, ``strict`` or not, and arguments come as they are made."""
+"""Fields of a tool that may be ignored: forced calls follow their schema with or without ``strict``, and arguments are
+streamed as they are generated.
+"""
 _NAMES = {"name": "name", "description": "description", "input_schema": "parameters"}
 
 
 class ToolChoice(Part):
-    """Which of the tools are called. "any" and "tool" are held to by a grammar."""
+    """Which tools are called. A grammar enforces "any" and "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(default=None, max_length=128)
     disable_parallel_tool_use: bool | None = None
 
     def chat_fields(self) -> dict[str, Any]:
-        """``tool_choice`` and ``parallel_tool_calls``; raises RequestError for a tool without a name."""
+        """Return ``tool_choice`` and ``parallel_tool_calls``. Raises RequestError for a tool without a name."""
         parallel = not self.disable_parallel_tool_use
         if self.type != "tool":
             choice = "required" if self.type == "any" else self.type
@@ -208,7 +213,7 @@ _THINKS = {"enabled": True, "disabled": False}
 
 
 class Thinking(Part):
-    """``thinking``: the chat template's ``enable_thinking``, or nothing. ``budget_tokens`` bounds nothing."""
+    """``thinking`` sets the chat template's ``enable_thinking`` if it has that. ``budget_tokens`` has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(default=None, ge=0)
@@ -216,47 +221,47 @@ class Thinking(Part):
 
 
 class OutputFormat(Part):
-    """What the text must look like; a schema always holds strictly."""
+    """The form of the text. A schema is always enforced strictly."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Part):
-    """``output_config``: the effort is the chat template's to honour, as ``reasoning_effort``."""
+    """``output_config``: the effort is passed to the chat template as ``reasoning_effort``."""
 
     effort: str | None = Field(default=None, max_length=64)
     format: OutputFormat | None = None
 
 
 class ThinkingTurns(Part):
-    """So many of the last that thought."""
+    """The number of the last turns whose reasoning is kept."""
 
     type: Literal["thinking_turns"]
     value: int = Field(ge=1)
 
 
 class ClearThinking(Part):
-    """Leave out what was thought in all turns but the last ones; without ``keep`` the last, as at Anthropic."""
+    """Remove the reasoning of all turns except the last ones; without ``keep`` except the last one, as at Anthropic."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"] | ThinkingTurns = ThinkingTurns(type="thinking_turns", value=1)
 
 
 class ContextManagement(Part):
-    """``context_management``: else a conversation is never shortened."""
+    """``context_management``. Without it a conversation is never shortened."""
 
     edits: Annotated[list[ClearThinking], Field(max_length=1)] = Field(default_factory=list)
 
     def edit(self, messages: list[dict[str, Any]]) -> None:
-        """Take out of the messages what is to be left out."""
+        """Remove the reasoning that the edits name from the messages."""
         for keep in [edit.keep for edit in self.edits if edit.keep != "all"]:
             for message in [message for message in messages if "reasoning_content" in message][: -keep.value]:
                 del message["reasoning_content"]
 
 
 class AnthropicChat(Body):
-    """A conversation: what is counted, and what is answered."""
+    """A conversation whose tokens are counted or that is answered."""
 
     ignored, refused, chat_names = _IGNORED, _REFUSED, _CHAT_NAMES
 
@@ -282,7 +287,7 @@ class AnthropicChat(Body):
         return super().honoured(content)
 
     def prompt_fields(self) -> dict[str, Any]:
-        """The fields of a chat completion that become its prompt; raises RequestError."""
+        """Return the fields of a chat completion that determine its prompt. Raises RequestError."""
         messages = messages_of(self.system, self.messages)
         if self.context_management is not None:
             self.context_management.edit(messages)
@@ -316,7 +321,7 @@ class CountTokensBody(AnthropicChat):
         return self._chat
 
     def require_within(self, limits: Limits) -> None:
-        """Raises RequestError for whatever /tokenize would be refused for."""
+        """Raise RequestError if /tokenize would refuse the request."""
         with renaming(self.chat_names):
             self._chat = TokenizeChatBody.parse({"model": self.model, **self.prompt_fields()}, limits)
 

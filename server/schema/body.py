@@ -1,4 +1,4 @@
-"""A JSON object sent by a client. Unknown fields are refused; an explicit null means absent, as at OpenAI."""
+"""A JSON object sent by a client. Unknown fields are refused; null means absent, as at OpenAI."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from server.base.limits import Limits
 from ssd.errors import RequestError, shown
 
 UNKNOWN_FIELD = "unknown_field"
-"""The kind of complaint about a name that is not known; its context has the ``name``, and what may be meant."""
+"""The type of pydantic's error for an unknown name. Its context has the ``name`` and a suggestion."""
 
 
 def meant(name: str, known: Iterable[str]) -> str | None:
-    """The name that an unknown one may be a misspelling of; None where none is near. O(names)."""
+    """Return the known name of which an unknown one may be a misspelling; None if none is similar. O(names)."""
     return next(iter(get_close_matches(name[:64], known, n=1, cutoff=0.75)), None)
 
 
 class Part(BaseModel):
-    """An object in a request. Strict: "5" is no number; unknown names are refused, an explicit null means absent."""
+    """An object in a request. Strict: "5" is not a number. Unknown names are refused; null means absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, content: Any) -> Any:
-        """One complaint, where pydantic writes one for each unknown name: there may be very many."""
+        """Raise one error, because pydantic raises one for each unknown name and there may be very many."""
         if isinstance(content, dict):
             content = {name: value for name, value in content.items() if value is not None}
             known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -56,17 +56,17 @@ IGNORED: Mapping[str, str] = {
     "session_id": "no session is kept",
     "spaces_between_special_tokens": "tokenizers that are read here put none",
 }
-"""Fields that may be left unread without changing the output, and why they are."""
+"""Fields that are ignored because they do not change the output, with the reason."""
 
 ELSEWHERE = {
     "cache_prompt", "detokenize", "do_sample", "enable_thinking", "grammar", "kv_transfer_params", "max_new_tokens",
     "mirostat", "n_predict", "options", "provider", "reasoning", "repeat_last_n", "repeat_penalty", "slot_id",
     "thinking", "top_a", "transforms", "typical_p", "usage", "vllm_xargs",
 }  # fmt: skip
-"""Fields that other servers know and this one does not: an operator's log may name them."""
+"""Fields of other servers that this one does not have. Their names may appear in the operator's log."""
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Fields that would change the output and cannot be honoured: values that mean "without it", and the reason."""
+"""Fields that would change the output and are not supported, with the values that mean "without it" and the reason."""
 
 REFUSED: Refused = {
     "suffix": (("",), "text is continued here, not filled in"),
@@ -84,11 +84,11 @@ REFUSED: Refused = {
         ((), "vLLM deprecated it. Send structured_outputs, or response_format"),
     ),
 }
-"""Those of completions and chat completions. Where a schema has a field of the name, that counts."""
+"""The unsupported fields of completions and chat completions. A schema's own field of the name takes precedence."""
 
 
 def require_counts(body: dict[str, Any], limits: Limits) -> None:
-    """Raise RequestError for the first field with too much in it. What is of a wrong type is left to the schema."""
+    """Raise RequestError for the first field with too many elements. Wrong types are left to the schema."""
     _require_choices(body, limits)
     for name, count, most, unit in (
         ("logit_bias", _length, 1024, "entries"),
@@ -124,7 +124,7 @@ def _length(value: Any) -> int:
 
 
 def _written(value: Any) -> int:
-    """Characters of JSON; what is nested too deeply to be written has more than any limit."""
+    """Return the number of characters of the JSON; values nested too deeply to be written exceed any limit."""
     if value is None:
         return 0
     try:
@@ -140,7 +140,7 @@ def _characters(value: Any) -> int:
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """A RequestError from inside has the field at fault as it is called there. ``names`` : by the chat completion's."""
+    """Rename the faulty field of a RequestError. ``names`` maps a chat completion's fields to the client's."""
     try:
         yield
     except RequestError as error:
@@ -148,7 +148,7 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The same error for a client that calls fields by other ``names``."""
+    """Return the same error with the client's name of the field."""
     here, said = error.param or "", str(error)
     if here in names and said.startswith(here):
         said = names[here] + said.removeprefix(here)
@@ -161,7 +161,7 @@ _DEFAULT_LIMITS = Limits()
 
 
 class Body(BaseModel):
-    """A JSON object sent by a client. ``chat_names`` : its fields, by those of the chat completion it is."""
+    """A JSON object sent by a client. ``chat_names`` maps a chat completion's fields to this body's."""
 
     # Strict: "5" is no number and 1 no boolean, as at OpenAI.
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -173,7 +173,7 @@ class Body(BaseModel):
 
     @classmethod
     def parse(cls, content: Any, limits: Limits = _DEFAULT_LIMITS, *, ignores_unknown: bool = False) -> Self:
-        """Validate decoded JSON; raises RequestError with the first field at fault as ``param``."""
+        """Validate decoded JSON. Raises RequestError with the first faulty field as ``param``."""
         if not isinstance(content, dict):
             raise RequestError(f"the body must be a JSON object, got {type(content).__name__}")
         fields = cls.honoured(content)
@@ -192,7 +192,7 @@ class Body(BaseModel):
 
     @classmethod
     def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """The fields that the schema must understand, no neutral ones; raises RequestError for what it refuses."""
+        """Return the fields to validate, without neutral values. Raises RequestError for unsupported fields."""
         honoured = {}
         for name, value in content.items():
             if value is None or (name in cls.ignored and name not in cls.model_fields):
@@ -209,17 +209,17 @@ class Body(BaseModel):
         return honoured
 
     def keep_out_of_cache(self) -> None:
-        """As if it said that nothing may be learned from it; nothing is where there is no output."""
+        """Exclude the request from the cache. No effect for a request without output."""
 
     def require_within(self, limits: Limits) -> None:
-        """Raises RequestError for what can be measured only now."""
+        """Raise RequestError for limits that only the validated body can be checked against."""
 
 
 T = TypeVar("T")
 
 
 def checked(kind: TypeAdapter[T], value: Any, param: str, where: str | None = None) -> T:
-    """What a field's value is; raises RequestError with the place of a mistake, below ``where`` or else ``param``."""
+    """Validate a field's value. Raises RequestError with the place of the error, below ``where`` or ``param``."""
     try:
         return kind.validate_python(value, strict=True)
     except ValidationError as error:
@@ -232,7 +232,7 @@ def _unknown_field(name: str, near: str | None, param: str | None = None) -> Req
 
 
 def _request_error(error: ValidationError, value: Any, where: str = "", param: str | None = None) -> RequestError:
-    """The complaint of pydantic that says most, in our words. ``value`` : what the client sent, at ``where``."""
+    """Return pydantic's most informative error in our words. ``value`` is what the client sent, at ``where``."""
     found = [
         (complaint, _place(complaint, value)) for complaint in error.errors(include_url=False, include_input=False)
     ]
@@ -252,14 +252,14 @@ def _request_error(error: ValidationError, value: Any, where: str = "", param: s
 
 
 def _rank(complaint: ErrorDetails, place: Sequence[str | int]) -> tuple[bool, int, bool, bool]:
-    """Lower says more. Each way in which a value may be given has complaints of its own."""
+    """Return a sort key of an error, lower for a more informative one. Each alternative type has its own errors."""
     is_of_type = complaint["type"] == "literal_error" and place[-1:] == ["type"]  # which explains what else is wrong
     is_said = complaint["type"] in ("value_error", "union_tag_invalid") or is_of_type
     return complaint["type"] != UNKNOWN_FIELD, -len(place), not is_said, _is_kind(complaint)
 
 
 def _is_kind(complaint: ErrorDetails) -> bool:
-    """Whether it only says what kind of value is wanted, which another way of giving it may not want."""
+    """Return whether the error only says which type is expected, which another alternative may not expect."""
     return complaint["type"] == "literal_error" or complaint["type"].endswith("_type")
 
 
@@ -271,7 +271,7 @@ _KINDS = {
 
 
 def _words(complaint: ErrorDetails) -> str:
-    """What a value must do, in words that name nothing of this program."""
+    """Return the requirement of an error, in words that do not mention this program's internals."""
     kind, told = complaint["type"], complaint.get("ctx", {})
     tag = "role" if "role" in told.get("discriminator", "") else "type"
     if kind == "union_tag_invalid":
@@ -289,10 +289,10 @@ def _path(where: str, place: Iterable[str | int]) -> str:
 
 
 def _place(complaint: ErrorDetails, value: Any) -> list[str | int]:
-    """Where in ``value`` a complaint belongs: of its location the names and numbers, without kinds of values.
+    """Return the place of an error in ``value``: the names and numbers of its location without the names of types.
 
-    A kind may have the name of a field. So places are tried until one fits: an unknown field is in it, or a missing one
-    is not.
+    A type may have the name of a field. So places are tried until one fits: it contains the unknown field, or lacks the
+    missing one.
     """
 
     def fits(place: list[str | int], here: Any) -> bool:

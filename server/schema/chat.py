@@ -1,4 +1,4 @@
-"""Conversations: messages and tools, how they become a prompt, and the bodies of chat completions and /tokenize."""
+"""Conversations: messages and tools, and the bodies of chat completions and /tokenize."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ssd.text.messages import with_text
 ToolMode = Literal["none", "auto", "required"]
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.:/-]*$"
-"""What every format can write, and more than OpenAI takes: names from tool servers have dots and slashes."""
+"""The names that every format can write. They include OpenAI's, and names with dots and slashes from tool servers."""
 
 
 class Function(Part):
-    """A function as the model is told of it. ``strict`` : a forced call follows all of its schema."""
+    """A function that the model may call. ``strict``: a forced call follows its whole schema."""
 
     name: str = Field(min_length=1, max_length=128, pattern=_NAME)
     description: str | None = None
@@ -31,13 +31,13 @@ class Function(Part):
     strict: bool | None = None
 
     def told(self) -> dict[str, Any]:
-        """What a chat template is given, in the order that models are trained on: nothing the client left out."""
+        """Return the function for the chat template: fields in the order of training data, without absent ones."""
         said = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {key: value for key, value in said.items() if value is not None}
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """A JSON schema; any object where none was given, or an empty one."""
+        """Return the JSON schema of the arguments; without one, any object is valid."""
         return self.parameters or {"type": "object"}
 
 
@@ -45,7 +45,7 @@ FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
 
 
 class _OfFunction(Part):
-    """What names a function: inside ``function``, where other APIs have no such object."""
+    """A reference to a function, nested in ``function``, which other APIs do not have."""
 
     @model_validator(mode="before")
     @classmethod
@@ -56,7 +56,7 @@ class _OfFunction(Part):
 
 
 class Tool(_OfFunction):
-    """A function, the only kind of tool there is."""
+    """A function, the only supported kind of tool."""
 
     type: Literal["function"]
     function: Function
@@ -71,27 +71,27 @@ class Tool(_OfFunction):
 
 
 class NamedFunction(Part):
-    """One of the request's functions."""
+    """The name of one of the request's functions."""
 
     name: str = Field(max_length=128)
 
 
 class NamedTool(_OfFunction):
-    """One of the request's tools."""
+    """A reference to one of the request's tools."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedTools(Part):
-    """Some of the request's tools, and whether one has to be called."""
+    """A subset of the request's tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(fail_fast=True)] = Field(min_length=1)
 
 
 class AllowedToolChoice(Part):
-    """``tool_choice`` for some of the tools."""
+    """``tool_choice`` with a subset of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -102,7 +102,7 @@ ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | Allowed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """What the fields of a request come to: all functions the model is told of, and whether it has to call one."""
+    """The functions in the prompt, and whether one of them must be called."""
 
     functions: tuple[Function, ...]
     mode: ToolMode
@@ -113,7 +113,7 @@ class ToolUse:
 
 
 def _chosen(functions: tuple[Function, ...], names: Sequence[str], param: str) -> tuple[Function, ...]:
-    """Those of ``names``, in the order they were given in."""
+    """Return the functions called ``names``, in the original order."""
     wanted = set(names)
     if unknown := wanted - {function.name for function in functions}:
         raise RequestError(f"{param} names {min(unknown)!r:.140}, which is none of the functions given", param=param)
@@ -121,7 +121,7 @@ def _chosen(functions: tuple[Function, ...], names: Sequence[str], param: str) -
 
 
 class ChatTemplateFields(BaseModel):
-    """How messages and tools become a prompt."""
+    """The fields that determine how messages and tools become a prompt."""
 
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = Field(
@@ -147,7 +147,7 @@ class ChatTemplateFields(BaseModel):
         return given
 
     def tool_use(self) -> ToolUse | None:
-        """What is asked for; None without tools. Raises RequestError where the fields contradict each other."""
+        """Return the use of tools; None without tools. Raises RequestError if the fields contradict each other."""
         functions = tuple(tool.function for tool in self.tools)
         choice = self.tool_choice
         if not functions:
@@ -165,11 +165,11 @@ class ChatTemplateFields(BaseModel):
         return ToolUse(functions=functions, mode=choice or "auto", parallel=parallel)
 
     def without_tools(self) -> Self:
-        """The same conversation where no tool is told of."""
+        """Return a copy of the request without tools."""
         return self.model_copy(update={"tools": [], "tool_choice": None})
 
     def template_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``TextCodec.encode_chat``; raises RequestError when they contradict each other."""
+        """Return keyword arguments for ``TextCodec.encode_chat``. Raises RequestError if fields are contradictory."""
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other: leave one out",
@@ -207,7 +207,7 @@ class ChatBody(ChatTemplateFields, GenerateBody):
         return self.continue_final_message
 
     def num_logprobs(self) -> int | None:
-        """``top_logprobs``; raises RequestError where ``logprobs`` does not ask for them."""
+        """Return ``top_logprobs``. Raises RequestError if ``logprobs`` is not set."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return self.top_logprobs if self.logprobs else None
@@ -234,7 +234,7 @@ class TokenizeChatBody(ChatTemplateFields, Body):
 
 
 def parse_tokenize(content: Any, **options: Any) -> TokenizeTextBody | TokenizeChatBody:
-    """The body of /tokenize, which has one of two forms; ``options`` : as for `Body.parse`."""
+    """Parse the body of /tokenize, which has a prompt or messages. ``options`` are those of `Body.parse`."""
     is_chat = isinstance(content, dict) and content.get("messages") is not None
     return (TokenizeChatBody if is_chat else TokenizeTextBody).parse(content, **options)
 
@@ -252,7 +252,7 @@ def _or_text(given: Any) -> Any:
 
 
 OR_TEXT = BeforeValidator(_or_text)
-"""A list of texts may be given as one."""
+"""Allows a single text in place of a list of texts."""
 
 
 def _with_texts(given: Any) -> Any:
@@ -260,40 +260,40 @@ def _with_texts(given: Any) -> Any:
 
 
 OF_RESULT = BeforeValidator(_with_texts)
-"""What a tool returned: parts that are no text become text."""
+"""Converts the parts of a tool's result that are not text to text."""
 
 
 def joined(texts: list[Any]) -> str:
-    """Texts that follow each other in lines."""
+    """Join texts with line feeds."""
     return "\n".join(each.text for each in texts)
 
 
 AssistantField = Literal["reasoning_content", "content", "tool_calls"]
 _ORDER: tuple[AssistantField, ...] = ("reasoning_content", "content", "tool_calls")
-"""What one message of an assistant says, in this order; what comes again or too late begins another one."""
+"""The order of an assistant message's parts. A part that comes again, or too late, begins another message."""
 
 
 class Conversation:
-    """Messages as /v1/chat/completions takes them. Reasoning, text and calls that follow each other are one message."""
+    """Messages for /v1/chat/completions. Consecutive reasoning, text and calls become one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self._said = -1
-        """Which of `_ORDER` the last message has come to; -1 where it is not an assistant's."""
+        """The position in `_ORDER` that the last message has reached; -1 if it is not an assistant message."""
 
     def add(self, role: str, content: str, **others: Any) -> None:
         self.messages.append({"role": role, "content": content, **others})
         self._said = -1
 
     def say(self, role: str, text: str) -> None:
-        """What anybody says; it may be part of the assistant's last message."""
+        """Add a text, which may continue the assistant's last message."""
         if role == "assistant":
             self.assistant("content")["content"] = text
         else:
             self.add(role, text)
 
     def assistant(self, says: AssistantField) -> dict[str, Any]:
-        """The assistant's message that goes on with this: the last one, or another."""
+        """Return the assistant message to which the part belongs: the last one, or a new one."""
         rank = _ORDER.index(says)
         if self._said < 0 or rank < self._said or (rank == self._said and says != "tool_calls"):
             self.add("assistant", "")
@@ -301,20 +301,20 @@ class Conversation:
         return self.messages[-1]
 
     def call(self, name: str, arguments: str, call_id: str) -> None:
-        """A call the assistant made; ``arguments`` : JSON."""
+        """Add a call of the assistant. ``arguments`` is JSON."""
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         self.assistant("tool_calls").setdefault("tool_calls", []).append(call)
 
 
 class ResponseStreamOptions(Part):
-    """Whether the events of a stream hide their length."""
+    """Whether the stream's events hide their length."""
 
     include_obfuscation: bool | None = None
 
 
 class ChatForm(Body):
-    """A chat completion as another API asks for it."""
+    """A chat completion in the form of another API."""
 
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
@@ -324,7 +324,7 @@ class ChatForm(Body):
 
     @property
     def chat(self) -> ChatBody:
-        """The chat completion it is; without ``stream_options``, which say other things there."""
+        """Return the chat completion, without ``stream_options``, which have another meaning there."""
         return self._chat
 
     @property
@@ -336,26 +336,26 @@ class ChatForm(Body):
         self._chat.keep_out_of_cache()
 
     def require_within(self, limits: Limits) -> None:
-        """Raises RequestError for whatever the chat completion would be refused for."""
+        """Raise RequestError if the chat completion would be refused."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
         with renaming(self.chat_names):
             self._chat = ChatBody.parse(self.chat_fields(), limits)
 
     def chat_fields(self) -> dict[str, Any]:
-        """The fields of the chat completion; raises RequestError for what cannot be one."""
+        """Return the fields of the chat completion. Raises RequestError."""
         raise NotImplementedError
 
     def same_fields(self) -> dict[str, Any]:
-        """Those that are the same there and here."""
+        """Return the fields that both APIs share."""
         same = self.model_fields_set & ChatBody.model_fields.keys() - _FORMED
         return self.model_dump(mode="json", by_alias=True, include=same)
 
 
 _FORMED = {"messages", "tools", "tool_choice", "chat_template_kwargs", "stream_options", "top_logprobs"}
-"""Fields by names of chat completions that mean, or hold, something else in other APIs."""
+"""Names of chat completion fields that have another meaning or content in other APIs."""
 
 
 def function_choice(name: str) -> dict[str, Any]:
-    """``tool_choice`` of one function."""
+    """Return the ``tool_choice`` of one function."""
     return {"type": "function", "function": {"name": name}}

@@ -1,4 +1,4 @@
-"""What requests for text may contain, whichever endpoint they go to; and those to /v1/completions."""
+"""The fields of requests for text at any endpoint, and the body of /v1/completions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ssd.config import GrammarKind, SamplingParams, StructuredOutput
 from ssd.errors import RequestError, shown
 
 _MOST_REGEX = 1 << 13
-"""Characters of a regular expression."""
+"""The maximum number of characters of a regular expression."""
 
 
 class CommonFields(BaseModel):
-    """What a request for text may contain, whatever it goes to."""
+    """The fields of every request for text."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -40,7 +40,7 @@ class CommonFields(BaseModel):
 
 
 class SamplingFields(CommonFields):
-    """The rest of what chooses a token, in OpenAI's APIs."""
+    """The remaining sampling fields of OpenAI's APIs."""
 
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
@@ -54,7 +54,7 @@ class SamplingFields(CommonFields):
 
 
 class JsonSchemaFormat(Part):
-    """OpenAI's name for a schema; what is not the schema is a hint to the model that is not used here."""
+    """OpenAI's object around a schema. Its other fields are hints to the model and are not used."""
 
     name: str = ""
     description: str | None = None
@@ -63,14 +63,14 @@ class JsonSchemaFormat(Part):
 
 
 class ResponseFormat(Part):
-    """``response_format``: text, any JSON object, or JSON of a schema, which always holds strictly."""
+    """``response_format``: text, any JSON object, or JSON of a schema, which is always enforced strictly."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(Part):
-    """vLLM's ``structured_outputs``: exactly one of these. ``grammar`` is Lark's, ``regex`` is of Rust's dialect."""
+    """vLLM's ``structured_outputs``: exactly one of these fields. ``grammar`` is Lark, ``regex`` uses Rust's syntax."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -79,7 +79,7 @@ class StructuredOutputs(Part):
     json_object: bool | None = None
 
     def given(self) -> list[StructuredOutput]:
-        """Each that is asked for."""
+        """Return the constraints that are set."""
         schema = self.json_ if self.json_ is None or isinstance(self.json_, str) else json.dumps(self.json_)
         sources: tuple[tuple[GrammarKind, str | None], ...] = (
             ("json_schema", schema),
@@ -92,14 +92,14 @@ class StructuredOutputs(Part):
 
 
 class TextPart(Part):
-    """A piece of text."""
+    """A part of a text."""
 
     type: Literal["text"]
     text: str
 
 
 class Prediction(Part):
-    """``prediction``: text that most of the output is expected to equal. It changes how fast the output comes only."""
+    """``prediction``: text that most of the output is expected to equal. It only changes the speed, not the output."""
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -110,14 +110,14 @@ class Prediction(Part):
 
 
 class OutputFields(BaseModel):
-    """What completions and chat completions accept of these."""
+    """The output constraints of completions and chat completions."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prediction: Prediction | None = None
 
     def structured_output(self) -> StructuredOutput | None:
-        """What was asked for under any name; raises RequestError when that is more than one thing, or none."""
+        """Return the constraint, whatever field it is in. Raises RequestError if there are several, or an empty one."""
         form, outputs = self.response_format, self.structured_outputs
         found: list[StructuredOutput] = []
         if form is not None and form.type != "text":
@@ -148,7 +148,7 @@ class OutputFields(BaseModel):
 
 
 class StreamOptions(Part):
-    """How a stream reports usage, and whether its chunks hide their length."""
+    """Whether a stream reports usage, and whether its chunks hide their length."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -159,7 +159,7 @@ class StreamOptions(Part):
 
 
 class GenerateBody(SamplingFields, OutputFields, Body):
-    """What completions and chat completions have in common."""
+    """The common fields of completions and chat completions."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = Field(default=None, description="wins over the older ``max_tokens``")
@@ -176,7 +176,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
     skip_special_tokens: bool = Field(default=True, description="false: special tokens are written as text, too")
 
     def require_within(self, limits: Limits) -> None:
-        """Raises RequestError for a structured output that would take too long to compile, or more than one."""
+        """Raise RequestError for several constraints, or for one that takes too long to compile."""
         output = self.structured_output()
         if output is None:
             return
@@ -191,29 +191,36 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         self.store = False
 
     def output_limit(self) -> tuple[str, int | None]:
-        """The field that limits the output and its value; None where the client set no limit."""
+        """Return the field that limits the output and its value; None if the client set no limit."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
     @property
     def only_scores(self) -> bool:
-        """Whether no output is wanted, but what the model says of the prompt."""
+        """Return whether only the prompt's log-probabilities are requested, without output."""
         return False
 
     @property
     def continues_prompt(self) -> bool:
-        """Whether the output goes on with the prompt's text."""
+        """Return whether the output continues the prompt's text."""
         return True
 
     def num_logprobs(self) -> int | None:
-        """How many alternatives to report beside each token; None where no log-probabilities are asked for."""
+        """Return the number of alternatives per token; None if no log-probabilities are requested."""
         return None
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
-        """How to sample each choice; raises RequestError. ``room`` : tokens left in the context after the prompt.
+        """Return the sampling parameters of each choice.
 
-        ``default_limit`` : output tokens where neither request nor ``defaults`` say, never more than ``room``.
+        Args:
+            defaults: The server's defaults.
+            room: The number of tokens that the context has left after the prompt.
+            default_limit: The maximum number of output tokens if neither the request nor ``defaults`` sets one; at most
+                ``room`` is used.
+
+        Raises:
+            RequestError: A value is invalid.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
@@ -277,7 +284,7 @@ def _token_id(text: str) -> int:
 
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for /v1/completions."""
+"""OpenAI's default of ``max_tokens`` for /v1/completions."""
 
 
 class CompletionBody(GenerateBody):
@@ -290,12 +297,12 @@ class CompletionBody(GenerateBody):
     echo: bool = Field(default=False, description="the text begins with the prompt, log-probabilities included")
 
     def num_logprobs(self) -> int | None:
-        """``logprobs``; 0 reports each token alone."""
+        """Return ``logprobs``; 0 reports the chosen tokens only."""
         return None if self.logprobs is False else self.logprobs
 
     @property
     def only_scores(self) -> bool:
-        """With ``echo`` an output of 0 tokens asks for the prompt alone, as evaluations do."""
+        """Return whether ``echo`` and ``max_tokens`` 0 request the prompt only, as evaluation harnesses do."""
         return self.echo and self.output_limit()[1] == 0
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
@@ -306,7 +313,7 @@ class CompletionBody(GenerateBody):
         return params
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each text or token ids; raises RequestError when the field is neither."""
+        """Return the prompts, each as text or token ids. Raises RequestError for anything else."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]

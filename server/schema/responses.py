@@ -1,4 +1,4 @@
-"""What requests to /v1/responses may contain, and the chat completion each of them is."""
+"""The body of /v1/responses, and its conversion to a chat completion."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _REFUSED: Refused = {
 
 
 class _Part(BaseModel):
-    """What comes back from responses has fields that say nothing to a model."""
+    """A part of an earlier response; it has fields that mean nothing to a model."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -72,7 +72,7 @@ class _Output(_Part):
 
 
 class _Reasoning(_Part):
-    """Nothing where it holds no plain text."""
+    """Reasoning; ignored unless it contains plain text."""
 
     content: _Texts | None = None
 
@@ -91,7 +91,7 @@ _ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(Annotated[list[_Item], Field(fail
 
 
 def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[str, Any]]:
-    """Messages as /v1/chat/completions takes them, what an assistant gave in a row as one; raises RequestError."""
+    """Convert items to messages of /v1/chat/completions, joining those of one turn. Raises RequestError."""
     conversation = Conversation()
     if instructions is not None:
         conversation.add("system", instructions)
@@ -114,16 +114,16 @@ def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[s
 
 _OF_A_FUNCTION = ("name", "description", "parameters", "strict")
 _LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
-"""Tools that models are offered by default, by clients that go on without."""
+"""Tools that clients offer by default and that they can do without, so they are left out."""
 
 
 def _full_name(namespace: str | None, name: str) -> str:
-    """What the model calls a function of a namespace."""
+    """Return the model's name of a function in a namespace."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
 def _spread(tools: list[Any]) -> Iterator[tuple[str, str | None, Any]]:
-    """Each tool that the model may be told of, its place and its namespace; raises RequestError."""
+    """Yield each supported tool with its place and its namespace. Raises RequestError."""
     for number, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if kind == "namespace":
@@ -136,7 +136,7 @@ def _spread(tools: list[Any]) -> Iterator[tuple[str, str | None, Any]]:
 
 
 def chat_tool_choice(choice: Any) -> Any:
-    """A word as it is; a function or allowed functions as chat completions name them. Raises RequestError."""
+    """Convert ``tool_choice`` to that of chat completions. Raises RequestError."""
     if isinstance(choice, str):
         return choice
     kind = choice.get("type") if isinstance(choice, Mapping) else None
@@ -178,7 +178,7 @@ _CHAT_NAMES = {
 
 
 class TextFormat(Part):
-    """What the text must look like; a schema always holds strictly."""
+    """The form of the text. A schema is always enforced strictly."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
@@ -188,14 +188,14 @@ class TextFormat(Part):
 
 
 class TextConfig(Part):
-    """``text``; ``verbosity`` is a hint that is not used here."""
+    """``text``. ``verbosity`` is a hint that is not used."""
 
     format: TextFormat | None = None
     verbosity: str | None = Field(default=None, max_length=64)
 
 
 class ReasoningConfig(Part):
-    """``reasoning``: the effort is the chat template's to honour. No summaries are made, reasoning is shown whole."""
+    """``reasoning``: the effort is passed to the chat template. Reasoning is returned in full, never as a summary."""
 
     effort: str | None = Field(default=None, max_length=64)
     summary: str | None = Field(default=None, max_length=64)
@@ -217,7 +217,7 @@ Include = Literal[
 
 
 class ResponsesBody(SamplingFields, ChatForm):
-    """POST /v1/responses: what does not need a response that was stored before."""
+    """POST /v1/responses, without references to stored responses."""
 
     ignored, refused, chat_names = _IGNORED, _REFUSED, _CHAT_NAMES
 
@@ -247,18 +247,18 @@ class ResponsesBody(SamplingFields, ChatForm):
 
     @property
     def is_small(self) -> bool:
-        """Whether what a response repeats of its request is little."""
+        """Return whether the part of the request that the response repeats is small."""
         return self._is_small
 
     @property
     def namespaces(self) -> dict[str, str]:
-        """Those of the functions that are in one, by the names that the model calls these."""
+        """Return the namespace of each function that has one, by the model's name of the function."""
         spread = [(namespace, tool.get("name")) for _, namespace, tool in _spread(self.tools) if namespace is not None]
         return {_full_name(namespace, name): namespace for namespace, name in spread}
 
     @property
     def wants_logprobs(self) -> bool:
-        """Asked for in either of OpenAI's two ways."""
+        """Return whether log-probabilities are requested, in either of OpenAI's two ways."""
         return self.top_logprobs > 0 or "message.output_text.logprobs" in self.include
 
     def require_within(self, limits: Limits) -> None:

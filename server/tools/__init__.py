@@ -1,1 +1,1 @@
-"""What a model's text says beside content: tool calls and reasoning."""
+"""Parse tool calls and reasoning from a model's text."""

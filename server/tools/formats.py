@@ -1,7 +1,7 @@
-"""The tables: what each model's format looks like, by vLLM's names. What reads them is in `readers` and `reasoning`.
+"""Tables of the models' formats for calls and reasoning, under vLLM's parser names. `readers` and `reasoning` use them.
 
-vLLM's names, parsers of our own: transformers' ``parse_response`` and parsers of partial JSON read a whole text
-anew for each piece, and openai-harmony reads tokens of a vocabulary that it loads from the network.
+The parsers are our own: transformers' ``parse_response`` and parsers of partial JSON read the whole text again for each
+chunk, and openai-harmony needs the tokens of a vocabulary that it downloads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ AUTO, OFF = "auto", "none"
 """What options take beside the names of formats."""
 
 IN_WORDS = "hermes"
-"""The format of calls if the template knows of no tools, see `ssd.text.messages`."""
+"""The format of calls for templates without support for tools, see `ssd.text.messages`."""
 
 JSON = "json"
-"""What a model is made to write for a call where its format has no grammar, or it has none."""
+"""The format of forced calls if the model's own format has no grammar or is unknown."""
 
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
@@ -244,7 +244,7 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
     ),
     JSON: CallFormat(bare=("{", "["), written=Written(call=_PARAMETERS, before="[", between=", ", after="]")),
 }  # fmt: skip
-"""The most particular first: a chat template has the first that it tells of."""
+"""The formats of calls, the most specific first. A chat template has the first format that it mentions."""
 
 _INSIDE = ReasoningFormat(inside=True)  # the model begins inside unless the prompt closed it
 
@@ -296,17 +296,19 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "step3": _INSIDE,
     "step3p5": _INSIDE,
 }  # fmt: skip
-"""The most particular first, as above."""
+"""The formats of reasoning, the most specific first."""
 
 _MARKER = re.compile(r"<[^<>\s]*(?:\||｜|tool_call|function_call|think)[^<>\s]*>|\[/?THINK\]")
-"""Of the texts of a row: what may be a special token."""
+"""Matches the texts of a format that may be special tokens."""
 
 
 def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | None, str | None]:
-    """Names of the tool-call and the reasoning format that a chat template has; None where none is known.
+    """Return the names of a chat template's formats of calls and of reasoning; None for an unknown one.
 
-    ``sample`` : a call as the template writes it. The format is the first that reads it back, of those that the
-    template mentions and then of all others. Without one, the first that the template mentions.
+    Args:
+        chat_template: The template's source.
+        sample: A call as the template writes it. The format is the first that parses it, of the formats that the
+            template mentions and then of all others. None: the first format that the template mentions.
     """
     mentioned = [name for name, row in TOOL_FORMATS.items() if _is_told(row.told_by, chat_template)]
     reasoning = next((name for name, row in REASONING_FORMATS.items() if _is_told(row.told_by, chat_template)), None)
@@ -317,11 +319,11 @@ def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | 
 
 
 _NO_CONTENT = re.compile(r"(?:\s|<think>\s*</think>|<[^<>\s]*>|\[/?[A-Z_]+\])*")
-"""Markers that may stand beside a call: the end of a message, reasoning that is empty."""
+"""Text that may surround a call without being content: end markers and empty reasoning."""
 
 
 def _reads_back(name: str, sample: CallSample) -> bool:
-    """Whether a format finds the call of ``sample``, and no content."""
+    """Return whether a format parses the call in ``sample`` and finds no content."""
     for text in sample.texts:
         messages = Messages(partial(make_parser, name, None, functions={SAMPLE_NAME: SAMPLE_SCHEMA}))
         found = messages.whole(0, text)
@@ -336,9 +338,10 @@ def _is_told(told_by: tuple[tuple[str, ...], ...], chat_template: str) -> bool:
 
 
 def write_calls(tool_call: str | None, functions: Sequence[Mapping[str, Any]]) -> str:
-    """Functions, each with ``name`` and ``arguments``, as a model of this format writes calls.
+    """Write functions, each with ``name`` and ``arguments``, in the given format.
 
-    Formats whose writing is not known, and arguments that are no object in tags, are written as Hermes models do.
+    The Hermes format is used for formats that cannot be written, and in formats with tags for arguments that are no
+    object.
     """
     form = TOOL_FORMATS[tool_call or IN_WORDS]
     if form.arguments == "python":
@@ -379,10 +382,14 @@ def _json(value: object) -> str:
 def make_parser(
     tool_call: str | None, reasoning: str | None, *, functions: Functions | None = None, prompt: str = ""
 ) -> MessageParser:
-    """What takes one message apart; None where the message has no such parts. ``reasoning`` comes first, then calls.
+    """Create the parser of one message, which reads reasoning first and then calls and content.
 
-    ``functions`` : of the request, whose schemas tell types; formats without markers take nothing else for calls.
-    ``prompt`` : the end of what the model continues, 64 characters are enough: it may have opened the reasoning.
+    Args:
+        tool_call: The name of the format of calls. None: the message has no calls.
+        reasoning: The name of the format of reasoning. None: the message has no reasoning.
+        functions: The functions of the request. Their schemas determine the types of values, and formats without
+            markers accept only calls of these functions.
+        prompt: The end of the prompt, of which 64 characters are enough. It may have opened the reasoning already.
     """
     functions = functions or {}
     form = None if tool_call is None else TOOL_FORMATS[tool_call]
@@ -404,7 +411,7 @@ def make_parser(
 
 @cache
 def special_tokens(tool_call: str | None, reasoning: str | None) -> frozenset[str]:
-    """Markers that may be special tokens of the vocabulary and must stay in the text that a parser is given."""
+    """Return the special tokens that must stay in the parser's text, because they are markers of the formats."""
     found: set[str] = set()
     if tool_call is not None:
         found |= {*TOOL_FORMATS[tool_call].special, *_MARKER.findall(repr(TOOL_FORMATS[tool_call]))}

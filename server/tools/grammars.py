@@ -1,5 +1,6 @@
-"""Grammars of calls in the formats that models were trained to write, after what they may think before, in
-llguidance's dialect of Lark; and how many tokens of an output were thought.
+"""Grammars that force calls in a model's own format, after optional reasoning, and the count of reasoning tokens.
+
+The grammars are written in llguidance's dialect of Lark.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from ssd.text.grammar_compiler import JSON_OPTIONS
 from ssd.text.schema import SchemaError, prepare_schema
 
 _PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum", "const"})
-"""Keywords of a string's schema that a string without quotation marks can be held to."""
+"""The keywords of a string's schema that can be enforced for a string without quotation marks."""
 _ANYTHING = "/(?s:.*)/"
 _BEGINNING = 16
-"""Tokens among which the marker that begins what is thought must be."""
+"""The reasoning's first marker must be among this number of tokens."""
 
 
 def call_grammar(
@@ -33,12 +34,18 @@ def call_grammar(
     special: Mapping[str, int] | None = None,
     strict: Collection[str] = (),
 ) -> str | None:
-    """A grammar of one call, or of several where ``parallel``, as the format writes them; None where it has none.
+    """Return a grammar of one or more calls in the given format; None if the format has no grammar. O(characters).
 
-    ``special`` : all added tokens of the vocabulary and their ids; where one of them is a marker it is written, and not
-    its letters. Values follow the schemas of ``functions``, at least one. O(characters); nothing is compiled here.
-    ``strict`` : The functions whose schemas must be held as a whole; for others, constraints that cannot be held are
-    left out. Raises RequestError for a schema that cannot be used.
+    Args:
+        tool_call: The name of the format.
+        functions: The functions that may be called, at least one, with the schemas of their arguments.
+        parallel: Whether several calls are allowed.
+        special: The ids of the vocabulary's added tokens. A marker among them is written as a token instead of letters.
+        strict: The functions whose schemas must be enforced completely. For other functions, constraints that cannot be
+            enforced are removed.
+
+    Raises:
+        RequestError: A schema cannot be used.
     """
     form = TOOL_FORMATS[tool_call].written if tool_call is not None else None
     special = special or {}
@@ -65,7 +72,7 @@ def _call(
     form: Written, number: int, name: str, schema: Mapping[str, Any], special: Mapping[str, int],
     rules: dict[str, str],
 ) -> str | None:  # fmt: skip
-    """The rule of one function; what it is made of goes into ``rules``."""
+    """Return the rule of one function, and add the rules that it uses to ``rules``."""
     if not form.parameter:
         rules[f"arguments_{number}"] = _json(schema)
         return " ".join(_parts(form.call, name, number, special, rules))
@@ -89,7 +96,7 @@ def _parts(call: str, name: str, number: int, special: Mapping[str, int], rules:
 
 
 def _text(text: str, special: Mapping[str, int]) -> str:
-    """A text as literals, and tokens where it has markers that are."""
+    """Write a text as literals, with tokens for the markers that are tokens."""
     markers = [token for token in sorted(special, key=len, reverse=True) if token and token in text]
     pieces = re.split("(" + "|".join(map(re.escape, markers)) + ")", text) if markers else [text]
     return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece)
@@ -110,7 +117,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 def _tagged(
     form: Written, number: int, schema: Mapping[str, Any], special: Mapping[str, int], rules: dict[str, str]
 ) -> str | None:
-    """Rules of one function's parameters, in their order; None where tags cannot be held to the schema."""
+    """Write the rules of a function's parameters, in order; None if tags cannot enforce the schema."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     known = {
         "type", "properties", "required", "description", "title", "additionalProperties", "$comment", "$defs",
@@ -149,7 +156,7 @@ def _tagged(
 
 
 def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> str | None:
-    """Lark rules for llguidance, of which ``reasoning`` is all that may come before; None where nothing does."""
+    """Return Lark rules of which ``reasoning`` matches everything before the answer; None if there is no reasoning."""
     form = REASONING_FORMATS[name] if name is not None else None
     inside = None if form is None else begins_inside(form, prompt)
     if form is None or inside is None:
@@ -169,7 +176,7 @@ def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> s
 def count_reasoning_tokens(
     name: str, prompt: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> int:
-    """Tokens up to the one that completes the marker that ends it, or all; a matter of the output alone. O(n log n)."""
+    """Return the number of tokens up to the end marker of the reasoning, or all without one. O(n log n)."""
     form = REASONING_FORMATS[name]
     beginning, inside = decode(token_ids[:_BEGINNING]).lstrip(), begins_inside(form, prompt)
     if not inside and (inside is None or not beginning.startswith(tuple(begin.lstrip() for begin in form.begin))):

@@ -1,4 +1,4 @@
-"""Messages taken apart as they come, into content, reasoning and tool calls: what every writer of answers reads."""
+"""Parse messages as they are generated into content, reasoning and tool calls, for all serializers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from server.tools.values import is_json
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of call ``index`` of a message. ``name`` : with its first piece. ``arguments`` : more of its JSON."""
+    """A chunk of a call.
+
+    Attributes:
+        index: The number of the call in the message.
+        name: The function's name, in the call's first chunk only.
+        arguments: The next part of the arguments' JSON.
+    """
 
     index: int
     name: str | None = None
@@ -25,7 +31,13 @@ class ToolCallDelta:
 
 
 class TextDelta(NamedTuple):
-    """A piece of the content or the reasoning; ``end`` : of it in all of the text, where it stands as it is."""
+    """A chunk of the content or the reasoning.
+
+    Attributes:
+        of: The part of the message.
+        text: The text.
+        end: The position in the whole output at which the chunk ends.
+    """
 
     of: Literal["content", "reasoning"]
     text: str
@@ -33,16 +45,23 @@ class TextDelta(NamedTuple):
 
 
 Said = TextDelta | ToolCallDelta
-"""What some text said next: more of the content, of the reasoning, or of a call."""
+"""A chunk of the content, of the reasoning, or of a call."""
 
 
 Delta = tuple[Said, ...]
-"""What some text added to a message, in the order it says so; empty while it may yet become something else."""
+"""The chunks that some text added to a message, in order. Empty while the text is ambiguous."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """``of`` : what it is part of, a call by its number; ``name`` : of a call that begins; ``end`` : as above."""
+    """A chunk that was parsed and not yet taken.
+
+    Attributes:
+        of: The part of the message, or the number of the call.
+        name: The function's name, if the call begins.
+        texts: The text.
+        end: The position in the whole output at which the chunk ends.
+    """
 
     of: Literal["content", "reasoning"] | int
     name: str | None = None
@@ -51,16 +70,16 @@ class _Piece:
 
 
 class Pieces:
-    """What a message has been found to hold since it was last asked: the writing side of a parser.
+    """The output of a parser since it was last taken.
 
-    White space next to a call or at the end of reasoning is held back, for it belongs to the format: dropped before a
-    call and at the end of reasoning, and after a call where it begins or ends the content.
+    White space next to calls and at the end of reasoning belongs to the format and is held back. It is dropped before a
+    call and at the end of reasoning, and after a call at the beginning or the end of the content.
     """
 
     def __init__(self, scanner: Scanner) -> None:
-        """``scanner`` : has just read what the pieces are given."""
+        """Start an empty message. ``scanner`` has just read whatever is added."""
         self.num_calls = 0
-        """Calls that have begun."""
+        """The number of calls that have begun."""
         self._scanner = scanner
         self._said: list[_Piece] = []
         self._space: list[tuple[str, int]] = []  # and where it ended
@@ -68,7 +87,7 @@ class Pieces:
 
     @property
     def is_within_line(self) -> bool:
-        """Whether text of the content stands before what comes, in the same line."""
+        """Whether content precedes the next character on the same line."""
         return self._any_content and not self._after_call and not any("\n" in space for space, _ in self._space)
 
     def _say(self, of: Literal["content", "reasoning"] | int, texts: Iterable[tuple[str, int]]) -> None:
@@ -93,7 +112,7 @@ class Pieces:
         self._space.append((space, end))
 
     def reasoning(self, text: str) -> None:
-        """Text of the reasoning; line ends are held back until more follows."""
+        """Add reasoning. Line ends are held back until more text follows."""
         visible, end = text.rstrip("\n"), self._scanner.num_read
         if visible:
             self._say("reasoning", [*self._space, (visible, end)])
@@ -101,13 +120,13 @@ class Pieces:
         self._space.append((text[len(visible) :], end))
 
     def end_reasoning(self, *, complete: bool) -> None:
-        """No more reasoning; where it is not ``complete`` the line ends at its end are part of it."""
+        """End the reasoning. If it is not ``complete``, line ends at its end belong to it."""
         if not complete:
             self._say("reasoning", self._space)
         self._space.clear()
 
     def call(self, name: str, *, space_is_text: bool = False) -> None:
-        """The beginning of another call; ``space_is_text`` : between content and a call as well."""
+        """Begin another call. ``space_is_text``: white space between content and the call belongs to the content."""
         if space_is_text and self._any_content and not self._after_call:
             self._say("content", self._space)
         self._space.clear()
@@ -124,7 +143,7 @@ class Pieces:
         self._space.clear()
 
     def take(self) -> Delta:
-        """All of it, since it was last taken."""
+        """Return all chunks since the last call of this method."""
         said: list[Said] = []
         for piece in self._said:
             text = "".join(piece.texts)
@@ -137,14 +156,15 @@ class Pieces:
 
 
 Reader = Callable[[Scanner, Pieces], Steps[None]]
-"""Reads a message, or the next part of it."""
+"""Reads a message or its next part."""
 
 
 class MessageParser:
-    """Takes one message apart, by readers each of which goes on where the one before has ended; the rest is content.
+    """Parses one message with consecutive readers; the text that they leave is content.
 
-    However the text is cut, all deltas together are the same. Text that is no well-formed call is content, but for the
-    beginning of a call that the end of the text cut. Nothing raises. One object a choice. O(characters).
+    The result does not depend on how the text is split into chunks. Text that is not a well-formed call is content,
+    except for the beginning of a call at the end of a truncated text. Never raises. One object per choice.
+    O(characters).
     """
 
     def __init__(self, *readers: Reader) -> None:
@@ -164,7 +184,7 @@ class MessageParser:
         return self._pieces.take()
 
     def finish(self) -> Delta:
-        """What was held back, at the end of the text; call it once."""
+        """End the text and return what was held back. Call it once."""
         self._scanner.end()
         next(self._steps, None)
         self._pieces.end()
@@ -177,12 +197,12 @@ _IS_SHORT = re.compile(rf"[A-Za-z0-9]{{{_SHORT}}}")
 
 
 def call_id() -> str:
-    """A name that no other call has, as OpenAI's are."""
+    """Return a unique id of a call in OpenAI's form."""
     return "call_" + _drawn(24)
 
 
 def short_call_id() -> str:
-    """The same as Mistral's chat templates take them, and no others: nine letters and digits."""
+    """Return an id in the only form that Mistral's chat templates accept: nine letters and digits."""
     return _drawn(_SHORT)
 
 
@@ -191,7 +211,7 @@ def _drawn(length: int) -> str:
 
 
 def with_short_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with every call's name made short, the same name always alike; what is malformed stays."""
+    """Replace each call id by a short one, equal ids by equal ones. Malformed parts are unchanged."""
 
     def shortened(part: Any, name: str) -> Any:
         is_named = isinstance(part, dict) and isinstance(part.get(name), str)
@@ -205,9 +225,9 @@ def with_short_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_numbered_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with every call named as Kimi K2 names it, by its function and its number of all calls.
+    """Replace each call id by Kimi K2's form, the function's name and the number of the call in the conversation.
 
-    The model's template writes nothing else of a call but its arguments. What is malformed stays.
+    Kimi's template writes only this id and the arguments. Malformed parts are unchanged.
     """
     numbers, ids = count(), dict[str, str]()
     changed = [dict(message) for message in messages]
@@ -233,7 +253,13 @@ def _short(name: str) -> str:
 
 @dataclass(slots=True)
 class ToolCall:
-    """One call of a message. ``pieces`` : of its arguments, as they came."""
+    """One call of a message.
+
+    Attributes:
+        id: The id of the call.
+        name: The function's name.
+        pieces: The chunks of its arguments.
+    """
 
     id: str
     name: str
@@ -241,18 +267,18 @@ class ToolCall:
 
     @property
     def arguments(self) -> str:
-        """The JSON text of an object, or its beginning where the output was cut."""
+        """The arguments as JSON text, truncated if the output was truncated."""
         return "".join(self.pieces)
 
     @property
     def is_json(self) -> bool:
-        """Whether its arguments are JSON."""
+        """Whether the arguments are valid JSON."""
         return is_json(self.arguments)
 
 
 @dataclass(slots=True)
 class Message:
-    """What a choice has said so far. Texts in pieces, as they came."""
+    """The message of a choice so far, with texts in chunks."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -261,12 +287,12 @@ class Message:
 
     @property
     def ends_within_call(self) -> bool:
-        """Whether nothing follows its last call, and the arguments of that are no JSON."""
+        """Whether the message ends within a call, whose arguments are therefore not valid JSON."""
         return self.ends_with_call and not self.tool_calls[-1].is_json
 
 
 class Messages:
-    """The messages of all choices of one request; either streamed, by `push`, or `whole`. Not thread-safe."""
+    """The messages of all choices of a request, either streamed by `push` or complete by `whole`. Not thread-safe."""
 
     def __init__(
         self,
@@ -277,7 +303,15 @@ class Messages:
         show_reasoning: bool = True,
         make_id: Callable[[], str] = call_id,
     ) -> None:
-        """``parallel`` : else calls after the first are dropped. ``only_calls`` : a grammar holds it to calls."""
+        """Start without messages.
+
+        Args:
+            make_parser: Creates the parser of a message.
+            parallel: Whether several calls are returned. Otherwise calls after the first are dropped.
+            only_calls: Whether a grammar forces calls.
+            show_reasoning: Whether reasoning is returned.
+            make_id: Creates the id of a call.
+        """
         self._make_parser = make_parser
         self._most_calls = None if parallel else 1
         self._only_calls = only_calls
@@ -287,7 +321,7 @@ class Messages:
         self._messages: dict[int, Message] = {}
 
     def push(self, index: int, text: str, *, ended: bool) -> Delta:
-        """What the next text of choice ``index`` adds to its message; ``ended`` : it is the last."""
+        """Add the next text of choice ``index`` and return what it adds. ``ended``: it is the last text."""
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._make_parser()
@@ -297,11 +331,11 @@ class Messages:
         return self._taken(self.of(index), delta)
 
     def of(self, index: int) -> Message:
-        """The message of a choice as far as it was pushed; a call's id is there with its name."""
+        """Return the message of a choice so far. A call has its id from the beginning."""
         return self._messages.setdefault(index, Message())
 
     def whole(self, index: int, text: str) -> Message:
-        """The message that all the text of a choice is."""
+        """Parse the complete text of a choice."""
         self.push(index, text, ended=True)
         return self.of(index)
 

@@ -1,4 +1,4 @@
-"""Reading messages by the rows of the tables: what is a call, and where it begins and ends."""
+"""Parse calls according to the tables of formats."""
 
 from __future__ import annotations
 
@@ -30,33 +30,42 @@ _TAG_NAME = re.compile(r"""[^\s<>"'{}\[\]]+""")
 _GEMMA_NAME = re.compile(r"[^\s{}<>,]+")
 _NUMBER = re.compile(r":\d+$")
 _CLOSING = re.compile(r"[ \t\r\n}\]]*")
-"""What may stand between a call and its end: models write a bracket too many."""
+"""The text between a call and its end marker; models sometimes write an extra bracket."""
 _TO_LINE_END = re.compile(r"[^<>\n]+")
 _KEY_OF_XML = re.compile(r"[^<]+")
 _ATTRIBUTE = r"""\s++\w++=(?:"[^"]*+"|'[^']*+')"""
 _ATTRIBUTES = re.compile(rf"""(?:{_ATTRIBUTE})*+(?:\s++\w*+(?:=(?:["'][^"']*+)?+)?+)?+\s*+/?""")
-"""The last may be cut. Nothing is tried twice: what a model writes may be spaces without end."""
+"""The attributes of a tag, of which the last may be truncated. Possessive, because a model may write endless spaces."""
 _KEY = re.compile(rf"""\s*(?:"(?P<quoted>[^"]*)"|["']?(?P<bare>[^"'\s]+)["']?)(?P<rest>(?:{_ATTRIBUTE})*)\s*""")
 _TYPE = re.compile(r"""\s(string|type)=["']([^"']*)""")
 _IS_TOKEN = re.compile(r"[|｜]|^\[")
-"""What prose does not have."""
+"""Matches markers that do not occur in prose."""
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 
 CALL_ID = "[CALL_ID]"
-"""A word follows that names the call; ours have other names."""
+"""A marker that is followed by the model's id of the call, which we replace."""
 
 Sequence = tuple[tuple[str, ...], ...]
-"""Literals one after the other, white space between them; of each the alternatives, an empty one where it may lack."""
+"""Literals in order, separated by white space. Each is a tuple of alternatives, of which one is empty if it is
+optional.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """How a message of calls is written; ``call`` has NAME, ARGUMENTS and NUMBER where those stand.
+    """How a message with calls is written.
 
-    ``parameter`` : has KEY where that stands, and its value follows, up to ``value_end``; such a call has no ARGUMENTS
-    and ends with ``call_end``. The lexer of grammars never goes back, so nothing may begin with all of what may stand
-    in its place.
+    The lexer of grammars never backtracks, so no part may begin with an alternative to it.
+
+    Attributes:
+        call: A call, with NAME, ARGUMENTS and NUMBER as placeholders.
+        before: The text before the calls.
+        between: The text between two calls.
+        after: The text after the calls.
+        parameter: The beginning of a parameter in formats with tags, with KEY as placeholder. Its value follows.
+        value_end: The end of a parameter's value.
+        call_end: The end of a call in formats with tags, whose ``call`` has no ARGUMENTS.
     """
 
     call: str
@@ -73,19 +82,31 @@ class Written:
 class CallFormat:
     """How a model writes calls.
 
-    ``told_by`` : strings of chat templates, all of one of these. ``arguments`` : what stands behind a call's beginning:
-    an "object" of name and arguments, or a list of those; a name and "json"; a name and "tags"; calls of "python"; a
-    name and "gemma"'s literals; an object "keyed" by the name, or a list of those. ``message_ends`` : of a model whose
-    messages have headers, some of which name one.
-
-    ``section`` : begins several calls; where that ``closes``, nothing in it is content. ``call`` : begins one. ``bare``
-    : with what a message may begin with calls at once. ``head``, ``after_name`` : around the name. ``end`` : what may
-    follow; a model often leaves it out. ``noise`` : says nothing itself. ``space_is_text`` : before a call, too.
-
-    ``opened`` : the prompt ends with the marker of a call, which this name of no function and a line end turn into
-    content. ``key``, ``after_key``, ``value_end``, ``call_end`` : of tags. ``on_lines`` : values stand on lines of
-    their own, whose ends are not part of them. ``value_end_before_tag`` : the end of a value is one only before another
-    tag. ``escaped`` : keys as in XML. ``written`` : for grammars.
+    Attributes:
+        told_by: Tuples of strings. A chat template that contains all strings of one of them has this format.
+        arguments: What follows a call's beginning: an "object" with name and arguments, or a list of them; a name and
+            "json"; a name and "tags"; calls in "python" syntax; a name and "gemma"'s literals; or an object "keyed" by
+            the name, or a list of them.
+        message_ends: The ends of messages, for models whose messages have headers that name a function.
+        section: The markers that begin a list of calls.
+        closes: Whether nothing after ``section`` is content.
+        call: The markers that begin a call.
+        bare: The characters with which a message may begin with calls, without a marker.
+        head: The literals before the name.
+        after_name: The literals after the name.
+        end: The texts that may follow a call; models often omit them.
+        noise: Texts without a meaning of their own.
+        space_is_text: Whether white space before a call belongs to the content.
+        opened: The name that ends the prompt's opening of a call: this name and a line end make the message content.
+        key: The beginning of a parameter's tag.
+        after_key: The end of a parameter's tag.
+        value_end: The tag after a value.
+        call_end: The tag after a call.
+        on_lines: Whether values stand on lines of their own, without the line ends.
+        value_end_before_tag: Whether the end of a value counts only before another tag.
+        escaped: Whether keys are escaped as in XML.
+        special: Markers that may be special tokens.
+        written: How calls are written, for grammars.
     """
 
     told_by: tuple[tuple[str, ...], ...] = ()
@@ -117,17 +138,17 @@ class CallFormat:
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """What may follow a call, in any order."""
+        """The texts that may follow a call, in any order."""
         return (*self.end, *filter(None, (self.value_end, self.call_end)))
 
     @cached_property
     def stops(self) -> Markers:
-        """What ends what a section holds instead of a call."""
+        """The texts that end a section's text that is not a call."""
         return Markers(*self.call, *self.end)
 
     @cached_property
     def value_ends(self) -> Markers:
-        """What ends a value that begins beside its tag; a tag of the call ends it where a model forgot its own."""
+        """The texts that end a value next to its tag, or if the model forgot them, a tag of the call."""
         if self.value_end_before_tag:
             return Markers(*(self.value_end + tag for tag in (self.key, self.call_end)))
         if self.on_lines:
@@ -137,7 +158,7 @@ class CallFormat:
 
     @cached_property
     def line_ends(self) -> Markers:
-        """The same for a value on lines of its own: where its tag begins a line, for it may speak of the tag."""
+        """The texts that end a value on its own lines, at the beginning of a line, as the value may mention them."""
         following = [between + tag for between in ("", "\n") for tag in (self.key, self.call_end)]
         return Markers(
             f"\n{self.value_end}", *(self.value_end + tag for tag in following), f"\n{self.key}", f"\n{self.call_end}"
@@ -145,7 +166,7 @@ class CallFormat:
 
     @cached_property
     def in_reasoning(self) -> tuple[str, ...]:
-        """What begins a call, on a line of its own, in reasoning that a model forgot to end; prose hardly has that."""
+        """The texts that begin a call within reasoning that the model forgot to end, on a line of their own."""
         if self.arguments not in ("object", "tags"):
             return ()
         after = "" if self.arguments == "tags" and not self.section else "\n"
@@ -153,9 +174,9 @@ class CallFormat:
 
 
 class Calls:
-    """The calls of one message. One begins when its first argument does; until then all is in the trail.
+    """The parser of one message's calls. A call begins with its first argument; until then its text is in the trail.
 
-    Where no marker is needed only one of ``functions`` is called, whose schemas tell the types of values.
+    In formats without markers only calls of ``functions`` are recognized, whose schemas determine the types of values.
     """
 
     def __init__(self, form: CallFormat, functions: Functions, scanner: Scanner, pieces: Pieces) -> None:
@@ -182,14 +203,14 @@ class Calls:
             pieces.content(scanner.trail())
 
     def _read_bare(self) -> Steps[None]:
-        """Calls without a marker, where a message begins or behind what says nothing itself."""
+        """Read calls without a marker at the beginning of the message or after noise."""
         yield from self._scanner.space()
         if (yield from self._scanner.peek()) in self._form.bare:
             yield from self.read_group("")
         self._pieces.content(self._scanner.trail())
 
     def read_group(self, marker: str) -> Steps[None]:
-        """A call, or a list of them, behind ``marker``; what is none of it stays in the trail or unread."""
+        """Read a call or a list of calls after ``marker``. Other text stays in the trail or unread."""
         form, scanner, pieces = self._form, self._scanner, self._pieces
         if marker in form.noise:
             scanner.forget()
@@ -215,7 +236,7 @@ class Calls:
                 scanner.forget()
 
     def _skip(self, marker: str) -> Steps[bool]:
-        """Up to a call, in a section that does not begin with one; whether there is one."""
+        """Skip to the first call of a section; returns whether there is one."""
         scanner, form = self._scanner, self._form
         if not form.closes:
             return False
@@ -236,7 +257,7 @@ class Calls:
         self._pieces.arguments(f"{'{' if first else ', '}{json_string(key)}: ")
 
     def _end(self, name: str, *, first: bool) -> None:
-        """All arguments were read, or there was none."""
+        """End a call whose arguments are complete or empty."""
         if first:
             self._begin(name)
         self._scanner.forget()
@@ -255,7 +276,7 @@ class Calls:
         return True
 
     def _read_list(self, read_one: Callable[[], Steps[bool]], between: tuple[str, ...], ends: str) -> Steps[None]:
-        """Calls, in brackets with commas between; or without, up to one of ``ends`` if nothing stands ``between``."""
+        """Read calls in brackets with commas, or without brackets up to one of ``ends`` if ``between`` is empty."""
         scanner = self._scanner
         in_list = bool((yield from scanner.literal("[")))
         while True:
@@ -275,7 +296,7 @@ class Calls:
         return self._read_list(self._object, (";", ","), "")
 
     def _object(self) -> Steps[bool]:
-        """Whether it is complete. It begins when name and arguments are known, in either order."""
+        """Read an object with name and arguments in either order; returns whether it is complete."""
         scanner = self._scanner
         if not (yield from scanner.literal("{")):
             return False
@@ -324,7 +345,7 @@ class Calls:
         return self._read_list(self._keyed, (",",), "")
 
     def _keyed(self) -> Steps[bool]:
-        """An object whose one key is the name and whose value are the arguments; whether it is complete."""
+        """Read an object with the name as only key and the arguments as value; returns whether it is complete."""
         scanner = self._scanner
         if not (yield from scanner.literal("{")):
             return False
@@ -346,7 +367,7 @@ class Calls:
         return True
 
     def _held_arguments(self) -> Steps[str | None]:
-        """An object, an object that is written as a string, or null; None where there is none of them."""
+        """Read an object, an object in a string, or null; returns None for anything else."""
         scanner = self._scanner
         if (yield from scanner.literal("null")):
             return "{}"
@@ -386,7 +407,7 @@ class Calls:
     def _named(
         self, name: str, close: str, read_key: Callable[[Scanner], Steps[str | None]], dialect: Dialect
     ) -> Steps[bool]:
-        """Arguments by name, up to ``close``; whether all are there."""
+        """Read named arguments up to ``close``; returns whether they are complete."""
         scanner, first = self._scanner, True
         yield from scanner.space()
         while not (yield from scanner.literal(close)):

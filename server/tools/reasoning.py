@@ -1,4 +1,4 @@
-"""What was thought before the content: between markers, or as a message of its own with a header."""
+"""Parse reasoning before the content: between markers, or in messages with headers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,22 @@ _CUT_HEADER = re.compile(
     r"(?=<)(?:<\|start\|>\s*+NAME)?+\s*+(?:to=[^\s<]*+)?+\s*+(?:<\|channel\|>\s*+NAME)?+\s*+(?:to=[^\s<]*+)?+\s*+"
     r"(?:<\|constrain\|>)?+\s*+\w*+".replace("NAME", r"(?:(?!to=)\w)*+")
 )
-"""Nothing of it is tried twice: what a model writes may be spaces without end."""
+"""A truncated header. Possessive, because a model may write endless spaces."""
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """``begin``, ``end`` : markers around it. ``also_ends`` : markers that end it and belong to what follows.
+    """How a model writes reasoning.
 
-    ``inside`` : the model begins inside unless the prompt says otherwise, with or without the marker. ``header`` : what
-    it is followed by, of a model whose messages have headers. ``told_by`` : strings of chat templates, all of one.
+    Attributes:
+        begin: The markers that begin it.
+        end: The markers that end it.
+        also_ends: The markers that end it and belong to the following text.
+        inside: Whether the model begins inside the reasoning, with or without the marker, unless the prompt closes it.
+        header: The text after the beginning, for models whose messages have headers.
+        told_by: Tuples of strings. A chat template that contains all strings of one of them has this format.
     """
 
     begin: tuple[str, ...] = ("<think>",)
@@ -42,7 +47,7 @@ class ReasoningFormat:
 
 
 def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
-    """Whether the model goes on inside the reasoning after ``prompt``; None where that has closed it."""
+    """Return whether the model continues ``prompt`` inside its reasoning; None if the prompt has closed it."""
     written = prompt.rstrip()
     if written.endswith(form.end):
         return None
@@ -50,12 +55,12 @@ def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
 
 
 def goes_on_thinking(form: ReasoningFormat, message: str) -> bool:
-    """Whether a message that the model is to go on with is within its reasoning."""
+    """Return whether ``message``, which the model is to continue, ends within its reasoning."""
     return max(map(message.rfind, form.begin)) > max(map(message.rfind, form.end))
 
 
 def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -> Reader:
-    """Reads it where there is any, up to its end or to what begins one of ``calls``; ``prompt`` may have opened it."""
+    """Return a reader of reasoning up to its end or the beginning of one of ``calls``. ``prompt`` may open it."""
     inside = begins_inside(form, prompt)
     markers = Markers(*form.end, *form.also_ends, *calls)
 
@@ -82,7 +87,7 @@ def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -
 
 
 def channels(form: CallFormat | None, functions: Functions, ends: Collection[str]) -> Reader:
-    """Reads messages with headers, up to one without; what is for a function is content where ``form`` is None."""
+    """Return a reader of messages with headers. Messages for a function are content if ``form`` is None."""
     return lambda scanner, pieces: _Channels(form, functions, ends, scanner, pieces).read()
 
 
@@ -124,7 +129,7 @@ class _Channels:
         return (yield from self._rest_of_header()) if marker else ""
 
     def _rest_of_header(self) -> Steps[str]:
-        """All of it from its beginning in the trail; empty where it is none. One that is cut is nothing at all."""
+        """Read the rest of a header whose beginning is in the trail; empty if it is not a header or truncated."""
         scanner = self._scanner
         while True:
             yield from scanner.run(_HEADER_TEXT)
@@ -148,7 +153,7 @@ class _Channels:
         return name if name != recipient[1] or name in self._functions else ""
 
     def _kind(self, header: str) -> str:
-        """Analysis and what is for tools that are no functions is thought; so is what is for the model itself."""
+        """Return the kind of a message; analysis, and messages for the model or for built-in tools, are reasoning."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] in ("self", "user"):
             return "reasoning" if recipient[1] == "self" else "content"
@@ -156,7 +161,7 @@ class _Channels:
         return "reasoning" if private and (self._form is not None or recipient is None) else "content"
 
     def _read_call(self, name: str) -> Steps[str]:
-        """The header of the message after it, where that has begun."""
+        """Read a call and return the header of the next message, if it has begun."""
         scanner, pieces, form = self._scanner, self._pieces, self._form
         yield from scanner.space()
         if form is not None and form.arguments == "tags":
@@ -183,7 +188,7 @@ class _Channels:
         return (yield from self._read_body(arguments))
 
     def _read_body(self, sink: Sink) -> Steps[str]:
-        """Up to its end; the header that follows where one does without an end. A body may speak of markers."""
+        """Read a body up to its end, and return the next header if the end is missing. A body may mention markers."""
         scanner = self._scanner
         while marker := (yield from scanner.until(self._body_ends, sink)):
             if marker in (START, CHANNEL):

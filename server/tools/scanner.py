@@ -1,4 +1,4 @@
-"""Reading a text that is still arriving: whatever is decided would be decided the same had all of it been there."""
+"""Scan a text that is still being generated, with the same result as if all of it were present."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[None, None, Result]
-"""Reads on and gives a result; it pauses where that depends on text that has not come."""
+"""A generator that returns a result, and pauses while the result depends on text that has not arrived."""
 
 Sink: TypeAlias = Callable[[str], object]
 
@@ -22,16 +22,16 @@ _INSIDE_STRING = re.compile(r'[^"\\]+')
 _SCALAR = re.compile(r'[^\s,:"{}\[\]]+')
 _CLOSES = {"{": "}", "[": "]"}
 _ESCAPED = '"\\/bfnrt'
-"""What a backslash goes before in JSON, beside ``_UNICODE``."""
+"""The characters that may follow a backslash in JSON, in addition to ``_UNICODE``."""
 _UNICODE = re.compile(r"\\u[0-9a-fA-F]{4}")
 _ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
 
 PYTHONS = {"True": "true", "False": "false", "None": "null"}
-"""Constants of Python that models write into JSON."""
+"""Python's constants that models write into JSON."""
 
 
 class Markers:
-    """Strings to be sought in a text, together."""
+    """Strings that are searched together."""
 
     def __init__(self, *markers: str) -> None:
         longest_first = sorted(markers, key=len, reverse=True)
@@ -41,7 +41,7 @@ class Markers:
 
 
 class Scanner:
-    """The text that has arrived and was not read, and the trail: what was read and is nobody's yet. O(characters)."""
+    """The unread text, and the trail: the text that was read but not yet attributed. O(characters)."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -50,7 +50,7 @@ class Scanner:
         self._trail: list[str] = []
 
     def feed(self, text: str) -> None:
-        """More text; only where all steps before pause."""
+        """Append text. All generators must be paused."""
         self._text = self._text[self._at :] + text
         self._num_dropped += self._at
         self._at = 0
@@ -60,11 +60,11 @@ class Scanner:
 
     @property
     def num_read(self) -> int:
-        """Characters, of all that was fed."""
+        """The number of characters read, of all that were fed."""
         return self._num_dropped + self._at
 
     def forget(self) -> None:
-        """The trail was of use: it begins anew here."""
+        """Clear the trail after its text was attributed."""
         self._trail = []
 
     def trail(self) -> str:
@@ -73,11 +73,11 @@ class Scanner:
         return text
 
     def keep(self, text: str) -> None:
-        """Text that was read into another place belongs to the trail as well."""
+        """Append to the trail a text that was read into another sink."""
         self._trail.append(text)
 
     def _take(self, end: int, sink: Sink | None = None) -> str:
-        """Read up to ``end``, into the trail where there is no other place."""
+        """Read up to ``end`` into the sink, by default the trail."""
         text = self._text[self._at : end]
         self._at = end
         if text:
@@ -85,7 +85,7 @@ class Scanner:
         return text
 
     def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Steps[bool]:
-        """All characters that ``pattern``, a repeated set, matches; whether there was one."""
+        """Read all characters that ``pattern``, a repeated character class, matches; returns whether there was one."""
         found = False
         while True:
             if match := pattern.match(self._text, self._at):
@@ -96,7 +96,7 @@ class Scanner:
             yield
 
     def word(self, pattern: re.Pattern[str], *, kept: bool = True) -> Steps[str]:
-        """All characters that ``pattern``, a repeated set, matches; ``kept`` : in the trail, too."""
+        """Read all characters that ``pattern``, a repeated character class, matches. ``kept``: also into the trail."""
         letters: list[str] = []
         yield from self.run(pattern, letters.append)
         word = "".join(letters)
@@ -111,17 +111,17 @@ class Scanner:
         yield from self.run(_ANY, sink)
 
     def peek(self) -> Steps[str]:
-        """The next character, which is not read; empty at the end."""
+        """Return the next character without reading it; empty at the end."""
         return (yield from self.ahead(1))
 
     def ahead(self, count: int) -> Steps[str]:
-        """The next ``count`` characters, which are not read; fewer where the text ends."""
+        """Return the next ``count`` characters without reading them; fewer at the end."""
         while len(self._text) - self._at < count and not self._ended:
             yield
         return self._text[self._at : self._at + count]
 
     def literal(self, *options: str, sink: Sink | None = None) -> Steps[str]:
-        """The longest of ``options`` that comes next, or nothing; one that is cut is read into the trail."""
+        """Read the longest of ``options`` that comes next, or nothing. A truncated one is read into the trail."""
         while True:
             rest = self._text[self._at : self._at + max(map(len, options))]
             longer = [option for option in options if len(option) > len(rest) and option.startswith(rest)]
@@ -136,7 +136,14 @@ class Scanner:
         return found
 
     def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True, last: str = "") -> Steps[str]:
-        """All text before the first marker, which goes into the trail. ``last`` : is one at the end of the text."""
+        """Read the text before the first marker into the sink and the marker into the trail.
+
+        Args:
+            markers: The strings that end the text.
+            sink: Receives the text.
+            read_marker: Whether the marker is read.
+            last: A marker that counts only at the end of the text.
+        """
         while True:
             match = markers.pattern.search(self._text, self._at)
             if last and self._ended and not match:
@@ -153,7 +160,7 @@ class Scanner:
             yield
 
     def _unsure_from(self, markers: Markers) -> int:
-        """Where the first thing begins that may become a longer marker."""
+        """Return the first position at which a longer marker may begin."""
         end = len(self._text)
         for begin in range(max(self._at, end - markers.longest + 1), end):
             if self._text[begin:] in markers.beginnings:
@@ -161,7 +168,7 @@ class Scanner:
         return end
 
     def string(self) -> Steps[str | None]:
-        """A JSON string, decoded; None where none comes next, it does not end or is not one that can be encoded."""
+        """Read a JSON string and decode it; None if none comes next, or if it is truncated or cannot be encoded."""
         if not (yield from self.literal('"')):
             return None
         pieces: list[str] = []
@@ -177,7 +184,7 @@ class Scanner:
         return str(decoded)
 
     def _rest_of_string(self, sink: Sink) -> Steps[bool]:
-        """A JSON string after its first quotation mark; whether it ended."""
+        """Read a JSON string after its first quotation mark; returns whether it ended."""
         while True:
             yield from self.run(_INSIDE_STRING, sink)
             mark = yield from self.peek()
@@ -189,11 +196,11 @@ class Scanner:
             self._take(self._at + len(written), sink)
 
     def value(self, sink: Sink | None = None, *, kept: bool = False) -> Steps[bool]:
-        """A JSON value; whether it is complete, its brackets in pairs and its strings ended.
+        """Read a JSON value; returns whether it is complete, with balanced brackets and terminated strings.
 
-        A ``sink`` gets it without what models write and nobody takes for JSON: line ends and other control characters
-        within strings, constants of Python, numbers beyond all floats, a comma behind the last item. The trail has it
-        as it is written, where there is no sink and where it is ``kept``.
+        The sink receives valid JSON: control characters in strings, Python's constants, numbers beyond the range of
+        floats and trailing commas, which models write, are corrected. The trail receives the original text, if there is
+        no sink or if ``kept`` is set.
         """
 
         def take(written: str, said: str) -> None:
@@ -244,11 +251,11 @@ class Scanner:
 
 
 def nowhere(_text: str) -> None:
-    """What stands for nothing of JSON."""
+    """Drop the text, which means nothing in JSON."""
 
 
 def _constant(word: str) -> str:
-    """A number or a constant as JSON has it; one beyond all floats as a string."""
+    """Return a number or constant as JSON; numbers beyond the range of floats become strings."""
     try:
         is_number = word.lstrip("-").isdigit() or math.isfinite(float(word))
     except ValueError:

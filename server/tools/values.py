@@ -1,4 +1,4 @@
-"""Values of arguments as JSON, by the schemas of a request's functions, however a model writes them."""
+"""Convert argument values in the models' notations to JSON, with the types of the functions' schemas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from server.tools.scanner import PYTHONS, Markers, Scanner, Sink, Steps, nowhere
 
 Functions = Mapping[str, Mapping[str, Any]]
-"""Names of the functions that may be called, each with the JSON schema of its parameters."""
+"""The functions that may be called, with the JSON schemas of their parameters."""
 
 _TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number",
           type(None): "null"}  # fmt: skip
@@ -25,7 +25,7 @@ _CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F
 
 
 def types_of(functions: Functions, name: str, parameter: str) -> frozenset[str]:
-    """JSON types a parameter may have by its schema, ``anyOf`` and the like looked into once; empty: unknown."""
+    """Return the JSON types that a parameter's schema allows, including one level of ``anyOf`` etc.; empty: unknown."""
     properties = _mapping(functions.get(name)).get("properties")
     return frozenset(_types(_mapping(_mapping(properties).get(parameter)), 1))
 
@@ -50,7 +50,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def is_json(text: str) -> bool:
-    """Whether it is one value."""
+    """Return whether the text is one JSON value."""
     try:
         json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -65,12 +65,12 @@ def _finite(number: str) -> float:
 
 
 def is_object(text: str) -> bool:
-    """Whether it is JSON of an object."""
+    """Return whether the text is a JSON object."""
     return is_json(text) and text.lstrip()[0] == "{"
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """A value written without quotation marks as JSON of ``types``, unknown ones a list or object, or a string."""
+    """Convert an unquoted value to JSON of one of ``types``. Without types: a list, an object or a string."""
     written = text.strip()
     written = _CONSTANTS.get(written, written)
     if not is_json(written):
@@ -82,12 +82,12 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 
 def json_string(text: str) -> str:
-    """``text`` as a JSON string."""
+    """Return ``text`` as a JSON string."""
     return '"' + json_characters(text) + '"'
 
 
 def json_characters(text: str) -> str:
-    """``text`` as it stands between the quotation marks of JSON; halves of surrogate pairs are escaped."""
+    """Return ``text`` escaped for a JSON string, without quotation marks. Lone surrogates are escaped."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -96,7 +96,7 @@ def json_characters(text: str) -> str:
 
 
 class Plain:
-    """A value without quotation marks: a string is passed on while it arrives, what may be another type at its end."""
+    """An unquoted value. A string is passed on while it arrives; any other type is only known at its end."""
 
     def __init__(self, sink: Sink, types: frozenset[str]) -> None:
         self._sink = sink
@@ -112,7 +112,7 @@ class Plain:
             self._text.append(text)
 
     def end(self, *, complete: bool) -> None:
-        """All has come; where the value is cut off it is passed on as it is."""
+        """End the value. A truncated value is passed on unchanged."""
         if self._text is not None:
             text = "".join(self._text)
             self._sink(json_of(text, self._types) if complete else text)
@@ -121,18 +121,28 @@ class Plain:
 
 
 class Dialect(NamedTuple):
-    """How a language writes literals. ``word`` : a number or constant; ``key`` : the same before a colon."""
+    """The notation of literals in a language.
+
+    Attributes:
+        brackets: Maps each opening bracket to its JSON form and the closing bracket.
+        read_string: Reads a string. Returns None if none comes next, else whether it ended.
+        word: Matches a number or a constant.
+        key: Matches a number or a constant before a colon.
+        json_of_word: Converts a number or a constant to JSON.
+    """
 
     brackets: Mapping[str, tuple[str, str]]
     read_string: Callable[[Scanner, Sink], Steps[bool | None]]
-    """None where none comes next, else whether it ended."""
     word: re.Pattern[str]
     key: re.Pattern[str]
     json_of_word: Callable[[str], str]
 
 
 def read_literal(scanner: Scanner, sink: Sink, dialect: Dialect) -> Steps[bool]:
-    """A literal, passed on as JSON while it arrives. Whether it is complete; what it cannot be is not read."""
+    """Read a literal and pass it on as JSON while it arrives; returns whether it is complete.
+
+    Text that cannot belong to a literal is not read.
+    """
     closes: list[str] = []  # what ends the lists and mappings that are open, the innermost last
     comma = after_item = is_key = False
     while True:
@@ -191,7 +201,7 @@ def _json_of_python(word: str) -> str:
 
 
 def _read_python_string(scanner: Scanner, sink: Sink) -> Steps[bool | None]:
-    """Line ends in it are taken as they are, unlike by Python."""
+    """Read a Python string; unlike in Python, it may contain line ends."""
     quote = yield from scanner.literal('"', "'", '"""', "'''", sink=nowhere)
     if not quote:
         return None
@@ -255,7 +265,7 @@ GEMMA = Dialect(
 
 
 def read_gemma_key(scanner: Scanner) -> Steps[str | None]:
-    """A name and the colon behind it; None where there is none."""
+    """Read a name and its colon; None without them."""
     written: list[str] = []
     if (yield from scanner.literal(GEMMA_QUOTE)):
         yield from scanner.until(_GEMMA_STRING_END, written.append)
@@ -272,7 +282,7 @@ _PYTHON_KEY = re.compile(r"[\w.]+")
 
 
 def read_python_key(scanner: Scanner) -> Steps[str | None]:
-    """A name and the sign of equality behind it; None where there is none."""
+    """Read a name and its equals sign; None without them."""
     key = yield from scanner.word(_PYTHON_KEY)
     yield from scanner.space()
     return key if key and (yield from scanner.literal("=")) else None
