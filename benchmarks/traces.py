@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cache_builder.evaluation.log import Row
+from cache_builder.evaluation.log import RecordedOutput
 from ssd.errors import ConfigError
 
 _SUFFIX = ".jsonl.gz"
@@ -61,9 +61,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def read_rows(trace: Path, tokenizer: Path, max_output_tokens: int | None) -> list[Row]:
+def read_rows(trace: Path, tokenizer: Path, max_output_tokens: int | None) -> list[RecordedOutput]:
     """The rows of a trace before the first that would make more than ``max_output_tokens``; None: all."""
-    num_tokens, kept = 0, list[Row]()
+    num_tokens, kept = 0, list[RecordedOutput]()
     for row in _rows(trace, tokenizer):
         num_tokens += len(row.output)
         if max_output_tokens is not None and num_tokens > max_output_tokens:
@@ -72,7 +72,7 @@ def read_rows(trace: Path, tokenizer: Path, max_output_tokens: int | None) -> li
     return kept
 
 
-def _rows(trace: Path, tokenizer: Path) -> Iterator[Row]:
+def _rows(trace: Path, tokenizer: Path) -> Iterator[RecordedOutput]:
     """Tokenized lazily, a session at a time; prompt and output separately, as they are met while serving.
 
     The rows of a conversation are views of one text, so a session takes the memory of its tokens once. Without special
@@ -98,6 +98,6 @@ def _rows(trace: Path, tokenizer: Path) -> Iterator[Row]:
         yield from _views(history, bounds)
 
 
-def _views(history: list[int], bounds: list[tuple[int, int]]) -> list[Row]:
+def _views(history: list[int], bounds: list[tuple[int, int]]) -> list[RecordedOutput]:
     text = np.array(history, np.int32)
-    return [Row(text[:begin], text[begin:end]) for begin, end in bounds]
+    return [RecordedOutput(text[:begin], text[begin:end]) for begin, end in bounds]

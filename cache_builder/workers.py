@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 _PARENT_DIES = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
-def run(
+def map_items(
     work: Callable[[Item, Options, Progress], Result], items: Sequence[Item], options: Options, progress: Progress, *,
     jobs: int,
 ) -> Iterator[Result]:  # fmt: skip
@@ -82,10 +82,10 @@ def _begin(parent: int) -> None:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    prepare()
+    prepare_worker()
 
 
-def prepare() -> None:
+def prepare_worker() -> None:
     """Prepare a worker process: libraries may use one thread each, and torch cannot be imported."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from ssd.text.load_tokenizer import hide_torch

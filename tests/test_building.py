@@ -29,14 +29,14 @@ from cache_builder.building.build import (
     BuildOptions,
     build,
     build_block,
-    codec_of,
-    plan_of,
+    load_codec,
+    plan_blocks,
 )
-from cache_builder.building.unfinished import unfinished_directory, working_directory
+from cache_builder.building.resumable import resumable_directory, working_directory
 from cache_builder.commands import options
 from cache_builder.inputs.record import InputError
 from cache_builder.inputs.sources import find_sources
-from cache_builder.workers import run
+from cache_builder.workers import map_items
 from ssd.errors import ConfigError, SSDError
 from ssd.retrieval.files import read_manifest
 from tests.cache_files import read_cache
@@ -81,9 +81,9 @@ def ids_of(directory: Path) -> tuple[str, ...]:
 
 def test_blocks_are_the_same_and_hold_everything_once(corpus: Path) -> None:
     sources = find_sources([str(corpus)])
-    assert plan_of(sources, "how", 20_000) == plan_of(sources, "how", 20_000)
+    assert plan_blocks(sources, "how", 20_000) == plan_blocks(sources, "how", 20_000)
     for size in (3_000, 20_000, 1 << 30):
-        blocks = plan_of(sources, "how", size)
+        blocks = plan_blocks(sources, "how", size)
         assert [block.number for block in blocks] == list(range(len(blocks)))
         assert len({block.key for block in blocks}) == len({block.place for block in blocks}) == len(blocks)
         parts = [part for block in blocks for part in block.parts]
@@ -92,10 +92,10 @@ def test_blocks_are_the_same_and_hold_everything_once(corpus: Path) -> None:
             assert bounds[0][0] == 0 and bounds[-1][1] is None
             assert [stop for _, stop in bounds[:-1]] == [start for start, _ in bounds[1:]]
     (corpus / "d.txt").write_text("changed")
-    changed = plan_of(find_sources([str(corpus)]), "how", 20_000)
-    assert changed[0].key == plan_of(sources, "how", 20_000)[0].key, "a block of files that did not change stays"
-    assert changed[-1].key != plan_of(sources, "how", 20_000)[-1].key
-    assert plan_of(sources, "other", 20_000)[0].key != plan_of(sources, "how", 20_000)[0].key
+    changed = plan_blocks(find_sources([str(corpus)]), "how", 20_000)
+    assert changed[0].key == plan_blocks(sources, "how", 20_000)[0].key, "a block of files that did not change stays"
+    assert changed[-1].key != plan_blocks(sources, "how", 20_000)[-1].key
+    assert plan_blocks(sources, "other", 20_000)[0].key != plan_blocks(sources, "how", 20_000)[0].key
 
 
 def test_one_process_and_several_make_the_same_cache(corpus: Path, model: Path, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_one_process_and_several_make_the_same_cache(corpus: Path, model: Path, 
     assert len(ids_of(tmp_path / "one")) == result.num_segments
     whole = build([str(corpus)], tmp_path / "whole", options_for(model, block_bytes=1 << 30, segment_tokens=1 << 20))
     assert whole.num_segments == 1 and whole.num_records == result.num_records
-    fingerprint = codec_of(str(model), None).fingerprint
+    fingerprint = load_codec(str(model), None).fingerprint
     found = read_cache(tmp_path / "one", fingerprint)
     assert len(found) == result.num_sequences and sum(map(len, found)) == result.num_tokens
     ids = [sequence for sequence in found if len(sequence) < 201][:499]
@@ -132,9 +132,9 @@ def test_a_block_of_a_batch_is_another_where_its_requests_have_changed(tmp_path:
     }
     for name, line in lines.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
-    (before,), (same,) = (plan_of(find_sources([str(tmp_path)]), "how") for _ in range(2))
+    (before,), (same,) = (plan_blocks(find_sources([str(tmp_path)]), "how") for _ in range(2))
     os.utime(tmp_path / "in.jsonl", (1, 1))
-    (after,) = plan_of(find_sources([str(tmp_path)]), "how")
+    (after,) = plan_blocks(find_sources([str(tmp_path)]), "how")
     assert before.key == same.key != after.key
     assert before.place == after.place
 
@@ -164,18 +164,18 @@ def _fail_at(number: int, block: Block, options: BuildOptions, progress: Callabl
 def test_a_build_that_ended_goes_on_without_doing_a_block_again(corpus: Path, model: Path, tmp_path: Path) -> None:
     options = options_for(model)
     build([str(corpus)], tmp_path / "undisturbed", options)
-    executor: Any = lambda blocks, block_options, progress: run(  # noqa: E731
+    executor: Any = lambda blocks, block_options, progress: map_items(  # noqa: E731
         functools.partial(_fail_at, 3), blocks, block_options, progress, jobs=1
     )
     out = tmp_path / "out"
     for damaged in (False, True):
         with pytest.raises(KeyboardInterrupt):
             build([str(corpus)], out, replace(options, force=damaged), executor=executor)
-        left = {path.name: path.stat().st_ino for path in (unfinished_directory(out) / "new").glob("*.seg")}
+        left = {path.name: path.stat().st_ino for path in (resumable_directory(out) / "new").glob("*.seg")}
         assert len(left) >= 3 and out.exists() == damaged
-        notes = [*(unfinished_directory(out) / "journal").iterdir()]
+        notes = [*(resumable_directory(out) / "journal").iterdir()]
         if damaged:  # a finished segment, or what was noted of a block, which is then made again
-            file = next((unfinished_directory(out) / "new").glob("*.seg"))
+            file = next((resumable_directory(out) / "new").glob("*.seg"))
             file.write_bytes(file.read_bytes()[:-9])
             notes[0].write_bytes(b"[" + notes[0].read_bytes()[:-9])
         result = build([str(corpus)], out, replace(options, force=damaged))
@@ -183,7 +183,7 @@ def test_a_build_that_ended_goes_on_without_doing_a_block_again(corpus: Path, mo
         assert ids_of(out) == ids_of(tmp_path / "undisturbed")
         kept = {path.name: path.stat().st_ino for path in out.glob("*.seg")}
         assert any(kept.get(name) == inode for name, inode in left.items()), "the very files"
-        assert not unfinished_directory(out).exists()
+        assert not resumable_directory(out).exists()
     assert build([str(corpus)], out, replace(options, force=True)).num_reused_tokens == 0
 
 
@@ -191,7 +191,7 @@ def test_a_sequence_longer_than_a_segment_is_begun_again(model: Path, tmp_path: 
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"token_ids": [7] * size}) + "\n" for size in (9, 9000, 50)))
     result = build([str(tmp_path / "in.jsonl")], tmp_path / "out", options_for(model))
     assert result.num_records == 3
-    found = read_cache(tmp_path / "out", codec_of(str(model), None).fingerprint)
+    found = read_cache(tmp_path / "out", load_codec(str(model), None).fingerprint)
     assert len(found[0]) == 9 and len(found[-1]) == 50 and sum(map(len, found)) >= 9059
     assert max(map(len, found)) < SEGMENT_TOKENS
 
@@ -200,8 +200,8 @@ def test_a_cache_that_was_being_replaced_is_put_back(corpus: Path, model: Path, 
     out = tmp_path / "out"
     build([str(corpus / "d.txt")], out, options_for(model))
     before = ids_of(out)
-    unfinished_directory(out).mkdir()
-    out.rename(unfinished_directory(out) / "old")
+    resumable_directory(out).mkdir()
+    out.rename(resumable_directory(out) / "old")
     with pytest.raises(InputError, match="no such file"):
         build([str(corpus / "none")], out, options_for(model, force=True))
     with working_directory(out, fresh=True):
@@ -230,11 +230,11 @@ def _fail(block: Block, options: BuildOptions, progress: Callable[[int, int], No
 
 def test_of_several_errors_the_first_in_order_is_told(corpus: Path, model: Path, tmp_path: Path) -> None:
     """Whichever worker is faster: the same inputs give the same error."""
-    blocks = plan_of(find_sources([str(corpus)]), "how", 20_000)
+    blocks = plan_blocks(find_sources([str(corpus)]), "how", 20_000)
     options = options_for(model, directory=tmp_path, fingerprint="ab" * 16)
     assert len(blocks) > 2
     with pytest.raises(InputError, match="block 0"):
-        list(run(_fail, blocks, options, lambda num_bytes, num_tokens: None, jobs=2))
+        list(map_items(_fail, blocks, options, lambda num_bytes, num_tokens: None, jobs=2))
 
 
 def _end_hard(block: Block, options: BuildOptions, progress: Callable[[int, int], None]) -> BlockResult:
@@ -244,7 +244,7 @@ def _end_hard(block: Block, options: BuildOptions, progress: Callable[[int, int]
 
 
 def test_a_worker_that_is_killed_ends_the_build_with_one_line(corpus: Path, model: Path, tmp_path: Path) -> None:
-    executor: Any = lambda blocks, options, progress: run(_end_hard, blocks, options, progress, jobs=2)  # noqa: E731
+    executor: Any = lambda blocks, options, progress: map_items(_end_hard, blocks, options, progress, jobs=2)  # noqa: E731
     with pytest.raises(SSDError, match="a worker was ended"):
         build([str(corpus)], tmp_path / "out", options_for(model, jobs=2), executor=executor)
 
@@ -277,7 +277,7 @@ def test_a_build_killed_at_any_moment_ends_as_if_it_was_not(
     inodes: dict[str, int] = {}
     for _ in range(4):
         process = subprocess.Popen(command, env=environment, start_new_session=True)
-        segments = unfinished_directory(out) / "new"
+        segments = resumable_directory(out) / "new"
         begun = len([*segments.glob("*.seg")]) if segments.exists() else 0
         deadline = time.monotonic() + PATIENCE_S
         while process.poll() is None and time.monotonic() < deadline:
@@ -293,7 +293,7 @@ def test_a_build_killed_at_any_moment_ends_as_if_it_was_not(
         for name, inode in inodes.items():
             assert not (segments / name).exists() or (segments / name).stat().st_ino == inode
         # What was written and not noted yet is done again.
-        notes = [path for path in (unfinished_directory(out) / "journal").iterdir() if path.suffix != ".tmp"]
+        notes = [path for path in (resumable_directory(out) / "journal").iterdir() if path.suffix != ".tmp"]
         noted = b"".join(path.read_bytes() for path in notes)
         inodes |= {path.name: path.stat().st_ino for path in segments.glob("*.seg") if path.stem.encode() in noted}
     assert subprocess.run(command, env=environment).returncode == 0 or out.exists()

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_builder import held
+from cache_builder import opened_cache
 from cache_builder.__main__ import main
-from cache_builder.building.unfinished import unfinished_directory, working_directory
+from cache_builder.building.resumable import resumable_directory, working_directory
 from cache_builder.commands.inspect import inspect, is_sorted
 from cache_builder.commands.merge import merge
 from ssd.config import CacheConfig
@@ -100,7 +100,7 @@ def test_a_cache_is_replaced_by_force_unless_a_server_writes_it_and_what_a_kille
     tmp_path: Path,
 ) -> None:
     path = write_cache(tmp_path / "a", TEXTS)
-    left = unfinished_directory(path) / "new"
+    left = resumable_directory(path) / "new"
     left.mkdir(parents=True)
     (left / "torn.seg").write_bytes(b"x")
     with closing(DirectoryLock(path)), pytest.raises(CacheLocked):
@@ -132,7 +132,7 @@ def test_a_cache_is_there_wherever_the_replacing_of_it_ends(
 
 @pytest.mark.parametrize("again", ["merge", "new"])
 def test_what_was_taken_away_when_a_command_was_killed_is_there_for_the_next(tmp_path: Path, again: str) -> None:
-    path, working = write_cache(tmp_path / "a", TEXTS), unfinished_directory(tmp_path / "a")
+    path, working = write_cache(tmp_path / "a", TEXTS), resumable_directory(tmp_path / "a")
     write_cache(working / "new", TEXTS + TEXTS)
     path.rename(working / "old")
     if again == "merge":
@@ -209,11 +209,11 @@ def test_a_directory_is_read_though_a_server_merges_meanwhile(
             return manifest
 
         say_and_merge()
-        for module in (held, directory, static):
+        for module in (opened_cache, directory, static):
             monkeypatch.setattr(module, "read_manifest", read_before_a_merge)
         readers = (
             partial(load_static_directory, fingerprint=FINGERPRINT),
-            lambda path: held.open_one(path, None).segments,
+            lambda path: opened_cache.open_cache(path, None).segments,
         )
         for read in readers:
             overtaken = 0

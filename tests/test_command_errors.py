@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from cache_builder.__main__ import main
-from cache_builder.building.unfinished import working_directory
+from cache_builder.building.resumable import working_directory
 from ssd.bundled import MODEL_PATH
 from ssd.text.codec import TextCodec
 from tests.cache_files import write_cache

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
-from cache_builder.evaluation.costs import CostCurve, StepCosts, flat
+from cache_builder.evaluation.costs import CostCurve, StepCosts, flat_curve
 from cache_builder.evaluation.decoding import OutputDecoder
-from cache_builder.evaluation.evaluate import Plan, evaluate, num_to_decode, replay
-from cache_builder.evaluation.log import Log, Row
+from cache_builder.evaluation.evaluate import Plan, count_replayed_tokens, evaluate, replay
+from cache_builder.evaluation.log import Log, RecordedOutput
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting.ask import SOURCES
@@ -30,7 +30,7 @@ from ssd.retrieval.cache import CacheSet, SuffixCache
 from tests.reference.decoding import SlowDecoder
 
 TOKENIZER = str(MODEL_PATH)
-COSTS = StepCosts(flat(16), "made")
+COSTS = StepCosts(flat_curve(16), "made")
 FINGERPRINT = "0" * 32
 
 
@@ -86,7 +86,7 @@ def test_the_report_has_all_its_parts_and_they_agree() -> None:
     steps = found["output_tokens"] - accepted
     assert found["tokens_per_step"] == pytest.approx(found["output_tokens"] / steps, abs=1e-3)
     assert 0.5 < found["of_oracle"] <= 1.0
-    assert found["speedup"] > 1.5 and num_to_decode(log, plan()) == 2 * found["output_tokens"]
+    assert found["speedup"] > 1.5 and count_replayed_tokens(log, plan()) == 2 * found["output_tokens"]
     assert [each["cache"] for each in found["by_cache"]] == ["none", "growing"]
     assert found["by_cache"][0]["speedup"] < found["speedup"]
     assert found["needs"]["disk_bytes"] > 0
@@ -206,7 +206,7 @@ def small_cache() -> Iterator[SuffixCache]:
 
 
 @st.composite
-def traffic(draw: st.DrawFn) -> list[Row]:
+def traffic(draw: st.DrawFn) -> list[RecordedOutput]:
     """Requests of a few phrases in any order, here and there another token."""
     phrases = [draw(st.lists(st.integers(1, 40), min_size=3, max_size=12)) for _ in range(4)]
     rows = []
@@ -216,14 +216,14 @@ def traffic(draw: st.DrawFn) -> list[Row]:
         for place in draw(st.lists(st.integers(0, len(text) - 1), max_size=3)):
             text[place] = draw(st.integers(1, 40))
         cut = draw(st.integers(0, len(text) - 1))
-        rows.append(Row(text[:cut], text[cut:]))
+        rows.append(RecordedOutput(text[:cut], text[cut:]))
     return rows
 
 
 @settings(max_examples=40)
-@given(traffic(), st.booleans(), st.sampled_from([1, 2, 5, 16]), st.sampled_from([flat(8), STEEP]), st.booleans())
+@given(traffic(), st.booleans(), st.sampled_from([1, 2, 5, 16]), st.sampled_from([flat_curve(8), STEEP]), st.booleans())
 def test_a_whole_output_at_once_is_decoded_as_step_by_step(
-    rows: list[Row], tree: bool, limit: int, curve: CostCurve, is_first_drafted: bool
+    rows: list[RecordedOutput], tree: bool, limit: int, curve: CostCurve, is_first_drafted: bool
 ) -> None:
     sure = 0.0 if is_first_drafted else SURE
     fast = OutputDecoder(curve, draft=DraftConfig(num_speculative_tokens=limit), tree=tree, sure=sure)
@@ -242,11 +242,11 @@ def test_a_whole_output_at_once_is_decoded_as_step_by_step(
 
 
 def test_what_was_drafted_is_counted_by_source() -> None:
-    decoder = OutputDecoder(flat(64), draft=DraftConfig(), sure=0.0)
+    decoder = OutputDecoder(flat_curve(64), draft=DraftConfig(), sure=0.0)
     phrase = np.arange(1, 33, dtype=np.int32)
     with small_cache() as cache:
         cache.append(np.concatenate([phrase, phrase]))
-        steps = decoder.decode(Row(phrase, np.append(phrase, np.int32(99))), cache.snapshot())
+        steps = decoder.decode(RecordedOutput(phrase, np.append(phrase, np.int32(99))), cache.snapshot())
     by_source = decoder.by_source()
     assert sum(each[1] for each in by_source.values()) == steps.drafted.sum()
     assert sum(each[2] for each in by_source.values()) == steps.accepted.sum()
@@ -254,6 +254,6 @@ def test_what_was_drafted_is_counted_by_source() -> None:
 
 @pytest.mark.parametrize("limit", [0, 64])
 def test_without_a_cache_and_with_one_token_there_is_one_step(limit: int) -> None:
-    decoder = OutputDecoder(flat(8), draft=DraftConfig(num_speculative_tokens=limit))
-    steps = decoder.decode(Row(np.zeros(0, np.int32), np.array([3], np.int32)), None)
+    decoder = OutputDecoder(flat_curve(8), draft=DraftConfig(num_speculative_tokens=limit))
+    steps = decoder.decode(RecordedOutput(np.zeros(0, np.int32), np.array([3], np.int32)), None)
     assert steps.accepted.tolist() == [0]

@@ -23,13 +23,19 @@ from cache_builder.evaluation.costs import (
     CostCurve,
     StepCosts,
     add_cost_arguments,
-    costs_of,
-    flat,
-    measure,
+    costs_from_options,
+    flat_curve,
+    measure_costs,
+    parse_step_costs,
     read_step_costs,
-    step_costs,
 )
-from cache_builder.evaluation.evaluate import LEAST_REQUESTS, evaluate, figures_of, log_of, summarised
+from cache_builder.evaluation.evaluate import (
+    LEAST_REQUESTS,
+    compute_figures,
+    evaluate,
+    log_of_measurement,
+    summarize_measurement,
+)
 from cache_builder.evaluation.log import Log
 from cache_builder.evaluation.report import headline, summary
 from ssd.bundled import MODEL_PATH
@@ -57,24 +63,24 @@ def chosen(*arguments: str) -> argparse.Namespace:
 
 
 def test_steps_cost_their_pass_and_their_overhead_and_own_candidates_add_to_the_rate() -> None:
-    costs = StepCosts(flat(4), "made", step_ms=10.0, overhead=0.5, recycling=0.25)
+    costs = StepCosts(flat_curve(4), "made", step_ms=10.0, overhead=0.5, recycling=0.25)
     steps = np.array([4, 0, 0, 2], np.int64)
     assert costs.speed_up(12, steps) == pytest.approx(12 / (4 * 1.5 + 2 * 1.5) + 0.25)
 
 
 def test_proposals_are_charged_where_no_overhead_was_measured() -> None:
     steps = np.array([10], np.int64)
-    assert StepCosts(flat(4), "made", step_ms=10.0).speed_up(10, steps, propose_s=0.1) == pytest.approx(0.5)
-    assert StepCosts(flat(4), "made", step_ms=10.0, overhead=0.0).speed_up(10, steps, propose_s=0.1) == 1.0
-    assert StepCosts(flat(4), "made").speed_up(10, steps, propose_s=0.1) == 1.0
-    assert StepCosts(flat(4), "made").speed_up(0, np.zeros(1, np.int64)) == 1.0
+    assert StepCosts(flat_curve(4), "made", step_ms=10.0).speed_up(10, steps, propose_s=0.1) == pytest.approx(0.5)
+    assert StepCosts(flat_curve(4), "made", step_ms=10.0, overhead=0.0).speed_up(10, steps, propose_s=0.1) == 1.0
+    assert StepCosts(flat_curve(4), "made").speed_up(10, steps, propose_s=0.1) == 1.0
+    assert StepCosts(flat_curve(4), "made").speed_up(0, np.zeros(1, np.int64)) == 1.0
 
 
 def test_a_saved_measurement_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost_sources, "measure", lambda model, prompts: MEASURED)
+    monkeypatch.setattr(cost_sources, "measure_costs", lambda model, prompts: MEASURED)
     kept = tmp_path / "cost.json"
-    made = costs_of(chosen("--measure", "m", "--save-cost", str(kept)), lambda: [[1, 2, 3]])
-    read = costs_of(chosen("--cost", str(kept)), list)
+    made = costs_from_options(chosen("--measure", "m", "--save-cost", str(kept)), lambda: [[1, 2, 3]])
+    read = costs_from_options(chosen("--cost", str(kept)), list)
     assert made.as_json() == read.as_json()
     assert (read.step_ms, read.overhead, read.recycling) == (5.0, 0.05, 1.25)
     assert read.source == "measured: some-model, cpu, float32, batch 1"
@@ -91,7 +97,7 @@ def test_a_saved_measurement_is_read_back(tmp_path: Path, monkeypatch: pytest.Mo
 )
 def test_whatever_a_file_holds_is_costs_or_one_sentence(value: Any) -> None:
     try:
-        costs = step_costs(value, "x.json")
+        costs = parse_step_costs(value, "x.json")
     except ConfigError as error:
         assert "\n" not in str(error)
     else:
@@ -102,7 +108,7 @@ def test_whatever_a_file_holds_is_costs_or_one_sentence(value: Any) -> None:
 @pytest.mark.parametrize("value", ["5", None, True, float("nan"), -1, [1]])
 def test_a_number_that_is_none_is_refused(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{key} of x.json"):
-        step_costs({**MEASURED, key: value}, "x.json")
+        parse_step_costs({**MEASURED, key: value}, "x.json")
 
 
 Measured = Callable[..., tuple[int, dict[str, Any]]]
@@ -152,20 +158,20 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, measured_here: Me
 @pytest.mark.slow
 def test_what_the_measuring_program_says_is_passed_on(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"cannot measure {tmp_path}: .*tokenizer"):
-        measure(str(tmp_path), [[1, 2, 3]])
+        measure_costs(str(tmp_path), [[1, 2, 3]])
 
 
 def test_a_program_that_says_nothing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_sources, "_PROGRAM", "this")
     with pytest.raises(ModelError, match="status 0"):
-        measure("some-model", [])
+        measure_costs("some-model", [])
 
 
 def test_costs_are_measured_with_the_engine(measured_here: Measured) -> None:
     asked = {"prompts": [[5, 6, 7, 8], [9, 10]], "rounds": 2, "tokens": 6, "context": 16}
     status, result = measured_here("costs", **asked)
     assert status == 0
-    costs = step_costs(result, "x.json")
+    costs = parse_step_costs(result, "x.json")
     assert costs.curve.widths.tolist() == list(measured.WIDTHS)
     assert (np.diff(costs.curve.costs) >= 0).all()
     assert costs.step_ms is not None and costs.step_ms > 0
@@ -204,16 +210,16 @@ def log(count: int) -> Log:
 
 
 def evaluated(count: int, **changes: Any) -> dict[str, Any]:
-    measured = summarised(found(count, **changes))
+    measured = summarize_measurement(found(count, **changes))
     return {**evaluation(), "measured": {**measured, "replayed": {"speedup": 1.9}}}
 
 
 def test_figures_are_sums_over_requests() -> None:
-    both = figures_of([row(0, 2.0, 1.0), row(1, 2.0, 1.5)])
+    both = compute_figures([row(0, 2.0, 1.0), row(1, 2.0, 1.5)])
     assert (both["requests"], both["output_tokens"], both["passes_without"], both["passes_with"]) == (2, 20, 20, 8)
     assert (both["without_per_s"], both["with_per_s"]) == (5.0, 8.0)
     assert both["speedup"] == 1.6
-    assert figures_of([])["speedup"] == figures_of([])["output_speedup"] == 1.0
+    assert compute_figures([])["speedup"] == compute_figures([])["output_speedup"] == 1.0
 
 
 def test_the_speed_up_of_the_output_is_what_a_replay_counts() -> None:
@@ -224,9 +230,9 @@ def test_the_speed_up_of_the_output_is_what_a_replay_counts() -> None:
         repeated[name] |= {**took, "tokens": 64}
     drafted = np.bincount([61, 0])
     costs = StepCosts(CostCurve("made", np.array([1.0, 62.0]), np.array([1.0, 3.0])), "made")
-    assert figures_of([repeated])["output_speedup"] == pytest.approx(costs.speed_up(64, drafted)) == 16.0
+    assert compute_figures([repeated])["output_speedup"] == pytest.approx(costs.speed_up(64, drafted)) == 16.0
     alone = {"seconds": 5.0, "first_s": 5.0, "tokens": 1}
-    assert figures_of([{**repeated, "none": {**repeated["none"], **alone}}])["output_speedup"] == 1.0
+    assert compute_figures([{**repeated, "none": {**repeated["none"], **alone}}])["output_speedup"] == 1.0
 
 
 def test_measurements_of_several_rounds_are_kept_as_one(tmp_path: Path) -> None:
@@ -237,7 +243,7 @@ def test_measurements_of_several_rounds_are_kept_as_one(tmp_path: Path) -> None:
     one = merged(rounds)
     assert (one["ms"], one["costs"], one["overhead"], one["requests"]) == ([5.0, 6.0, 8.0], [1.0, 1.2, 1.9], 0.1, 12)
     (kept := tmp_path / "cost.json").write_text(json.dumps(one))
-    assert read_step_costs(kept).as_json() == step_costs(one, kept.name).as_json()
+    assert read_step_costs(kept).as_json() == parse_step_costs(one, kept.name).as_json()
 
 
 @pytest.mark.parametrize("option", [("--dtype", "bfloat16"), ("--device", "cpu")])
@@ -275,10 +281,10 @@ def test_without_a_model_the_headline_is_its_assumption_too() -> None:
 
 
 def test_what_the_model_said_becomes_a_log() -> None:
-    made = log_of(found(3), log(3))
+    made = log_of_measurement(found(3), log(3))
     assert made is not None and made.prompt_lengths.tolist() == [2, 2, 2] and made.output_lengths.tolist() == [10] * 3
     assert made.row(1).context.tolist() == [4, 5] and made.row(1).output.tolist() == [7] * 10
-    assert log_of(found(3, temperature=0.8), log(3)) is None
+    assert log_of_measurement(found(3, temperature=0.8), log(3)) is None
 
 
 def test_a_model_decodes_both_ways_and_says_the_same(measured_here: Measured) -> None:

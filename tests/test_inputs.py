@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 
 from cache_builder.inputs import lines, streams
 from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, Format, InputError, Record
-from cache_builder.inputs.records import examples_of, read_part, read_sources, usable_in
-from cache_builder.inputs.sources import Source, find_sources, parts_of
+from cache_builder.inputs.records import encode_record, encode_usable_record, read_part, read_sources
+from cache_builder.inputs.sources import Source, find_sources, split_source
 from cache_builder.inputs.streams import file_system
 from ssd.text.codec import TextCodec
 from tests.reference.text import chat_examples
@@ -72,7 +72,7 @@ def test_tables_hold_what_lines_hold(tmp_path: Path, codec: TextCodec) -> None:
     pa.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=1)
     expected = [chat_examples(codec, [USER, ANSWER]), [codec.encode_text_example("a document")], [([5, 6, 7], 0)]]
     found = records(tmp_path / "rows.parquet")
-    assert [examples_of(record, codec).examples for record in found] == expected
+    assert [encode_record(record, codec).examples for record in found] == expected
     assert "image" not in (found[0].line or {}), "columns of no use are not read"
     assert found[2].where.endswith("rows.parquet: row 3")
 
@@ -86,7 +86,7 @@ def test_lists_of_token_ids_come_as_arrays(tmp_path: Path, codec: TextCodec) -> 
     pa.parquet.write_table(table, tmp_path / "ids.parquet")
     fields = FieldNames.parse(["token_ids=input_ids", "prompt_length=n"])
     found = records(tmp_path / "ids.parquet", fields=fields)
-    assert [examples_of(record, codec, fields).examples[0] for record in found] == [
+    assert [encode_record(record, codec, fields).examples[0] for record in found] == [
         (row, length) for row, length in zip(rows, [1, 0, 7], strict=True)
     ]
 
@@ -108,7 +108,7 @@ def test_a_batchs_two_files_are_joined(tmp_path: Path, codec: TextCodec) -> None
     (tmp_path / "b_out.jsonl").write_bytes(jsonl(batch_line("1", "of b"), batch_line("9", "of nobody")))
     sources = find_sources([str(tmp_path)])
     assert [Path(source.name).name for source in sources] == ["a_out.jsonl", "b_out.jsonl"]
-    read = [examples_of(record, codec) for record in read_sources(sources, lambda num_bytes: None)]
+    read = [encode_record(record, codec) for record in read_sources(sources, lambda num_bytes: None)]
     assert [(each.has_prompt, each.has_answer) for each in read] == [(True, True)] * 2 + [
         (True, False),
         (True, True),
@@ -134,7 +134,7 @@ def test_batches_that_number_alike_are_joined_in_pairs_or_not_at_all(tmp_path: P
         line = {"custom_id": "request-1", "method": "POST", "url": "/v1/chat/completions", "body": body}
         (tmp_path / f"{name}_in.jsonl").write_bytes(jsonl(line))
         (tmp_path / f"{name}_out.jsonl").write_bytes(jsonl(batch_line("request-1", f"said {name}")))
-    read = [examples_of(each, codec) for each in read_sources(find_sources([str(tmp_path)]), lambda num_bytes: None)]
+    read = [encode_record(each, codec) for each in read_sources(find_sources([str(tmp_path)]), lambda num_bytes: None)]
     texts = [codec.decode([*each.examples[0].token_ids]) for each in read]
     assert all(f"of {name}" in text and f"said {name}" in text for name, text in zip("ab", texts, strict=True))
     (tmp_path / "a_out_errors.jsonl").write_bytes(jsonl(batch_line("request-9", "of nobody")))
@@ -149,10 +149,10 @@ def test_a_line_that_is_no_text_is_left_out_where_that_is_asked_for(tmp_path: Pa
         path = tmp_path / f"{number}.json"
         path.write_bytes(content)
         records = list(read_sources(find_sources([str(path)]), lambda num_bytes: None))
-        used = [usable_in(each, codec, AS_WE_CALL_THEM, skip_invalid=True) for each in records]
+        used = [encode_usable_record(each, codec, AS_WE_CALL_THEM, skip_invalid=True) for each in records]
         assert sum(each is not None for each in used) == len(used) - 1
         with pytest.raises(InputError, match="not UTF-8 text"):
-            [usable_in(each, codec, AS_WE_CALL_THEM, skip_invalid=False) for each in records]
+            [encode_usable_record(each, codec, AS_WE_CALL_THEM, skip_invalid=False) for each in records]
     body = {"messages": [{"role": "user", "content": "a"}]}
     asked = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in.jsonl").write_bytes(jsonl(asked))
@@ -160,7 +160,7 @@ def test_a_line_that_is_no_text_is_left_out_where_that_is_asked_for(tmp_path: Pa
     sources = find_sources([str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")])
     (record,) = read_sources(sources, lambda num_bytes: None)
     with pytest.raises(InputError, match="not UTF-8 text"):
-        examples_of(record, codec)
+        encode_record(record, codec)
 
 
 # -- what a file is, whatever its name --------------------------------------------------------------------------------
@@ -220,8 +220,8 @@ def test_requests_are_read_whatever_their_file_is_called(
     found = records(tmp_path / name)
     if name == "comment.log":
         with pytest.raises(InputError, match=r"comment\.log:1: not JSON"):
-            examples_of(found.pop(0), codec)
-    assert [examples_of(record, codec).examples for record in found] == [expected] * 3
+            encode_record(found.pop(0), codec)
+    assert [encode_record(record, codec).examples for record in found] == [expected] * 3
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_requests_are_read_whatever_their_file_is_called(
 def test_rows_of_csv_are_records(name: str, data: bytes, tmp_path: Path, codec: TextCodec) -> None:
     (tmp_path / name).write_bytes(data)
     pairs = [("Where?", "Here."), ('He said "where?",\nthen left.', "No idea.")]
-    assert [examples_of(record, codec).examples for record in records(tmp_path / name)] == [
+    assert [encode_record(record, codec).examples for record in records(tmp_path / name)] == [
         [codec.encode_completion_example(*pair)] for pair in pairs
     ]
 
@@ -267,7 +267,7 @@ def test_what_cannot_be_learned_is_refused_by_name(
 ) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(InputError, match=message) as raised:
-        [examples_of(record, codec) for record in records(tmp_path / name)]
+        [encode_record(record, codec) for record in records(tmp_path / name)]
     assert str(raised.value).startswith(str(tmp_path / name))
 
 
@@ -291,18 +291,18 @@ def test_an_object_over_several_lines_is_a_record_or_holds_them(
 ) -> None:
     (tmp_path / "in.json").write_bytes(data)
     (source,) = find_sources([str(tmp_path / "in.json")])
-    assert parts_of(source, 10) == [(source, len(data))] or b"\n" not in data, "it is not cut"
+    assert split_source(source, 10) == [(source, len(data))] or b"\n" not in data, "it is not cut"
     found = records(tmp_path / "in.json")
     assert len(found) == count
     text = [codec.encode_text_example("a document")]
     expected = text if b"a document" in data else chat_examples(codec, [USER, ANSWER])
-    assert [examples_of(record, codec).examples for record in found] == [expected] * count
+    assert [encode_record(record, codec).examples for record in found] == [expected] * count
 
 
 def test_a_line_that_is_cut_is_told_from_an_object_over_several_lines(tmp_path: Path, codec: TextCodec) -> None:
     (tmp_path / "in.json").write_bytes(b'{"messages": [{"role"\n' + THREE)
     with pytest.raises(InputError, match=r"in\.json:1: not JSON"):
-        [examples_of(record, codec) for record in records(tmp_path / "in.json")]
+        [encode_record(record, codec) for record in records(tmp_path / "in.json")]
     (tmp_path / "in.json").write_bytes(PRETTY + PRETTY[:-9])
     with pytest.raises(InputError, match=r"in\.json: not JSON over several lines \("):
         records(tmp_path / "in.json")
@@ -484,7 +484,7 @@ def test_damage_is_one_line_or_nothing(name: str, tmp_path: Path, codec: TextCod
         path.write_bytes(bytes(data))
         try:
             for record in records(path):
-                examples_of(record, codec)
+                encode_record(record, codec)
         except InputError as error:
             assert str(path) in str(error)
 
@@ -527,10 +527,10 @@ def test_parts_of_a_file_hold_its_records_in_order(name: str, tmp_path: Path, co
         path.write_bytes(jsonl(*({"token_ids": row} for row in rows)))
     (source,) = find_sources([str(path)])
     for weight in (200, 1000, 1 << 30):
-        parts = parts_of(source, weight)
+        parts = split_source(source, weight)
         assert len(parts) > 5 or weight > 200
         found = [
-            examples_of(record, codec).examples[0].token_ids
+            encode_record(record, codec).examples[0].token_ids
             for part, _ in parts
             for record in read_part(part, lambda num_bytes: None)
         ]
@@ -541,7 +541,7 @@ def test_what_cannot_be_cut_stays_whole(tmp_path: Path) -> None:
     (tmp_path / "array.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
     (tmp_path / "packed.jsonl").write_bytes(gzip.compress(TEXT_LINES))
     (tmp_path / "lines.jsonl").write_bytes(TEXT_LINES)
-    counts = {Path(s.name).name: len(parts_of(s, 10)) for s in find_sources([str(tmp_path)])}
+    counts = {Path(s.name).name: len(split_source(s, 10)) for s in find_sources([str(tmp_path)])}
     assert counts["array.json"] == counts["packed.jsonl"] == 1 < counts["lines.jsonl"]
-    assert parts_of(Source("-", "auto", None, ""), 10)[0][0].stop is None
+    assert split_source(Source("-", "auto", None, ""), 10)[0][0].stop is None
     assert streams.is_url("s3://a/b") and not streams.is_url("a/b") and not streams.is_url("C:/b")

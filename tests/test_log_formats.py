@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
-from cache_builder.inputs import exchanges, record
+from cache_builder.inputs import chat_formats, record
 from cache_builder.inputs.record import FieldNames, InputError, Record
-from cache_builder.inputs.records import Found, examples_of, read_sources
+from cache_builder.inputs.records import EncodedRecord, encode_record, read_sources
 from cache_builder.inputs.sources import find_sources
 from ssd.text.codec import Example, TextCodec
 from tests.reference.text import chat_examples
@@ -133,8 +133,8 @@ UNANSWERED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def found_in(line: Any, codec: TextCodec, fields: FieldNames = record.AS_WE_CALL_THEM) -> Found:
-    return examples_of(Record("log:1", json.dumps(line), is_json=True), codec, fields)
+def found_in(line: Any, codec: TextCodec, fields: FieldNames = record.AS_WE_CALL_THEM) -> EncodedRecord:
+    return encode_record(Record("log:1", json.dumps(line), is_json=True), codec, fields)
 
 
 @pytest.mark.parametrize("name", CHATS)
@@ -197,7 +197,7 @@ def test_an_instructions_prompt_has_all_its_fields(name: str, tmp_path: Path, co
 
     pa.parquet.write_table(pa.Table.from_pylist([{**line, "other": 1}]), tmp_path / "rows.parquet")
     (row,) = read_sources(find_sources([str(tmp_path / "rows.parquet")]), lambda num_bytes: None)
-    assert examples_of(row, codec).examples == [*expected]
+    assert encode_record(row, codec).examples == [*expected]
     named = FieldNames.parse(["prompt=other", "completion=named"])
     plain = codec.encode_completion_example("a", "b")
     assert found_in({**line, "other": "a", "named": "b"}, codec, named).examples == [plain]
@@ -276,7 +276,7 @@ def test_calls_and_thoughts_of_streams_are_joined() -> None:
         chunk(tool_calls=[{"index": 0, "function": {"arguments": '"mat"}'}},
                           {"index": 1, "id": "c2", "function": {"name": "go", "arguments": "{}"}}]),
     ]  # fmt: skip
-    (message,) = exchanges.said_in(sse(pieces))
+    (message,) = chat_formats.find_answers(sse(pieces))
     assert isinstance(message, dict) and message["reasoning_content"] == "Mats hide keys."
     assert [each["function"] for each in message["tool_calls"]] == [call, {"name": "go", "arguments": "{}"}]
     use = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
@@ -291,13 +291,16 @@ def test_calls_and_thoughts_of_streams_are_joined() -> None:
         },
         {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '"mat"}'}},
     ]
-    (message,) = exchanges.said_in(sse(events, named=True))
+    (message,) = chat_formats.find_answers(sse(events, named=True))
     assert isinstance(message, dict) and message["reasoning_content"] == "Mats hide keys."
     assert [each["function"] for each in message["tool_calls"]] == [call]
     two = [{"choices": [{"index": number, "delta": {"content": text}}]} for number, text in enumerate("abab")]
     for each in two:
         each["choices"][0]["index"] %= 2  # type: ignore[operator]
-    assert [message["content"] for message in exchanges.said_in(two) if isinstance(message, dict)] == ["aa", "bb"]
+    assert [message["content"] for message in chat_formats.find_answers(two) if isinstance(message, dict)] == [
+        "aa",
+        "bb",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -412,9 +415,9 @@ def test_claudes_batches_are_joined_and_their_tools_are_known(tmp_path: Path, co
     result = {"custom_id": "a", "result": {"type": "succeeded", "message": CLAUDE_SAYS}}
     (tmp_path / "results.jsonl").write_text(json.dumps(result) + "\n")
     (joined,) = read_sources(find_sources([str(tmp_path)]), lambda num_bytes: None)
-    assert examples_of(joined, codec).examples == chat_examples(codec, [SYSTEM, ASK, SAY])
+    assert encode_record(joined, codec).examples == chat_examples(codec, [SYSTEM, ASK, SAY])
     tool = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
-    (exchange,) = exchanges.exchanges_of({"request": {**CLAUDE, "tools": [tool]}, "response": CLAUDE_SAYS}) or []
+    (exchange,) = chat_formats.parse_exchanges({"request": {**CLAUDE, "tools": [tool]}, "response": CLAUDE_SAYS}) or []
     assert exchange.tools == [
         {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
     ]
@@ -452,7 +455,7 @@ def test_a_text_that_is_named_is_all_that_is_read(codec: TextCodec) -> None:
 def test_tools_and_messages_may_be_json_in_strings(codec: TextCodec) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     line = {"messages": json.dumps([ASK, SAY]), "tools": json.dumps([tool])}
-    (exchange,) = exchanges.exchanges_of(line) or []
+    (exchange,) = chat_formats.parse_exchanges(line) or []
     assert (exchange.asked, exchange.tools, exchange.is_conversation) == ([ASK, SAY], [tool], True)
 
 
@@ -466,7 +469,7 @@ def test_other_names_of_roles_and_texts_are_read(codec: TextCodec) -> None:
         assert found_in(line, codec).examples == chat_examples(codec, [*asked, SAY])
     call = {"name": "look", "args": {"where": "mat"}, "id": "c1", "type": "tool_call"}
     calls = [*chain, {"type": "ai", "content": "", "tool_calls": [call]}, {"type": "tool", "content": "a key"}]
-    (exchange,) = exchanges.exchanges_of({**LANGFUSE, "input": calls}) or []
+    (exchange,) = chat_formats.parse_exchanges({**LANGFUSE, "input": calls}) or []
     assert isinstance(exchange.asked, list) and [each["role"] for each in exchange.asked[2:]] == ["assistant", "tool"]
     assert exchange.asked[2]["tool_calls"] == [CALL]
 
@@ -520,9 +523,9 @@ def test_a_build_says_what_records_lack_and_a_table_holds_what_lines_hold(
     assert "3 records, namespace default\n" in capsys.readouterr().out
 
 
-KEYS = sorted({*record.COLUMNS, *exchanges.ASKED, *exchanges.SAID, "role", "content", "choices", "message", "text",
-               "tool_calls", "function_call", "name", "arguments", "author", "parts", "parent", "children", "sender",
-               "from", "value", "custom_id", "log"})  # fmt: skip
+KEYS = sorted({*record.COLUMNS, *chat_formats.PROMPT_KEYS, *chat_formats.ANSWER_KEYS, "role", "content", "choices",
+               "message", "text", "tool_calls", "function_call", "name", "arguments", "author", "parts", "parent",
+               "children", "sender", "from", "value", "custom_id", "log"})  # fmt: skip
 LEAVES = st.sampled_from([None, True, 0, 3, -1.5, "", "a", "user", "assistant", "{}", "[]", '{"role": "user"}',
                           '[{"a":1}]', "tool_use", "tool_result", "message", "function_call", "vllm"])  # fmt: skip
 VALUES = st.recursive(

@@ -12,7 +12,7 @@ import pytest
 from cache_builder.__main__ import main
 from cache_builder.evaluation.log import read_log
 from cache_builder.inputs import conversations
-from cache_builder.inputs.conversations import Answer, answers_in
+from cache_builder.inputs.conversations import Answer, encode_answers
 from cache_builder.inputs.sources import find_sources
 from ssd.errors import RequestError
 from ssd.text.codec import Example, TextCodec
@@ -88,7 +88,7 @@ def one_by_one(
     """The slow twin: each prompt is encoded by itself."""
     with monkeypatch.context() as patch:
         patch.setattr(conversations, "_FEW", len(messages))
-        return answers_in(messages, kwargs, codec)
+        return encode_answers(messages, kwargs, codec)
 
 
 @pytest.mark.parametrize("name", [*APPENDING, *OTHERS])
@@ -99,7 +99,7 @@ def test_turns_give_what_each_prompt_gives_by_itself(
     codec = TextCodec.load(str(write_model_directory(tmp_path)), chat_template=(APPENDING | OTHERS)[name])
     kwargs = {"tools": TOOLS} if with_tools else {}
     messages = normalize_messages(conversation(12))
-    found = answers_in(messages, kwargs, codec)
+    found = encode_answers(messages, kwargs, codec)
     expected = one_by_one(messages, kwargs, codec, monkeypatch)
     assert [([*map(int, each.token_ids)], each.prompt_length) for each in found] == expected
     if name in APPENDING:
@@ -110,7 +110,7 @@ def test_a_template_that_drops_old_messages_is_refused_as_the_server_refuses_it(
     template = PLAIN.replace("in messages", "in messages[-6:]")
     codec = TextCodec.load(str(write_model_directory(tmp_path)), chat_template=template)
     with pytest.raises(RequestError, match=r"no place for messages\[0\]"):
-        answers_in(normalize_messages(conversation(12)), {}, codec)
+        encode_answers(normalize_messages(conversation(12)), {}, codec)
 
 
 def test_what_is_encoded_grows_with_the_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_what_is_encoded_grows_with_the_conversation(tmp_path: Path, monkeypatch
     counts = []
     for num_turns in (100, 200):
         num_messages[0] = 0
-        answers_in(normalize_messages(conversation(num_turns)), {}, codec)
+        encode_answers(normalize_messages(conversation(num_turns)), {}, codec)
         counts.append(num_messages[0])
     assert counts[1] < 2.1 * counts[0]
 

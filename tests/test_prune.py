@@ -17,15 +17,15 @@ from cache_builder.commands.prune import (
     BLOCK_TOKENS,
     LEAD_IN_TOKENS,
     accepted_runs,
-    chosen,
-    credits_of,
-    kept_pieces,
+    choose_half_blocks,
+    count_uses,
     prune,
+    retained_pieces,
 )
-from cache_builder.evaluation.costs import flat
+from cache_builder.evaluation.costs import flat_curve
 from cache_builder.evaluation.evaluate import Plan, replay
 from cache_builder.evaluation.log import Log
-from cache_builder.held import open_held
+from cache_builder.opened_cache import open_caches
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ConfigError
 from ssd.retrieval.ring import sequences_of
@@ -62,12 +62,12 @@ def made(directory: Path) -> tuple[list[list[int]], Log, Log]:
 
 def tokens_per_step(directory: Path, log: Log) -> float:
     plan = Plan(fingerprint=FINGERPRINT, cache="frozen", warm=(directory,))
-    found = replay(log, plan, flat(32), "frozen")
+    found = replay(log, plan, flat_curve(32), "frozen")
     return int(log.output_lengths.sum()) / int(found.num_steps.sum())
 
 
 def num_tokens(directory: Path) -> int:
-    return open_held([directory])[0].num_tokens
+    return open_caches([directory])[0].num_tokens
 
 
 def test_half_of_a_cache_drafts_as_the_whole_where_logs_say_what_is_used(
@@ -80,7 +80,7 @@ def test_half_of_a_cache_drafts_as_the_whole_where_logs_say_what_is_used(
     written, of_use = capsys.readouterr().out.splitlines()
     prune(whole, other, budget, [])
     assert num_tokens(used) <= budget and num_tokens(other) <= budget
-    without_separators = [sum(map(len, sequences_of(open_held([path])[0].segments))) for path in (used, whole)]
+    without_separators = [sum(map(len, sequences_of(open_caches([path])[0].segments))) for path in (used, whole)]
     assert written.startswith("{}: {:,} of {:,} tokens in ".format(used, *without_separators)), "as merge counts"
     kept, used_blocks = re.findall(r"[0-9,]+", of_use)
     assert kept == used_blocks and int(kept) > 30
@@ -103,7 +103,7 @@ def test_what_stands_twice_is_of_use_once(tmp_path: Path) -> None:
     text = np.arange(1, 129, dtype=np.int32)
     write_cache(tmp_path / "twice", [text.tolist()] * 2, fingerprint=FINGERPRINT)
     log = log_of([text[:70].tolist()])
-    credits = credits_of(open_held([tmp_path / "twice"])[0], accepted_runs(tmp_path / "twice", log, FINGERPRINT))
+    credits = count_uses(open_caches([tmp_path / "twice"])[0], accepted_runs(tmp_path / "twice", log, FINGERPRINT))
     assert credits[0] > 0
     assert not credits[2:].any()
 
@@ -119,8 +119,8 @@ def test_what_is_kept_fits_and_the_most_used_come_first(lengths: list[int], budg
         sequences.append((at, np.arange(at, at + length, dtype=np.int32)))
         at += length + 1
     credits = np.resize(np.array(used, np.int64), -(-at // BLOCK_TOKENS))
-    kept = chosen(credits, budget)
-    pieces = [piece for start, tokens in sequences for piece in kept_pieces(tokens, start, kept)]
+    kept = choose_half_blocks(credits, budget)
+    pieces = [piece for start, tokens in sequences for piece in retained_pieces(tokens, start, kept)]
     assert sum(len(piece) + 1 for piece in pieces) <= budget
     blocks = kept.reshape(-1, BLOCK_TOKENS // LEAD_IN_TOKENS).all(1)
     if blocks.any() and not blocks.all():

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cache_builder.inputs.record import FieldNames, InputError, Record
-from cache_builder.inputs.records import examples_of, read_sources
-from cache_builder.inputs.sources import find_sources, parts_of
+from cache_builder.inputs.records import encode_record, read_sources
+from cache_builder.inputs.sources import find_sources, split_source
 from ssd.text.codec import TextCodec
 from tests.reference.text import chat_examples
 from tests.tokenizers_for_tests import write_model_directory
@@ -40,7 +40,7 @@ def texts_in(tmp_path: Path, *lines: Any) -> list[list[tuple[str, str]]]:
     path = tmp_path / "session.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (source,) = find_sources([str(path)])
-    found = [examples_of(record, codec).examples for record in read_sources([source], lambda num_bytes: None)]
+    found = [encode_record(record, codec).examples for record in read_sources([source], lambda num_bytes: None)]
     return [
         [(codec.decode([*each.token_ids[: each.prompt_length]]), codec.decode([*each.token_ids[each.prompt_length :]]))
          for each in examples]
@@ -151,17 +151,17 @@ def test_a_session_is_read_whole_and_its_faults_are_told(tmp_path: Path, codec: 
     path = tmp_path / "session.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in CLAUDE))
     (source,) = find_sources([str(path)])
-    assert parts_of(source, 10) == [(source, path.stat().st_size)]
+    assert split_source(source, 10) == [(source, path.stat().st_size)]
     path.write_text(path.read_text() + "{broken\n")
     with pytest.raises(InputError, match=r"session\.jsonl:11: not JSON"):
-        [examples_of(record, codec) for record in read_sources([source], lambda num_bytes: None)]
+        [encode_record(record, codec) for record in read_sources([source], lambda num_bytes: None)]
     path.write_text(json.dumps(CLAUDE[0]))
     with pytest.raises(InputError, match=r"session\.jsonl:1: .* has no message"):
         list(read_sources([source], lambda num_bytes: None))
     line = {"type": "user", "sessionId": "s", "prompt": "a", "completion": "b"}
     path.write_text(json.dumps(line))
     (record,) = read_sources([source], lambda num_bytes: None)
-    assert examples_of(record, codec).examples == [codec.encode_completion_example("a", "b")]
+    assert encode_record(record, codec).examples == [codec.encode_completion_example("a", "b")]
 
 
 SYSTEM = {"role": "system", "content": "Answer briefly."}
@@ -203,7 +203,7 @@ SPANS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SPANS)
 def test_a_span_of_a_call_has_its_prompt_and_its_answer(name: str, codec: TextCodec) -> None:
-    found = examples_of(Record("log:1", json.dumps(SPANS[name]), is_json=True), codec)
+    found = encode_record(Record("log:1", json.dumps(SPANS[name]), is_json=True), codec)
     assert found == (chat_examples(codec, [SYSTEM, ASK, SAY]), True, True)
 
 
@@ -230,7 +230,7 @@ def test_calls_of_tools_in_spans_are_calls(tmp_path: Path) -> None:
 def test_spans_of_something_else_say_no_answer(codec: TextCodec) -> None:
     for attributes in ({"http.method": "GET"}, {**NEW, "gen_ai.operation.name": "invoke_agent"}):
         record = Record("log:1", json.dumps({**IDS, "attributes": attributes}), is_json=True)
-        assert examples_of(record, codec) == ([], True, False)
+        assert encode_record(record, codec) == ([], True, False)
 
 
 PAIR = {"prompt": [ASK], "chosen": [SAY], "rejected": [OPEN]}
@@ -255,12 +255,12 @@ PAIR = {"prompt": [ASK], "chosen": [SAY], "rejected": [OPEN]}
 )
 def test_what_is_known_and_not_read_is_refused_by_name(line: Any, message: str, codec: TextCodec) -> None:
     with pytest.raises(InputError, match=f"^log:1: {message}.* is not read: give "):
-        examples_of(Record("log:1", json.dumps(line), is_json=True), codec)
+        encode_record(Record("log:1", json.dumps(line), is_json=True), codec)
 
 
 def test_the_preferred_answer_may_be_named(codec: TextCodec) -> None:
     fields = FieldNames.parse(["messages=prompt", "completion=chosen"])
-    found = examples_of(Record("log:1", json.dumps(PAIR), is_json=True), codec, fields)
+    found = encode_record(Record("log:1", json.dumps(PAIR), is_json=True), codec, fields)
     assert found.examples == chat_examples(codec, [ASK, SAY])
 
 
@@ -274,8 +274,8 @@ def test_the_preferred_answer_may_be_named(codec: TextCodec) -> None:
     ],
 )
 def test_the_one_list_of_messages_is_a_conversation_whatever_it_is_called(line: Any, codec: TextCodec) -> None:
-    found = examples_of(Record("log:1", json.dumps(line), is_json=True), codec)
+    found = encode_record(Record("log:1", json.dumps(line), is_json=True), codec)
     assert found.examples == chat_examples(codec, [ASK, SAY])
     twice = {"a": [ASK, SAY], "b": [ASK, OPEN]}
     with pytest.raises(InputError, match="no usable fields"):
-        examples_of(Record("log:1", json.dumps(twice), is_json=True), codec)
+        encode_record(Record("log:1", json.dumps(twice), is_json=True), codec)

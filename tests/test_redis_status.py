@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
-from cache_builder.commands.options import shown
+from cache_builder.commands.options import escape_value
 from cache_builder.commands.push import push
 from cache_builder.commands.redis_status import as_text, read_status
 from ssd.errors import StoreUnavailable
@@ -95,7 +95,7 @@ def test_hostile_keys_and_contents_are_shown_escaped_or_left_out(redis_server: R
 
 @given(st.binary(max_size=150) | st.text(max_size=150))
 def test_what_is_shown_is_short_and_printable(value: bytes | str) -> None:
-    assert shown(value).isprintable() and len(shown(value)) <= 120
+    assert escape_value(value).isprintable() and len(escape_value(value)) <= 120
 
 
 @pytest.mark.parametrize(

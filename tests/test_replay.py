@@ -16,9 +16,9 @@ from benchmarks.replay import digest
 from benchmarks.replay.__main__ import main
 from benchmarks.replay.job import CONTENDER_NAMES, OURS, OurDrafter, PeerDrafter, replay_stream, settings_of
 from benchmarks.walk import Steps
-from cache_builder.evaluation.costs import flat
-from cache_builder.evaluation.log import Row
-from cache_builder.evaluation.oracle import oracle_steps
+from cache_builder.evaluation.costs import flat_curve
+from cache_builder.evaluation.hindsight import hindsight_steps
+from cache_builder.evaluation.log import RecordedOutput
 from ssd.config import DraftConfig, IndexConfig
 from tests.test_peers import needs_peers
 
@@ -33,8 +33,8 @@ def made_rows(num_rows: int = 12) -> list[tuple[list[int], list[int]]]:
     return rows
 
 
-def as_rows(rows: list[tuple[list[int], list[int]]]) -> list[Row]:
-    return [Row(np.array(context, np.int32), np.array(output, np.int32)) for context, output in rows]
+def as_rows(rows: list[tuple[list[int], list[int]]]) -> list[RecordedOutput]:
+    return [RecordedOutput(np.array(context, np.int32), np.array(output, np.int32)) for context, output in rows]
 
 
 def figures(steps: Steps) -> tuple[Any, ...]:
@@ -44,7 +44,7 @@ def figures(steps: Steps) -> tuple[Any, ...]:
 def test_settings_side_by_side_count_what_each_counts_alone() -> None:
     rows = as_rows(made_rows())
     options: dict[str, Any] = {"draft": DraftConfig(num_speculative_tokens=8), "index": IndexConfig(seal_tokens=64)}
-    settings = settings_of(OURS, 8, tree=False, costs=[flat(32), flat(2)])
+    settings = settings_of(OURS, 8, tree=False, costs=[flat_curve(32), flat_curve(2)])
     with OurDrafter(settings, tree=False, **options) as contender:
         together = [figures(steps) for steps in replay_stream(rows, contender)]
     for setting, alone in zip(settings, together, strict=True):
@@ -127,7 +127,7 @@ def test_a_drafter_of_trees_alone_and_a_run_without_a_tokenizer_are_refused(
 
 @pytest.mark.parametrize("drafter", CONTENDER_NAMES)
 def test_settings_have_names_of_their_own_and_stay_within_the_limit(drafter: str) -> None:
-    settings = settings_of(drafter, 12, tree=True, costs=[flat(32)])
+    settings = settings_of(drafter, 12, tree=True, costs=[flat_curve(32)])
     assert len({setting.name for setting in settings}) == len(settings)
     most = {"sglang": 11}.get(drafter, 12)  # its default has 12 with the token that they follow
     assert max(setting.limit for setting in settings) == most
@@ -144,7 +144,7 @@ REQUESTS = st.lists(
 
 def steps_of(requests: list[tuple[list[int], list[int]]], limit: int) -> list[int]:
     texts = [np.array([*prompt, *output], np.int32) for prompt, output in requests]
-    steps = oracle_steps(texts, np.array([len(prompt) for prompt, _ in requests], np.int64), limit)
+    steps = hindsight_steps(texts, np.array([len(prompt) for prompt, _ in requests], np.int64), limit)
     assert steps is not None
     return steps.tolist()
 

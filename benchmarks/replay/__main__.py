@@ -21,7 +21,7 @@ from benchmarks.replay.digest import digests
 from benchmarks.replay.job import CONTENDER_NAMES, FLAT_WIDTH, MEASURED_PATH, OURS, Plan, run, run_all
 from benchmarks.run import Option, Run
 from benchmarks.traces import all_traces, find_tokenizer, find_trace, trace_name
-from cache_builder.evaluation.costs import flat, read_step_costs
+from cache_builder.evaluation.costs import flat_curve, read_step_costs
 from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             drafters=list(dict.fromkeys(args.drafter)),
             draft=DraftConfig(num_speculative_tokens=args.max_draft),
             index=IndexConfig(),
-            costs=[flat(FLAT_WIDTH), read_step_costs(MEASURED_PATH).curve],
+            costs=[flat_curve(FLAT_WIDTH), read_step_costs(MEASURED_PATH).curve],
             tree=args.tree,
             max_output_tokens=args.max_output_tokens,
         )

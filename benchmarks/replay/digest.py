@@ -16,7 +16,7 @@ import xxhash
 
 from benchmarks.traces import read_rows, trace_name
 from benchmarks.walk import agreeing
-from cache_builder.evaluation.log import Row, TokenIds
+from cache_builder.evaluation.log import RecordedOutput, TokenIds
 from ssd.config import CacheConfig, IndexConfig
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.drafter import SuffixDrafter
@@ -50,7 +50,9 @@ class _Digest:
         return f"{self.num_drafts} {self._state.hexdigest()}"
 
 
-def _batches(rows: Sequence[Row], cache: SuffixCache, at_once: int) -> Iterator[tuple[list[TokenIds], list[int]]]:
+def _batches(
+    rows: Sequence[RecordedOutput], cache: SuffixCache, at_once: int
+) -> Iterator[tuple[list[TokenIds], list[int]]]:
     """Texts and prompts' lengths of some rows at a time; the cache learns them when they are done."""
     for first in range(0, len(rows), at_once):
         some = rows[first : first + at_once]
@@ -61,7 +63,7 @@ def _batches(rows: Sequence[Row], cache: SuffixCache, at_once: int) -> Iterator[
         cache.maintain()
 
 
-def _asked(rows: Sequence[Row], *, at_once: int, tree: bool = False) -> _Digest:
+def _asked(rows: Sequence[RecordedOutput], *, at_once: int, tree: bool = False) -> _Digest:
     """So many requests in one call; of several some with prices, some with a prediction."""
     digest, drafter = _Digest(), SuffixDrafter()
     with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
@@ -89,7 +91,7 @@ def _asked(rows: Sequence[Row], *, at_once: int, tree: bool = False) -> _Digest:
     return digest
 
 
-def _rows(rows: Sequence[Row]) -> _Digest:
+def _rows(rows: Sequence[RecordedOutput]) -> _Digest:
     """Rows of a matrix, each of which has a text till the batch ends."""
     digest, learned = _Digest(), LearnedState()
     width = max((len(row.context) + len(row.output) for row in rows), default=1) + 1

@@ -20,8 +20,8 @@ from benchmarks.traces import read_rows, trace_name
 from benchmarks.walk import Steps, together
 from cache_builder.evaluation.costs import CostCurve, StepCosts
 from cache_builder.evaluation.decoding import OutputDecoder, warm_up
-from cache_builder.evaluation.log import Row
-from cache_builder.evaluation.oracle import oracle_steps
+from cache_builder.evaluation.hindsight import hindsight_steps
+from cache_builder.evaluation.log import RecordedOutput
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
 
@@ -174,7 +174,7 @@ class OurDrafter(AbstractContextManager["OurDrafter"]):
     def __exit__(self, *_: object) -> None:
         self._caches.close()
 
-    def replay(self, request_id: str, row: Row) -> list[Steps]:
+    def replay(self, request_id: str, row: RecordedOutput) -> list[Steps]:
         cache, found = self._caches.get(), []
         for decoder in self._decoders:
             steps = decoder.decode(row, cache.snapshot())
@@ -197,11 +197,11 @@ class PeerDrafter(AbstractContextManager["PeerDrafter"]):
     def __exit__(self, *_: object) -> None:
         self._peer.close()
 
-    def replay(self, request_id: str, row: Row) -> list[Steps]:
+    def replay(self, request_id: str, row: RecordedOutput) -> list[Steps]:
         return self._peer.replay(request_id, row.text(), len(row.context), self._asked)
 
 
-def replay_stream(rows: Sequence[Row], contender: OurDrafter | PeerDrafter) -> list[Steps]:
+def replay_stream(rows: Sequence[RecordedOutput], contender: OurDrafter | PeerDrafter) -> list[Steps]:
     """The steps of each setting on rows in their order. Raises AssertionError where an output is not its steps'."""
     of_settings: list[list[Steps]] = [[] for _ in contender.settings]
     for number, row in enumerate(rows):
@@ -251,14 +251,14 @@ def run_all(
         yield from pool.map(work, *every)
 
 
-def oracle_of(rows: Sequence[Row], limit: int) -> float | None:
+def oracle_of(rows: Sequence[RecordedOutput], limit: int) -> float | None:
     """Tokens a step of the best drafts in hindsight, see `oracle_steps`; None for more text than it takes."""
     texts = [row.text() for row in rows]
-    steps = oracle_steps(texts, np.array([len(row.context) for row in rows], np.int64), limit)
+    steps = hindsight_steps(texts, np.array([len(row.context) for row in rows], np.int64), limit)
     return None if steps is None else sum(len(row.output) for row in rows) / max(1, int(steps.sum()))
 
 
-def _contenders(plan: Plan, rows: Sequence[Row]) -> Iterator[OurDrafter | PeerDrafter]:
+def _contenders(plan: Plan, rows: Sequence[RecordedOutput]) -> Iterator[OurDrafter | PeerDrafter]:
     """One after another, so that no two hold their memories at once."""
     limit = plan.draft.num_speculative_tokens
     for drafter in plan.drafters:
@@ -274,7 +274,7 @@ def _contenders(plan: Plan, rows: Sequence[Row]) -> Iterator[OurDrafter | PeerDr
             yield PeerDrafter(settings)
 
 
-def _sglang(settings: Sequence[Setting], rows: Sequence[Row]) -> Iterator[PeerDrafter]:
+def _sglang(settings: Sequence[Setting], rows: Sequence[RecordedOutput]) -> Iterator[PeerDrafter]:
     """A few settings at a time: each has a trie of its own, which is large.
 
     A trie that nothing is evicted from is as good as one of the default size, and gets no more nodes than that takes.
@@ -286,7 +286,7 @@ def _sglang(settings: Sequence[Setting], rows: Sequence[Row]) -> Iterator[PeerDr
         yield PeerDrafter(some, capacity=min(DEPTH * (num_tokens + 1), CAPACITY))
 
 
-def _new_tokens(rows: Sequence[Row]) -> Iterator[int]:
+def _new_tokens(rows: Sequence[RecordedOutput]) -> Iterator[int]:
     """Of each request the tokens behind the text of the one before it, if it goes on from there, else all."""
     known = np.empty(0, np.int32)
     for row in rows:

@@ -16,12 +16,12 @@ from typing import Final, TypeAlias
 import numpy as np
 import xxhash
 
-from cache_builder.building.unfinished import check_new, replace_directory, working_directory
+from cache_builder.building.resumable import check_output, replace_directory, working_directory
 from cache_builder.inputs.record import AS_WE_CALL_THEM, STANDARD_INPUT, FieldNames, Format, InputError, Record
-from cache_builder.inputs.records import Found, read_part, usable_in
-from cache_builder.inputs.sources import Source, find_sources, parts_of, weight_of
+from cache_builder.inputs.records import EncodedRecord, encode_usable_record, read_part
+from cache_builder.inputs.sources import Source, estimate_text_bytes, find_sources, split_source
 from cache_builder.inputs.streams import is_regular
-from cache_builder.workers import Progress, run
+from cache_builder.workers import Progress, map_items
 from ssd import __version__
 from ssd.config import IndexConfig
 from ssd.errors import CacheError, ConfigError
@@ -62,7 +62,7 @@ class Block:
     weight: int
 
 
-def plan_of(sources: Sequence[Source], how: str, block_bytes: int | None = None) -> list[Block]:
+def plan_blocks(sources: Sequence[Source], how: str, block_bytes: int | None = None) -> list[Block]:
     """Divide ``sources`` into blocks, in order.
 
     Small inputs share a block; a large input is split if its format allows it.
@@ -76,24 +76,24 @@ def plan_of(sources: Sequence[Source], how: str, block_bytes: int | None = None)
         InputError: An input cannot be read.
     """
     if block_bytes is None:
-        total = sum(map(weight_of, sources))
+        total = sum(map(estimate_text_bytes, sources))
         block_bytes = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, total // BLOCKS))
     blocks: list[Block] = []
     held: list[Source] = []
     weight = 0
     for source in sources:
-        for part, part_weight in parts_of(source, block_bytes):
+        for part, part_weight in split_source(source, block_bytes):
             if held and weight + part_weight > block_bytes * 5 // 4:
-                blocks.append(_block(len(blocks), held, how, weight))
+                blocks.append(_make_block(len(blocks), held, how, weight))
                 held, weight = [], 0
             held.append(part)
             weight += part_weight
     if held:
-        blocks.append(_block(len(blocks), held, how, weight))
+        blocks.append(_make_block(len(blocks), held, how, weight))
     return blocks
 
 
-def _block(number: int, parts: list[Source], how: str, weight: int) -> Block:
+def _make_block(number: int, parts: list[Source], how: str, weight: int) -> Block:
     places = json.dumps([(part.name, part.format, part.start, part.stop, part.requests) for part in parts])
     stamps = [f"{part.size} {part.stamp}" for part in parts]
     key = xxhash.xxh3_128_hexdigest(json.dumps([how, places, stamps]).encode())
@@ -108,7 +108,7 @@ class BuildOptions:
         force: Whether an existing cache is replaced.
         fields: The names of the records' fields.
         jobs: The number of processes. None: one for each core.
-        block_bytes: The size of a block in bytes of text. None: chosen by `plan_of`.
+        block_bytes: The size of a block in bytes of text. None: chosen by `plan_blocks`.
         directory: The directory with ``segments`` and ``journal``. Set by `build`.
         fingerprint: The tokenizer's fingerprint. Set by `build`.
     """
@@ -172,7 +172,7 @@ class BlockResult:
 
 
 @lru_cache(maxsize=2)
-def codec_of(tokenizer: str, chat_template: str | None) -> TextCodec:
+def load_codec(tokenizer: str, chat_template: str | None) -> TextCodec:
     """Load the tokenizer of a build, once per process. Raises ModelError."""
     return TextCodec.load(tokenizer, chat_template=chat_template)
 
@@ -192,7 +192,7 @@ def build_block(
         OSError: The file system failed.
     """
     journal = options.journal / block.key
-    known = _finished(journal, block, options)
+    known = _read_journal(journal, block, options)
     if known is not None:
         known.counts.num_reused_tokens = known.counts.num_tokens
         progress(0, known.counts.num_tokens)
@@ -202,7 +202,7 @@ def build_block(
     return result
 
 
-def _finished(journal: Path, block: Block, options: BuildOptions) -> BlockResult | None:
+def _read_journal(journal: Path, block: Block, options: BuildOptions) -> BlockResult | None:
     """Return the result of a block that was built earlier, or None if files are missing or damaged. O(tokens)."""
     try:
         segments, counts = json.loads(journal.read_bytes())
@@ -228,7 +228,7 @@ class _Builder:
         self._block = block
         self._options = options
         self._progress = progress
-        self._codec = codec_of(options.tokenizer, options.chat_template)
+        self._codec = load_codec(options.tokenizer, options.chat_template)
         self._held = np.empty(options.segment_tokens, np.int32)
         self._segments: list[tuple[str, int]] = []
         self._begin()
@@ -236,7 +236,7 @@ class _Builder:
     def run(self) -> BlockResult:
         counts, options = BuildResult(), self._options
         for record in self._records():
-            found = usable_in(record, self._codec, options.fields, skip_invalid=options.skip_invalid)
+            found = encode_usable_record(record, self._codec, options.fields, skip_invalid=options.skip_invalid)
             kept, of_record = self._pieces(found)
             if self._num_held and self._num_held + sum(map(len, kept)) + len(kept) > len(self._held):
                 self._write()
@@ -257,7 +257,7 @@ class _Builder:
         for part in self._block.parts:
             yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.fields)
 
-    def _pieces(self, found: Found | None) -> tuple[list[Tokens], BuildResult]:
+    def _pieces(self, found: EncodedRecord | None) -> tuple[list[Tokens], BuildResult]:
         """Return the parts of a record that the open segment has to store, and what was counted."""
         if found is None:
             return [], BuildResult(num_invalid=1)
@@ -314,18 +314,18 @@ SMALL_SHARE = 4
 """A segment is small if it has less than a fourth of the maximum number of tokens."""
 
 
-Neighbours: TypeAlias = tuple[tuple[str, int], ...]
+SegmentGroup: TypeAlias = tuple[tuple[str, int], ...]
 """Consecutive segments, as pairs of id and number of tokens with separators, that are merged into one."""
 
 
-def joined_id(neighbours: Neighbours) -> str:
+def merged_id(neighbours: SegmentGroup) -> str:
     """Return the id of the merged segment."""
     if len(neighbours) == 1:
         return neighbours[0][0]
     return f"static-{xxhash.xxh3_128_hexdigest(' '.join(name for name, _ in neighbours).encode())}"
 
 
-def neighbours_of(segments: Sequence[tuple[str, int]], most: int) -> Iterator[Neighbours]:
+def group_small_segments(segments: Sequence[tuple[str, int]], most: int) -> Iterator[SegmentGroup]:
     """Group consecutive small segments whose tokens together do not exceed ``most``; other segments stay alone."""
     held: list[tuple[str, int]] = []
     size = 0
@@ -340,11 +340,11 @@ def neighbours_of(segments: Sequence[tuple[str, int]], most: int) -> Iterator[Ne
         yield tuple(held)
 
 
-def merge(neighbours: Neighbours, options: BuildOptions, progress: Progress) -> None:
+def merge_group(neighbours: SegmentGroup, options: BuildOptions, progress: Progress) -> None:
     """Write the segment that results from merging ``neighbours``; their files stay. Memory is as in `build_block`."""
     files = [options.segments / f"{segment_id}.seg" for segment_id, _ in neighbours]
     segments = [open_segment(file, fingerprint=options.fingerprint, namespace=options.namespace) for file in files]
-    write_new_segment(concatenate(segments), joined_id(neighbours), options)
+    write_new_segment(concatenate(segments), merged_id(neighbours), options)
 
 
 _ALONE_WEIGHT = 8 << 20
@@ -380,22 +380,22 @@ def build(
         CacheError: A segment cannot be written.
         OSError: The file system failed.
     """
-    out = check_new(out, force=options.force)
+    out = check_output(out, force=options.force)
     sources = find_sources(inputs, options.format)
-    codec = codec_of(options.tokenizer, options.chat_template)
+    codec = load_codec(options.tokenizer, options.chat_template)
     with working_directory(out, fresh=False) as working:
         options = replace(options, directory=working.absolute(), fingerprint=codec.fingerprint)
-        blocks = plan_of(sources, _how(options, codec), options.block_bytes)
-        jobs = _jobs(options.jobs, sources, blocks)
+        blocks = plan_blocks(sources, _describe_options(options, codec), options.block_bytes)
+        jobs = _num_processes(options.jobs, sources, blocks)
         begin(sum(source.size or 0 for source in sources))
         if executor is not None and jobs == 0:
             raise ConfigError("other machines cannot read standard input, pipes or memory://: give files or URLs")
         if executor is None:
-            results = run(build_block, blocks, options, progress, jobs=jobs)
+            results = map_items(build_block, blocks, options, progress, jobs=jobs)
         else:
             results = executor(blocks, options, progress)
         result = BuildResult()
-        segments: dict[int, Neighbours] = {}
+        segments: dict[int, SegmentGroup] = {}
         for block in results:
             result.add(block.counts)
             segments[block.number] = block.segments
@@ -405,16 +405,16 @@ def build(
                 skipped += f", and {result.num_without_answer} of {result.num_records} records say no answer"
             raise InputError(f"the inputs hold no text{skipped}: nothing was built")
         in_order = [segment for number in sorted(segments) for segment in segments[number]]
-        final = list(neighbours_of(in_order, options.segment_tokens))
+        final = list(group_small_segments(in_order, options.segment_tokens))
         together = [neighbours for neighbours in final if len(neighbours) > 1]
-        for _ in run(merge, together, options, lambda num_bytes, num_tokens: None, jobs=jobs):
+        for _ in map_items(merge_group, together, options, lambda num_bytes, num_tokens: None, jobs=jobs):
             pass
         result.num_segments = len(final)
         _publish(out, working, final, options)
     return result
 
 
-def _how(options: BuildOptions, codec: TextCodec) -> str:
+def _describe_options(options: BuildOptions, codec: TextCodec) -> str:
     """Describe all options that influence the segments, so that blocks built with other options are not reused."""
     try:
         tokenizer = xxhash.xxh3_128_hexdigest(codec.to_json().encode())
@@ -428,7 +428,7 @@ def _how(options: BuildOptions, codec: TextCodec) -> str:
     )  # fmt: skip
 
 
-def _jobs(wanted: int | None, sources: Sequence[Source], blocks: Sequence[Block]) -> int:
+def _num_processes(wanted: int | None, sources: Sequence[Source], blocks: Sequence[Block]) -> int:
     """Return the number of processes: 0 if others cannot read the inputs, 1 if the corpus is too small for more."""
     if any(source.name == STANDARD_INPUT or not is_regular(source.name) for source in sources):
         return 0
@@ -437,9 +437,9 @@ def _jobs(wanted: int | None, sources: Sequence[Source], blocks: Sequence[Block]
     return min(len(blocks), wanted or len(os.sched_getaffinity(0)))
 
 
-def _publish(out: Path, working: Path, final: Sequence[Neighbours], options: BuildOptions) -> None:
+def _publish(out: Path, working: Path, final: Sequence[SegmentGroup], options: BuildOptions) -> None:
     """Write the manifest of ``new`` with exactly these segments and move it to ``out``."""
-    sizes = {joined_id(neighbours): sum(size for _, size in neighbours) for neighbours in final}
+    sizes = {merged_id(neighbours): sum(size for _, size in neighbours) for neighbours in final}
     for file in options.segments.iterdir():
         if file.stem not in sizes:
             file.unlink()

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cache_builder.building.build import Block, BlockResult, BuildOptions, Executor, build_block
-from cache_builder.workers import Progress, prepare
+from cache_builder.workers import Progress, prepare_worker
 from ssd.errors import ConfigError, SSDError
 
 _RETRIES = 5
@@ -75,7 +75,7 @@ def ray_executor(address: str | None) -> Executor:
 
 def _build(block: Block, options: BuildOptions, folder: str) -> BlockResult | Exception:
     """Build a block in a Ray worker. Errors of the input are returned, because Ray would retry a task that raises."""
-    prepare()
+    prepare_worker()
     os.chdir(folder)  # inputs are named as the user named them
     try:
         return build_block(block, options)

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from cache_builder.building.build import BuildOptions, build
-from cache_builder.building.unfinished import left_for_later
-from cache_builder.commands.options import add_log_arguments, chat_template_of, progress_bar
+from cache_builder.building.resumable import find_resumable
+from cache_builder.commands.options import add_log_arguments, chat_template_from_options, progress_bar
 from cache_builder.inputs.record import STANDARD_INPUT, FieldNames
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     build_options = BuildOptions(
         namespace=options.namespace,
         tokenizer=options.tokenizer,
-        chat_template=chat_template_of(options),
+        chat_template=chat_template_from_options(options),
         format=options.format,
         force=options.force,
         skip_invalid=options.skip_invalid,
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
                 progress=lambda num_bytes, _: bar.update(num_bytes), executor=executor,
             )  # fmt: skip
     except BaseException:
-        if (kept := left_for_later(options.out)) is not None and STANDARD_INPUT not in options.inputs:
+        if (kept := find_resumable(options.out)) is not None and STANDARD_INPUT not in options.inputs:
             print(f"ssd-cache: what is finished is kept in {kept}: the same command goes on", file=sys.stderr)
         raise
     print(

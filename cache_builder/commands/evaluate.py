@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cache_builder.commands.options import add_log_arguments, progress_bar, read_logs, token_count
-from cache_builder.evaluation.costs import add_cost_arguments, costs_of
+from cache_builder.evaluation.costs import add_cost_arguments, costs_from_options
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
@@ -75,7 +75,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from cache_builder.evaluation.evaluate import Plan, evaluate, measured, num_to_decode
+    from cache_builder.evaluation.evaluate import Plan, count_replayed_tokens, evaluate, measure_log
     from cache_builder.evaluation.page import require_matplotlib, write_page
     from cache_builder.evaluation.report import headline, summary
 
@@ -92,12 +92,12 @@ def run(options: argparse.Namespace) -> int:
         draft=DraftConfig(num_speculative_tokens=options.draft_limit),
         index=IndexConfig(capacity_tokens=options.cache_tokens),
     )
-    costs = costs_of(options, lambda: _some_prompts(log))
-    with progress_bar(num_to_decode(log, plan), " tokens") as bar:
+    costs = costs_from_options(options, lambda: _some_prompts(log))
+    with progress_bar(count_replayed_tokens(log, plan), " tokens") as bar:
         result = evaluate(log, plan, costs, progress=bar.update)
     result["parameters"]["class_by"] = options.class_by
     result |= {"inputs": [Path(name).name for name in options.inputs], "tokenizer": Path(options.tokenizer).name}
-    result["measured"] = measured(options, log, plan, costs)
+    result["measured"] = measure_log(options, log, plan, costs)
     result["headline"] = headline(result)
     if options.html is not None:
         write_page(result, options.html)
@@ -122,6 +122,6 @@ def _check(options: argparse.Namespace) -> None:
 
 def _some_prompts(log: Log) -> list[list[int]]:
     """Return prompts from evenly spaced places of the log."""
-    numbers = log.with_prompt
+    numbers = log.replayable
     some = numbers[:: max(1, len(numbers) // _MEASURED_PROMPTS)].tolist()
     return [log.row(number).context.tolist() for number in some]

@@ -10,11 +10,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from cache_builder.commands.options import CACHE_DIRECTORY, add_chat_template, codec_of
-from cache_builder.held import Decode, Held, learned_of, open_one, percent, shown
-from cache_builder.inputs.conversations import chat_encoding
+from cache_builder.commands.options import CACHE_DIRECTORY, add_chat_template, codec_from_options
+from cache_builder.inputs.conversations import chat_encoder
 from cache_builder.inputs.record import InputError
-from cache_builder.inputs.streams import open_raw, readable
+from cache_builder.inputs.streams import input_errors, open_raw
+from cache_builder.opened_cache import (
+    Decode,
+    OpenedCache,
+    format_probability,
+    format_tokens,
+    open_cache,
+    read_learned_state,
+)
 from ssd.bundled import MODEL_PATH
 from ssd.config import MAX_SPECULATIVE_TOKENS, DraftConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
@@ -68,7 +75,7 @@ def add(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if not 1 <= options.draft_limit <= MAX_SPECULATIVE_TOKENS:
         raise ConfigError(f"the draft limit must be within 1..{MAX_SPECULATIVE_TOKENS}, got {options.draft_limit}")
-    prompt, codec = _prompt_of(options.prompt, codec_of(options))
+    prompt, codec = _encode_prompt_file(options.prompt, codec_from_options(options))
     output = []
     if options.output is not None:
         codec = codec or _bundled()
@@ -76,14 +83,14 @@ def run(options: argparse.Namespace) -> int:
     context = np.array([*prompt, *output], np.int32)
     if not len(context):
         raise ConfigError("there is no text to go on from: give a prompt of at least one token")
-    cache = open_one(options.directory, codec)
-    learned, learned_from = _learned(options.directory)
+    cache = open_cache(options.directory, codec)
+    learned, learned_from = _read_acceptance_model(options.directory)
     snapshot = Snapshot(0, SegmentTable(cache.segments), np.zeros(1, np.int32), 0, 0)
     request = DraftRequest(
         "explained", context, len(prompt), snapshot, options.draft_limit, tree=options.shape == "tree", learned=learned
     )
     draft = SuffixDrafter(recycling=False).propose([request])[0]
-    places = list(_places(cache, context, draft.match_length)) if draft.match_length else []
+    places = list(_find_occurrences(cache, context, draft.match_length)) if draft.match_length else []
     facts = {
         "report": "explain",
         "path": str(cache.path),
@@ -109,20 +116,20 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _learned(path: Path) -> tuple[LearnedState, int | None]:
+def _read_acceptance_model(path: Path) -> tuple[LearnedState, int | None]:
     """Read the acceptance model from learned.bin.
 
     Returns the model and the number of draft tokens that it was trained on; an empty model and None if the file is
     missing or damaged.
     """
-    stored = learned_of(path)
+    stored = read_learned_state(path)
     try:
         return LearnedState(stored), None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
     except ValueError:  # as a server does; `inspect --deep` says what is wrong with it
         return LearnedState(None), None
 
 
-def _places(cache: Held, context: Tokens, length: int) -> Iterator[dict[str, Any]]:
+def _find_occurrences(cache: OpenedCache, context: Tokens, length: int) -> Iterator[dict[str, Any]]:
     """Find every occurrence of the last ``length`` tokens of the context in the cache. O(tokens of the cache).
 
     Yields, for each occurrence, the segment, the ``position`` of the token that follows, and the surrounding text.
@@ -160,7 +167,7 @@ def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode)
         )
         yield "  chance   with all   token"
         yield "           before it"
-        yield from _below(-1, 0, facts["draft"], decode)
+        yield from _format_descendants(-1, 0, facts["draft"], decode)
     else:
         yield "no draft: the last token stands nowhere else, or what stands there is hardly ever accepted"
     if draft.match_length:
@@ -172,26 +179,26 @@ def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode)
         )
     for place in facts["places"]:
         yield (
-            f"  {place['segment']} at {place['position']:,}: {shown(place['before'], decode)} > "
-            f"{shown(place['goes_on'], decode)}"
+            f"  {place['segment']} at {place['position']:,}: {format_tokens(place['before'], decode)} > "
+            f"{format_tokens(place['goes_on'], decode)}"
         )
     yield from ("", _UNKNOWN)
 
 
 def _end(context: Tokens, count: int, decode: Decode) -> str:
-    return shown(context[-count:].tolist(), decode)
+    return format_tokens(context[-count:].tolist(), decode)
 
 
-def _below(after: int, indent: int, draft: dict[str, Any], decode: Decode) -> Iterator[str]:
+def _format_descendants(after: int, indent: int, draft: dict[str, Any], decode: Decode) -> Iterator[str]:
     """Format the descendants of a draft tree's node; only branches increase the indentation."""
     children = [node for node, parent in enumerate(draft["parents"]) if parent == after]
     for node in children:
-        chances = f"{percent(draft['chances'][node]):>6}   {percent(draft['products'][node]):>9}"
-        yield f"  {chances}   {'  ' * indent}{shown([draft['token_ids'][node]], decode)}"
-        yield from _below(node, indent + (len(children) > 1), draft, decode)
+        chances = f"{format_probability(draft['chances'][node]):>6}   {format_probability(draft['products'][node]):>9}"
+        yield f"  {chances}   {'  ' * indent}{format_tokens([draft['token_ids'][node]], decode)}"
+        yield from _format_descendants(node, indent + (len(children) > 1), draft, decode)
 
 
-def _prompt_of(name: str, codec: TextCodec | None) -> tuple[list[int], TextCodec | None]:
+def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], TextCodec | None]:
     """Encode the prompt in the file ``name`` as a server does.
 
     Returns the token ids and the tokenizer. Raises InputError, RequestError.
@@ -213,7 +220,7 @@ def _prompt_of(name: str, codec: TextCodec | None) -> tuple[list[int], TextCodec
         kwargs = body.get("chat_template_kwargs") or {}
         if isinstance(kwargs, dict):
             kwargs = {**kwargs, **{name: body[name] for name in ("tools", "documents") if body.get(name)}}
-            return chat_encoding(codec, kwargs)(body["messages"]), codec
+            return chat_encoder(codec, kwargs)(body["messages"]), codec
     if isinstance(body, dict) and isinstance(body.get("prompt"), str):
         return codec.encode_prompt(body["prompt"]), codec
     raise InputError(
@@ -227,5 +234,5 @@ def _bundled() -> TextCodec:
 
 
 def _read(name: str) -> str:
-    with readable(name), open_raw(name) as file:
+    with input_errors(name), open_raw(name) as file:
         return file.read().decode("utf-8-sig")

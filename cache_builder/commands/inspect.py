@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from cache_builder.commands.options import CACHE_DIRECTORY, codec_of, progress_bar
-from cache_builder.held import learned_of, manifest_of, open_one, plain
+from cache_builder.commands.options import CACHE_DIRECTORY, codec_from_options, progress_bar
+from cache_builder.opened_cache import escape_control_characters, open_cache, read_cache_manifest, read_learned_state
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError, StoreUnavailable
 from ssd.retrieval.directory import LEARNED_NAME, MOST_READS, PART_NAMES, is_of_a_cache
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         found = inspect_all(root, options.secret_file)
         print(json.dumps(found, indent=1) if options.json else all_as_text(found))
         return 1 if found["faults"] else 0
-    codec = codec_of(options)
+    codec = codec_from_options(options)
     if options.sequences:
         try:
             _print_sequences(options.directory, codec)
@@ -94,8 +94,8 @@ def as_text(facts: Facts) -> str:
     sequences = "" if facts["num_sequences"] is None else f" in {facts['num_sequences']:,} sequences"
     lines = [
         f"{facts['path']}",
-        f"  namespace    {plain(facts['namespace'])}",
-        f"  tokenizer    {plain(facts['fingerprint'])}",
+        f"  namespace    {escape_control_characters(facts['namespace'])}",
+        f"  tokenizer    {escape_control_characters(facts['fingerprint'])}",
         f"  generation   {facts['generation']}",
         f"  tokens       {facts['num_tokens']:,}{sequences}",
         f"  bytes        {facts['num_bytes']:,}",
@@ -106,8 +106,8 @@ def as_text(facts: Facts) -> str:
         lines.append(f"    {segment['id']:40}{segment['num_tokens']:>14,} tokens   {state}")
     if facts["learned_from"] is not None:
         lines.append(f"  {LEARNED_NAME}: learned from {facts['learned_from']:,} candidates")
-    lines += [f"  note: {plain(note)}" for note in facts["notes"]]
-    lines += [f"  FAULT: {plain(fault)}" for fault in facts["faults"]]
+    lines += [f"  note: {escape_control_characters(note)}" for note in facts["notes"]]
+    lines += [f"  FAULT: {escape_control_characters(fault)}" for fault in facts["faults"]]
     return "\n".join(lines)
 
 
@@ -179,9 +179,9 @@ def inspect(
     O(tokens); with ``deep``, 8 bytes per token of the largest segment.
     """
     for _ in range(MOST_READS):
-        manifest = manifest_of(path)
+        manifest = read_cache_manifest(path)
         facts = _facts(path, manifest, deep, codec, progress)
-        if facts["is_intact"] or manifest_of(path) == manifest:
+        if facts["is_intact"] or read_cache_manifest(path) == manifest:
             break
     return facts
 
@@ -219,7 +219,7 @@ def _facts(
         progress(found["num_tokens"])
     if deep:
         try:
-            stored = learned_of(path)
+            stored = read_learned_state(path)
             learned_from = None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
         except (CacheError, ValueError) as wrong:
             faults.append(f"{LEARNED_NAME} is not used ({wrong}): remove it, what it held is learned anew")
@@ -291,7 +291,7 @@ def _print_sequences(path: Path, codec: TextCodec | None) -> None:
 
     Encoding the text again may give other token ids.
     """
-    for sequence in sequences_of(open_one(path, codec).segments):
+    for sequence in sequences_of(open_cache(path, codec).segments):
         ids = sequence.tolist()
         record = {"token_ids": ids} if codec is None else {"text": codec.decode(ids)}
         sys.stdout.buffer.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import xxhash
 
-from cache_builder.building.unfinished import check_new, new_cache
+from cache_builder.building.resumable import check_output, new_cache
 from cache_builder.commands.options import progress_bar
-from cache_builder.held import open_held
+from cache_builder.opened_cache import open_caches
 from ssd.errors import ConfigError
 from ssd.retrieval.files import check_namespace
 from ssd.retrieval.ring import sequences_of
@@ -43,8 +43,8 @@ def merge(
         CacheError: A cache cannot be read.
         OSError: The file system failed.
     """
-    check_new(out, force=force)
-    caches = open_held(paths)
+    check_output(out, force=force)
+    caches = open_caches(paths)
     namespaces = sorted({cache.namespace for cache in caches})
     if namespace is None and len(namespaces) > 1:
         raise ConfigError(

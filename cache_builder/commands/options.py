@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cache_builder.inputs.record import FORMATS, FieldNames
-from cache_builder.inputs.streams import readable
+from cache_builder.inputs.streams import input_errors
 from ssd.bundled import MODEL_PATH
 from ssd.errors import SSDError, StoreUnavailable
 from ssd.numbers import number
@@ -42,7 +42,7 @@ def add_redis_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument("--redis", metavar="URL", help=f"the servers' --redis (default: ${URL_VARIABLE})")
 
 
-def redis_url_of(options: argparse.Namespace) -> str:
+def redis_url_from_options(options: argparse.Namespace) -> str:
     """Return the URL from ``--redis`` or the environment. Raises SSDError if both are missing."""
     url = options.redis or os.environ.get(URL_VARIABLE)
     if not url:
@@ -50,12 +50,12 @@ def redis_url_of(options: argparse.Namespace) -> str:
     return str(url)
 
 
-def codec_of(options: argparse.Namespace) -> TextCodec | None:
+def codec_from_options(options: argparse.Namespace) -> TextCodec | None:
     """Load the tokenizer of ``--tokenizer``, with the template of ``--chat-template`` if the command has that option.
 
     Returns None if neither option is given. Raises ModelError, InputError.
     """
-    template = chat_template_of(options)
+    template = chat_template_from_options(options)
     if options.tokenizer is None and template is None:
         return None
     from ssd.text.codec import TextCodec
@@ -74,7 +74,7 @@ _LONGEST_SHOWN: Final = 120
 _SECONDS_BETWEEN_LINES: Final = 30.0
 
 
-def shown(value: object) -> str:
+def escape_value(value: object) -> str:
     """Return at most 120 characters on one line, with unprintable characters escaped."""
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
     text = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text[: 2 * _LONGEST_SHOWN])
@@ -101,7 +101,7 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what 
     except (SSDError, OSError):  # of files; redis-py makes its own of those of sockets
         raise
     except Exception as error:  # a server that talks nonsense raises whatever it likes
-        reason = shown(hide_password(f"{type(error).__name__}: {error}", url))
+        reason = escape_value(hide_password(f"{type(error).__name__}: {error}", url))
         raise StoreUnavailable(
             f"{address_of(url)} {failed()} ({reason}): check address, rights and maxmemory (ssd-cache redis-status)"
         ) from None
@@ -109,7 +109,7 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what 
         client.close()
 
 
-def fingerprints_in(client: redis.Redis, options: argparse.Namespace) -> list[str]:
+def find_fingerprints(client: redis.Redis, options: argparse.Namespace) -> list[str]:
     """Return the fingerprints of the tokenizers for which Redis contains ``--namespace``, or the one that was given.
 
     Raises ConfigError, and the errors of redis-py.
@@ -173,12 +173,12 @@ def add_chat_template(command: argparse.ArgumentParser) -> None:
     )
 
 
-def chat_template_of(options: argparse.Namespace) -> str | None:
+def chat_template_from_options(options: argparse.Namespace) -> str | None:
     """Return the source of the template in ``--chat-template``. Raises InputError."""
     name = getattr(options, "chat_template", None)
     if name is None:
         return None
-    with readable(str(name)):
+    with input_errors(str(name)):
         return str(name.read_text(encoding="utf-8"))
 
 
@@ -193,7 +193,7 @@ def read_logs(options: argparse.Namespace, names: list[str], class_by: str | Non
 
     fields = FieldNames.parse(options.field)
     sources = find_sources(names, options.format)
-    codec = TextCodec.load(options.tokenizer, chat_template=chat_template_of(options))
+    codec = TextCodec.load(options.tokenizer, chat_template=chat_template_from_options(options))
     with progress_bar(sum(source.size or 0 for source in sources), "B") as bar:
         log = read_log(
             sources, codec, fields=fields, class_by=class_by, skip_invalid=options.skip_invalid, progress=bar.update

@@ -10,12 +10,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cache_builder.building.unfinished import check_new, new_cache
+from cache_builder.building.resumable import check_output, new_cache
 from cache_builder.commands.options import CACHE_DIRECTORY, add_log_arguments, progress_bar, read_logs, token_count
-from cache_builder.evaluation.costs import flat
+from cache_builder.evaluation.costs import flat_curve
 from cache_builder.evaluation.decoding import OutputDecoder
 from cache_builder.evaluation.log import Log
-from cache_builder.held import Held, open_held
+from cache_builder.opened_cache import OpenedCache, open_caches
 from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting.ask import SOURCES
 from ssd.errors import ConfigError
@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
     if options.budget < 2 * BLOCK_TOKENS:
         raise ConfigError(f"--budget must be at least {2 * BLOCK_TOKENS} tokens, got {options.budget}")
     out = options.directory if options.out is None else options.out
-    check_new(out, force=options.force)
+    check_output(out, force=options.force)
     codec, log = read_logs(options, options.logs)
-    with progress_bar(int(log.output_lengths[log.with_prompt].sum()), " tokens") as bar:
+    with progress_bar(int(log.output_lengths[log.replayable].sum()), " tokens") as bar:
         found = accepted_runs(options.directory, log, codec.fingerprint, bar.update)
     prune(options.directory, out, options.budget, found, force=options.force)
     return 0
@@ -96,23 +96,23 @@ def accepted_runs(
     Raises:
         CacheError: The cache cannot be read.
     """
-    decoder = OutputDecoder(flat(_WIDTH), draft=DraftConfig())
+    decoder = OutputDecoder(flat_curve(_WIDTH), draft=DraftConfig())
     found: list[Keys] = []
     with CacheSet(CacheConfig(), fingerprint, inline=True) as caches:
         caches.add_static_directory(directory)
         snapshot = caches.get().snapshot()
-        for number in log.with_prompt.tolist():
+        for number in log.replayable.tolist():
             row = log.row(number)
             steps, text = decoder.decode(row, snapshot), row.text()
             positions = len(row.context) + np.cumsum(steps.accepted + 1) - steps.accepted - 1
             for step in np.flatnonzero((steps.accepted > 0) & (steps.sources == _WARM)).tolist():
                 begin, end = positions[step] - RUN_TOKENS + 1, positions[step] + steps.accepted[step]
-                found.append(_runs(text[max(0, begin) : end]))
+                found.append(_hash_runs(text[max(0, begin) : end]))
             progress(len(row.output))
     return found
 
 
-def _runs(tokens: Tokens) -> Keys:
+def _hash_runs(tokens: Tokens) -> Keys:
     """Return the hash of each run of RUN_TOKENS tokens, by its first position: uint64[n - RUN_TOKENS + 1]. O(n)."""
     room = max(0, len(tokens) - RUN_TOKENS + 1)
     keys = np.zeros(room, np.uint64)
@@ -121,7 +121,7 @@ def _runs(tokens: Tokens) -> Keys:
     return (keys ^ (keys >> np.uint64(29))) * np.uint64(_FACTOR)
 
 
-def credits_of(cache: Held, found: Iterable[Keys]) -> Counts:
+def count_uses(cache: OpenedCache, found: Iterable[Keys]) -> Counts:
     """Count for each block of the cache the accepted runs whose first occurrence lies in the block.
 
     Only the first occurrence of a run counts, so that repeated text is kept once.
@@ -132,8 +132,8 @@ def credits_of(cache: Held, found: Iterable[Keys]) -> Counts:
     keys, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *found]), return_counts=True)
     is_placed = np.zeros(len(keys), np.bool_)
     credits = np.zeros(-(-cache.num_tokens // BLOCK_TOKENS), np.int64)
-    for start, tokens in _placed(cache):
-        there = _runs(tokens)
+    for start, tokens in _sequences_with_positions(cache):
+        there = _hash_runs(tokens)
         begins = np.flatnonzero(np.isin(there, keys))
         at, first = np.unique(np.searchsorted(keys, there[begins]), return_index=True)
         begins, at = begins[first][~is_placed[at]], at[~is_placed[at]]
@@ -152,7 +152,7 @@ LEAST_TOKENS: Final = 8
 """The minimum length of a kept piece. Shorter pieces yield hardly any drafts."""
 
 
-def chosen(credits: Counts, budget: int) -> Flags:
+def choose_half_blocks(credits: Counts, budget: int) -> Flags:
     """Choose the half blocks to keep, the most used first.
 
     Blocks with equal counts are chosen evenly from the text, in stretches of a few blocks. For text that no log used,
@@ -184,7 +184,7 @@ def chosen(credits: Counts, budget: int) -> Flags:
     return halves(fewest)
 
 
-def kept_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
+def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
     """Return the kept parts of a sequence that begins at ``start``, in order, as views. O(n / 32 + pieces)."""
     first, last = start // LEAD_IN_TOKENS, (start + len(tokens) - 1) // LEAD_IN_TOKENS
     flags = np.concatenate([[False], kept[first : last + 1], [False]])
@@ -214,14 +214,14 @@ def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, for
 
     O(tokens) time; memory of 1/64 of the tokens and one segment of the result.
     """
-    (cache,) = open_held([directory])
-    credits = credits_of(cache, found)
-    kept = chosen(credits, budget)
+    (cache,) = open_caches([directory])
+    credits = count_uses(cache, found)
+    kept = choose_half_blocks(credits, budget)
     num_sequences = num_tokens = num_kept = 0
     with new_cache(out, fingerprint=cache.fingerprint, namespace=cache.namespace, force=force) as writer:
-        for start, sequence in _placed(cache):
+        for start, sequence in _sequences_with_positions(cache):
             num_tokens += len(sequence)
-            for piece in kept_pieces(sequence, start, kept):
+            for piece in retained_pieces(sequence, start, kept):
                 writer.append(piece)
                 num_sequences += 1
                 num_kept += len(piece)
@@ -230,7 +230,7 @@ def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, for
     print(f"  {(used & kept_blocks).sum():,} of the {used.sum():,} blocks that drafts came from are kept")
 
 
-def _placed(cache: Held) -> Iterator[tuple[int, Tokens]]:
+def _sequences_with_positions(cache: OpenedCache) -> Iterator[tuple[int, Tokens]]:
     """Yield each sequence with its first position. A separator follows each sequence."""
     start = 0
     for sequence in sequences_of(cache.segments):

@@ -6,15 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cache_builder.building.unfinished import new_cache
+from cache_builder.building.resumable import new_cache
 from cache_builder.commands.options import (
     add_log_of_namespace,
-    fingerprints_in,
+    find_fingerprints,
     progress_bar,
     redis_client,
-    redis_url_of,
+    redis_url_from_options,
 )
-from cache_builder.commands.redis_status import entry_of
+from cache_builder.commands.redis_status import decode_any_entry
 from ssd.errors import SSDError
 from ssd.sharing.entry import stream_key
 from ssd.sharing.stream import BEGINNING, all_entries, entries_after
@@ -37,8 +37,8 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with redis_client(redis_url_of(options)) as client:
-        found = fingerprints_in(client, options)
+    with redis_client(redis_url_from_options(options)) as client:
+        found = find_fingerprints(client, options)
         if len(found) > 1:
             raise SSDError(
                 f"several tokenizers have a namespace {options.namespace}: give --fingerprint, one of {found}"
@@ -75,7 +75,7 @@ def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path,
         new_cache(directory, fingerprint=fingerprint, namespace=namespace, force=force) as writer,
     ):
         for raw in all_entries(client, key):
-            entry = entry_of(raw, key)
+            entry = decode_any_entry(raw, key)
             if entry is None:
                 num_invalid += 1
             elif entry.sequence_id not in seen:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cache_builder.commands.options import add_log_of_namespace, fingerprints_in, redis_client, redis_url_of
+from cache_builder.commands.options import add_log_of_namespace, find_fingerprints, redis_client, redis_url_from_options
 from ssd.sharing.entry import stream_key
 
 _DESCRIPTION = """\
@@ -23,8 +23,8 @@ def add(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     namespace, num_removed = options.namespace, 0
-    with redis_client(redis_url_of(options)) as client:
-        found = fingerprints_in(client, options)
+    with redis_client(redis_url_from_options(options)) as client:
+        found = find_fingerprints(client, options)
         # Former versions kept more than the log, under names that begin with the log's.
         patterns = [stream_key(fingerprint, namespace) + "*" for fingerprint in found]
         for key in [key for pattern in patterns for key in client.scan_iter(match=pattern, count=1000)]:

@@ -15,10 +15,10 @@ from cache_builder.commands.options import (
     add_redis_argument,
     progress_bar,
     redis_client,
-    redis_url_of,
+    redis_url_from_options,
     token_count,
 )
-from cache_builder.held import open_held
+from cache_builder.opened_cache import open_caches
 from ssd.errors import ConfigError
 from ssd.numbers import spelled
 from ssd.retrieval.files import check_namespace
@@ -49,7 +49,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    push(options.directory, redis_url_of(options), options.namespace, max_tokens=options.max_tokens)
+    push(options.directory, redis_url_from_options(options), options.namespace, max_tokens=options.max_tokens)
     return 0
 
 
@@ -81,7 +81,7 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
         check_namespace(namespace)
     if max_tokens < MAX_ENTRY_TOKENS:
         raise ConfigError(f"max_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry, got {max_tokens}")
-    (cache,) = open_held([directory])
+    (cache,) = open_caches([directory])
     namespace = cache.namespace if namespace is None else namespace
     fingerprint, segments = cache.fingerprint, cache.segments
     lengths = np.fromiter(map(len, sequences_of(segments)), np.int64)

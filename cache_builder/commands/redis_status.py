@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from cache_builder.commands.options import add_redis_argument, redis_client, redis_url_of, shown
+from cache_builder.commands.options import add_redis_argument, escape_value, redis_client, redis_url_from_options
 from cache_builder.commands.push import REPLICA_ID as PUSHED
 from ssd.sharing.connection import address_of, masters_of, server_of
 from ssd.sharing.entry import KEYS_VERSION, Entry, InvalidEntryError, num_tokens_of, stream_key, unpack_entry
@@ -39,7 +39,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    status = read_status(redis_url_of(options))
+    status = read_status(redis_url_from_options(options))
     print(json.dumps(status) if options.json else as_text(status))
     return 0
 
@@ -59,18 +59,18 @@ def read_status(url: str) -> Facts:
     with redis_client(url, lambda: "does not answer") as client:
         servers = [_server_facts(address, node) for address, node in masters_of(client)]
         warnings = [warning for server in servers for warning in _warnings(server)]
-        names = _told(lambda: _namespaces(client))
+        names = _reply_or_error(lambda: _namespaces(client))
         if isinstance(names, Exception):
-            warnings.append(f"namespaces cannot be listed ({shown(names)}): this needs +scan")
+            warnings.append(f"namespaces cannot be listed ({escape_value(names)}): this needs +scan")
             names = []
-        noise = _number(_told(lambda: client.strlen(NOISE)))
+        noise = _number(_reply_or_error(lambda: client.strlen(NOISE)))
         return {
             "report": "redis-status",
             "address": address_of(url),
             "servers": servers,
             "namespaces": [_namespace_facts(client, *name) for name in names],
             "warnings": warnings,
-            "generations": _number(_told(lambda: client.hlen(GENERATIONS))),
+            "generations": _number(_reply_or_error(lambda: client.hlen(GENERATIONS))),
             "has_noise_root": None if noise is None else noise > 0,
         }
 
@@ -112,7 +112,7 @@ def as_text(status: Facts) -> str:
     return "\n".join([*lines, *(f"  warning    {warning}" for warning in status["warnings"])])
 
 
-def _told(ask: Callable[[], Any]) -> Any:
+def _reply_or_error(ask: Callable[[], Any]) -> Any:
     """Return the reply, or the exception if Redis refused the command. Raises if the connection was lost."""
     from redis.exceptions import RedisError, ResponseError
 
@@ -126,19 +126,19 @@ def _told(ask: Callable[[], Any]) -> Any:
 
 def _server_facts(address: str, server: redis.Redis) -> Facts:
     """Return the facts about the server that its INFO reply contains."""
-    info = _told(server.info)
+    info = _reply_or_error(server.info)
     if isinstance(info, Exception):
-        return {"address": address, "error": shown(f"{type(info).__name__}: {info}")}
+        return {"address": address, "error": escape_value(f"{type(info).__name__}: {info}")}
     said = {str(name): value for name, value in info.items()} if isinstance(info, dict) else {}
     is_valkey = "valkey_version" in said or said.get("server_name") == "valkey"
     return {
         "address": address,
         "product": "Valkey" if is_valkey else "Redis" if "redis_version" in said else "unknown",
-        "version": shown(said.get("valkey_version" if is_valkey else "redis_version", "")),
-        "role": shown(said.get("role", "unknown")),
+        "version": escape_value(said.get("valkey_version" if is_valkey else "redis_version", "")),
+        "role": escape_value(said.get("role", "unknown")),
         "memory_bytes": _number(said.get("used_memory")),
         "max_memory_bytes": _number(said.get("maxmemory")),
-        "policy": shown(said.get("maxmemory_policy", "")),
+        "policy": escape_value(said.get("maxmemory_policy", "")),
     }
 
 
@@ -167,21 +167,21 @@ def _namespaces(client: redis.Redis) -> list[tuple[str, str]]:
 
 
 def _namespace_facts(client: redis.Redis, fingerprint: str, namespace: str) -> Facts:
-    facts = _told(lambda: _read(client, stream_key(fingerprint, namespace)))
+    facts = _reply_or_error(lambda: _sample_stream(client, stream_key(fingerprint, namespace)))
     if isinstance(facts, Exception):
-        facts = {"error": shown(f"{type(facts).__name__}: {facts}")}
+        facts = {"error": escape_value(f"{type(facts).__name__}: {facts}")}
     return {"fingerprint": fingerprint, "namespace": namespace, **facts}
 
 
-def _read(client: redis.Redis, key: str) -> Facts:
+def _sample_stream(client: redis.Redis, key: str) -> Facts:
     """Sample the oldest and the newest entries of a stream with a few commands."""
     num_entries = _number(client.xlen(key)) or 0
     newest = newest_entries(client, key, _SAMPLE)
     oldest = entries_after(client, key, BEGINNING, _SAMPLE).entries if num_entries > _SAMPLE else []
     read = [*oldest, *newest[::-1]]
-    entries = [entry_of(raw, key) for raw in read]
+    entries = [decode_any_entry(raw, key) for raw in read]
     writers = {entry.replica_id for entry in entries[len(oldest) :] if entry is not None}
-    clock = _told(server_of(client, key).time)
+    clock = _reply_or_error(server_of(client, key).time)
 
     def age(raw: RawEntry) -> float | None:
         if not isinstance(clock, tuple):
@@ -192,14 +192,14 @@ def _read(client: redis.Redis, key: str) -> Facts:
         "entries": num_entries,
         "tokens": round(sum(num_tokens_of(value_of(raw)) for raw in read) / max(len(read), 1) * num_entries),
         "invalid_entries": entries.count(None),
-        "bytes": _number(_told(lambda: client.memory_usage(key))),
+        "bytes": _number(_reply_or_error(lambda: client.memory_usage(key))),
         "oldest_age_s": age(read[0]) if read else None,
         "newest_age_s": age(read[-1]) if read else None,
         "writers": sorted("ssd-cache push" if each == PUSHED else each.hex() for each in writers),
     }
 
 
-def entry_of(raw: RawEntry, key: str) -> Entry | None:
+def decode_any_entry(raw: RawEntry, key: str) -> Entry | None:
     """Decode an entry of the stream ``key``, for any vocabulary. Returns None if it is not one of our entries."""
     try:
         return unpack_entry(value_of(raw), key, vocab_size=_ANY_TOKEN)

@@ -36,7 +36,7 @@ class CostCurve:
     widths: Floats
     costs: Floats
 
-    def upto(self, width: int) -> Floats:
+    def costs_up_to(self, width: int) -> Floats:
         """Return the cost of passes of 0 (free), 1, ... ``width`` tokens: float64[width + 1]."""
         asked = np.arange(width + 1, dtype=np.float64)
         slope = (self.costs[-1] - self.costs[-2]) / (self.widths[-1] - self.widths[-2])
@@ -46,12 +46,12 @@ class CostCurve:
         return costs
 
 
-def flat(width: int) -> CostCurve:
+def flat_curve(width: int) -> CostCurve:
     """Return a curve that is flat up to ``width`` tokens (memory-bound) and proportional beyond (compute-bound)."""
     return CostCurve(f"flat {width}", np.array([1.0, width, 2.0 * width]), np.array([1.0, 1.0, 2.0]))
 
 
-def _curve_of(result: object, name: str) -> CostCurve:
+def _parse_curve(result: object, name: str) -> CostCurve:
     """Parse the curve of a measurement. ``name`` is the file for messages. Raises ConfigError for any invalid value."""
     try:
         widths, costs = (np.array(result[key], np.float64) for key in ("widths", "costs"))  # type: ignore[index]
@@ -99,7 +99,7 @@ class StepCosts:
             propose_s: The total time of all proposals in seconds. It is used if ``step_ms`` is known and ``overhead``,
                 which contains it, is not.
         """
-        passes = self.curve.upto(len(steps_by_drafted))[1:]
+        passes = self.curve.costs_up_to(len(steps_by_drafted))[1:]
         times = steps_by_drafted * (passes + (self.overhead or 0.0))
         time = float(times.sum())
         if self.overhead is None and self.step_ms:
@@ -142,7 +142,7 @@ def add_cost_arguments(command: argparse.ArgumentParser) -> None:
     group.add_argument("--save-cost", type=Path, metavar="FILE", help="keep what --measure measured")
 
 
-def costs_of(options: argparse.Namespace, sample: Sample) -> StepCosts:
+def costs_from_options(options: argparse.Namespace, sample: Sample) -> StepCosts:
     """Return the costs that the options name; without options passes are free up to `FLAT_WIDTH` tokens.
 
     Raises ConfigError or ModelError with a remedy.
@@ -150,27 +150,27 @@ def costs_of(options: argparse.Namespace, sample: Sample) -> StepCosts:
     if options.save_cost is not None and options.measure is None:
         raise ConfigError("--save-cost keeps what --measure MODEL measures: name the model")
     if options.measure is not None:
-        measured = measure(options.measure, sample())
+        measured = measure_costs(options.measure, sample())
         if options.save_cost is not None:
             options.save_cost.write_text(json.dumps(measured) + "\n")
-        return step_costs(measured, "--measure")
+        return parse_step_costs(measured, "--measure")
     if options.cost is not None:
         return read_step_costs(options.cost)
     return StepCosts(
-        flat(FLAT_WIDTH),
+        flat_curve(FLAT_WIDTH),
         f"an assumption: passes cost the same up to {FLAT_WIDTH} tokens and in proportion beyond, as on a device that "
         "waits for its memory; --measure or --cost say what they cost where you serve",
         condition=f"if a pass of {FLAT_WIDTH} tokens takes as long as one of a single token (assumed, not measured)",
     )
 
 
-def measure(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def measure_costs(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Measure the costs of ``model`` on this machine, with token recycling tried on ``prompts``. Raises ModelError."""
-    return run_program("costs", model, {"prompts": [list(map(int, prompt)) for prompt in prompts] or None})
+    return run_measurement("costs", model, {"prompts": [list(map(int, prompt)) for prompt in prompts] or None})
 
 
-def run_program(what: str, model: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Run ``ssd.engine.measured``, which loads torch, in a process of its own and return its result.
+def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Run ``ssd.engine.measure_log``, which loads torch, in a process of its own and return its result.
 
     Args:
         what: The measurement, "costs" or "log".
@@ -207,12 +207,12 @@ def read_step_costs(path: Path) -> StepCosts:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"no cost curve in {path.name} ({error}); {_HOW}") from error
-    return step_costs(found, path.name)
+    return parse_step_costs(found, path.name)
 
 
-def step_costs(result: object, name: str) -> StepCosts:
+def parse_step_costs(result: object, name: str) -> StepCosts:
     """Parse the costs of a measurement. ``name`` is the file for messages. Raises ConfigError for any invalid value."""
-    curve = _curve_of(result, name)
+    curve = _parse_curve(result, name)
     assert isinstance(result, dict)  # else there was no curve in it
     numbers = {
         key: _number(result.get(key), name, key) for key in ("step_ms", "overhead", "recycling") if key in result

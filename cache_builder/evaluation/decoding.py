@@ -10,8 +10,8 @@ from typing import Annotated, Final
 import numpy as np
 import numpy.typing as npt
 
-from cache_builder.evaluation.costs import CostCurve, Floats, flat
-from cache_builder.evaluation.log import Row
+from cache_builder.evaluation.costs import CostCurve, Floats, flat_curve
+from cache_builder.evaluation.log import RecordedOutput
 from ssd.compiled.addresses import (
     Address,
     Float64,
@@ -192,7 +192,7 @@ class OutputDecoder:
             sure: See `SURE`. 0: the first pass drafts like every other pass.
         """
         limit = min(draft.num_speculative_tokens, MAX_DRAFT)
-        self._costs = curve.upto(limit + 1)[1:]
+        self._costs = curve.costs_up_to(limit + 1)[1:]
         self._more = rising(self._costs)
         self._workspace, self._model = Workspace(), AcceptanceModel()
         self._memory = Records(Decoder)
@@ -204,7 +204,7 @@ class OutputDecoder:
         decoder.rate.forgetting = FORGETTING
         self._steps = np.zeros(0, np.int32)
 
-    def decode(self, row: Row, snapshot: Snapshot | None) -> Decoded:
+    def decode(self, row: RecordedOutput, snapshot: Snapshot | None) -> Decoded:
         """Replay an output over an index, or over none if ``snapshot`` is None. O(output) drafts."""
         text, searched = row.text(), snapshot or NO_SNAPSHOT
         self._workspace.room_for(searched)
@@ -233,8 +233,8 @@ class OutputDecoder:
 @cache
 def warm_up() -> None:
     """Compile the kernel or load it from the code cache, so that the first output's time does not include it."""
-    row = Row(np.array([1, 2], np.int32), np.array([1, 2], np.int32))
-    OutputDecoder(flat(2), draft=DraftConfig()).decode(row, None)
+    row = RecordedOutput(np.array([1, 2], np.int32), np.array([1, 2], np.int32))
+    OutputDecoder(flat_curve(2), draft=DraftConfig()).decode(row, None)
 
 
 def rising(costs: Floats) -> Floats:

@@ -14,10 +14,10 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cache_builder.evaluation.costs import CostCurve, StepCosts, run_program
+from cache_builder.evaluation.costs import CostCurve, StepCosts, run_measurement
 from cache_builder.evaluation.decoding import OutputDecoder, warm_up
+from cache_builder.evaluation.hindsight import hindsight_steps
 from cache_builder.evaluation.log import Int64s, Log
-from cache_builder.evaluation.oracle import oracle_steps
 from ssd import __version__
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
@@ -98,7 +98,7 @@ def replay(
     warm_up()
     decoder = OutputDecoder(curve, draft=plan.draft)
     steps, drafted, ns = list[tuple[int, int, int]](), [np.empty(0, np.int16)], 0
-    can_be_decoded, waiting = set(log.with_prompt.tolist()), list[int]()
+    can_be_decoded, waiting = set(log.replayable.tolist()), list[int]()
     with CacheSet(CacheConfig(index=plan.index), plan.fingerprint, inline=True) as caches:
         cache = caches.get()
         for directory in plan.warm if use != "none" else ():
@@ -113,7 +113,7 @@ def replay(
 
         for number in range(len(log)):
             row = log.row(number)
-            if waiting and not log.is_beside(number, waiting[-1]):
+            if waiting and not log.is_sibling(number, waiting[-1]):
                 learn()
             if number in can_be_decoded:
                 found = decoder.decode(row, None if use == "none" else cache.snapshot())
@@ -141,7 +141,7 @@ def replay(
         )
 
 
-def unknown(log: Log, plan: Plan) -> list[str]:
+def limitations(log: Log, plan: Plan) -> list[str]:
     """Return the limitations of this evaluation as sentences, the most important first."""
     return [
         "Traffic to come: the figures hold for requests like these, in this order.",
@@ -151,14 +151,14 @@ def unknown(log: Log, plan: Plan) -> list[str]:
         *(["The time of day: each request is taken to find all earlier ones learned."] * (plan.cache == "growing")),
         *(
             ["The long run: the log is short, and its beginning, with an empty cache, weighs more than it will."]
-            * bool(log.output_lengths[log.with_prompt].sum() < _FEW_TOKENS)
+            * bool(log.output_lengths[log.replayable].sum() < _FEW_TOKENS)
         ),
     ]
 
 
-def num_to_decode(log: Log, plan: Plan) -> int:
+def count_replayed_tokens(log: Log, plan: Plan) -> int:
     """Return the number of output tokens in all replays of `evaluate` together."""
-    return int(log.output_lengths[log.with_prompt].sum()) * (1 + len(plan.lesser_uses))
+    return int(log.output_lengths[log.replayable].sum()) * (1 + len(plan.lesser_uses))
 
 
 def evaluate(
@@ -170,7 +170,7 @@ def evaluate(
         log: The recorded requests.
         plan: The question.
         costs: The costs of decoding.
-        progress: Called with the number of output tokens replayed since the last call, see `num_to_decode`.
+        progress: Called with the number of output tokens replayed since the last call, see `count_replayed_tokens`.
 
     Raises:
         CacheError: A warm directory cannot be used.
@@ -178,7 +178,7 @@ def evaluate(
     main, best = replay(log, plan, costs.curve, plan.cache, progress), None
     if not plan.warm:  # of warm directories the text is not at hand
         texts = np.split(log.tokens, log.starts[1:-1])
-        best = oracle_steps(texts, log.prompt_lengths, plan.draft.num_speculative_tokens)
+        best = hindsight_steps(texts, log.prompt_lengths, plan.draft.num_speculative_tokens)
     figures = partial(_figures, costs, best)
     uses = [*((use, replay(log, plan, costs.curve, use, progress)) for use in plan.lesser_uses), (plan.cache, main)]
     numbers, without = np.arange(len(main.requests)), np.setdiff1d(np.arange(len(log)), main.requests)
@@ -223,7 +223,7 @@ def evaluate(
             "cached_tokens": main.num_cached_tokens,
             "propose_us": round(main.ns / 1e3 / len(main.drafted), 1) if len(main.drafted) else None,
         },
-        "unknown": unknown(log, plan),
+        "unknown": limitations(log, plan),
     }
 
 
@@ -274,18 +274,18 @@ def _tenths(count: int) -> Iterator[tuple[int, int]]:
 
 LEAST_REQUESTS: Final = 30
 """The minimum number of requests for a headline. With fewer requests, chance is as large as the effect."""
-Decoded = Mapping[str, Any]
+MeasuredRequest = Mapping[str, Any]
 """The measurements of one request with drafts, "ssd", and without, "none"."""
 
 
-def measured(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCosts) -> dict[str, Any] | None:
+def measure_log(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCosts) -> dict[str, Any] | None:
     """Decode requests of the log with ``--measure MODEL``, and predict the same outputs by a replay.
 
     Raises ModelError.
     """
     if options.measure is None or not options.measure_requests:
         return None
-    numbers = log.with_prompt[: options.measure_requests].tolist()
+    numbers = log.replayable[: options.measure_requests].tolist()
     given = {
         "prompts": [log.row(number).context.tolist() for number in numbers],
         "lengths": [int(min(options.measure_tokens, log.output_lengths[number])) for number in numbers],
@@ -296,19 +296,21 @@ def measured(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCosts
         "warm": list(map(str, plan.warm)),
         "learns": plan.cache == "growing",
     }
-    found = run_program("log", options.measure, given)
-    same = log_of(found, log)
+    found = run_measurement("log", options.measure, given)
+    same = log_of_measurement(found, log)
     replayed = None if same is None else evaluate(same, plan, costs)
     told = None if replayed is None else {key: replayed[key] for key in ("speedup", "tokens_per_step")}
-    return {**summarised(found), "replayed": told}
+    return {**summarize_measurement(found), "replayed": told}
 
 
-def log_of(found: Mapping[str, Any], log: Log) -> Log | None:
+def log_of_measurement(found: Mapping[str, Any], log: Log) -> Log | None:
     """Return a log of the requests that were decoded greedily with the model's outputs, or None if there are none."""
-    rows: Sequence[Decoded] = next((each["requests"] for each in found["temperatures"] if not each["temperature"]), [])
+    rows: Sequence[MeasuredRequest] = next(
+        (each["requests"] for each in found["temperatures"] if not each["temperature"]), []
+    )
     if not rows:
         return None
-    numbers = log.with_prompt.tolist()
+    numbers = log.replayable.tolist()
     prompts = [log.row(numbers[row["request"]]).context for row in rows]
     texts = [
         np.concatenate([prompt, np.array(row["ssd"]["said"], np.int32)])
@@ -318,26 +320,26 @@ def log_of(found: Mapping[str, Any], log: Log) -> Log | None:
     return Log(np.concatenate(texts), starts, np.array([len(prompt) for prompt in prompts], np.int64))
 
 
-def summarised(found: Mapping[str, Any]) -> dict[str, Any]:
+def summarize_measurement(found: Mapping[str, Any]) -> dict[str, Any]:
     """Summarise the measured requests, in total and for each part of the log."""
     facts = {key: found[key] for key in ("model", "device", "dtype", "threads", "too_long")}
     return {**facts, "temperatures": [_of_one(each) for each in found["temperatures"]]}
 
 
 def _of_one(found: Mapping[str, Any]) -> dict[str, Any]:
-    rows: Sequence[Decoded] = found["requests"]
+    rows: Sequence[MeasuredRequest] = found["requests"]
     return {
         "temperature": found["temperature"],
-        **figures_of(rows),
+        **compute_figures(rows),
         "outputs_differ": sum(not row["same"] for row in rows),
         "bits_compared": found["bits_compared"],
         "bits_differ": found["bits_differ"],
-        "growth": [{"up_to": end, **figures_of(rows[begin:end])} for begin, end in _tenths(len(rows))],
+        "growth": [{"up_to": end, **compute_figures(rows[begin:end])} for begin, end in _tenths(len(rows))],
         "slower": [row["request"] + 1 for row in rows if row["ssd"]["seconds"] > row["none"]["seconds"]],
     }
 
 
-def figures_of(rows: Sequence[Decoded]) -> dict[str, Any]:
+def compute_figures(rows: Sequence[MeasuredRequest]) -> dict[str, Any]:
     """Return tokens per second with and without drafts, their ratio, and the ratio without the prompts' time.
 
     The last ratio is counted like a replay counts: the prompt's pass, which yields the first token and may verify a

@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, Progress, Record, at_path
-from cache_builder.inputs.records import line_of, read_sources, usable_in
+from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, Progress, Record, get_at_path
+from cache_builder.inputs.records import encode_usable_record, fields_of, read_sources
 from cache_builder.inputs.sources import Source
 from ssd.text.codec import TextCodec
 
@@ -20,7 +20,7 @@ TokenIds = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RecordedOutput:
     """One recorded output.
 
     Attributes:
@@ -67,13 +67,13 @@ class Log:
     def __len__(self) -> int:
         return len(self.prompt_lengths)
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> RecordedOutput:
         """Return one request, as views."""
         begin, end = int(self.starts[number]), int(self.starts[number + 1])
         cut = begin + int(self.prompt_lengths[number])
-        return Row(self.tokens[begin:cut], self.tokens[cut:end])
+        return RecordedOutput(self.tokens[begin:cut], self.tokens[cut:end])
 
-    def is_beside(self, number: int, earlier: int) -> bool:
+    def is_sibling(self, number: int, earlier: int) -> bool:
         """Return whether two requests are choices of one call, so that neither may be drafted from the other."""
         if self.records is None or self.records[number] != self.records[earlier]:
             return False
@@ -85,7 +85,7 @@ class Log:
         return np.diff(self.starts) - self.prompt_lengths
 
     @property
-    def with_prompt(self) -> Int64s:
+    def replayable(self) -> Int64s:
         """The numbers of the requests that can be replayed: int64. The other ones are documents."""
         return np.flatnonzero((self.prompt_lengths > 0) & (self.output_lengths > 0))
 
@@ -121,7 +121,7 @@ def read_log(
     num_records = num_invalid = num_without_prompt = num_without_answer = 0
     beside = () if class_by is None else (class_by.partition(".")[0],)
     for record in read_sources(sources, progress, replace(fields, others=beside)):
-        found = usable_in(record, codec, fields, skip_invalid=skip_invalid)
+        found = encode_usable_record(record, codec, fields, skip_invalid=skip_invalid)
         if found is None:
             num_invalid += 1
             continue
@@ -154,7 +154,7 @@ def read_log(
 
 def _label(record: Record, path: str) -> str:
     """Return the name of a record's class; the field may contain any value."""
-    value = at_path(line_of(record), path) if record.is_json else None
+    value = get_at_path(fields_of(record), path) if record.is_json else None
     if value is None:
         return "(no such field)"
     shown = value if isinstance(value, str) else json.dumps(value, default=str)

@@ -9,8 +9,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, Final
 
-from cache_builder.evaluation.report import Evaluation, headline, summary, way_of
-from cache_builder.held import plain
+from cache_builder.evaluation.report import Evaluation, format_sampling, headline, summary
+from cache_builder.opened_cache import escape_control_characters
 from ssd.errors import ConfigError
 
 _MOST_CURVES: Final = 7
@@ -62,7 +62,7 @@ def write_page(evaluation: Evaluation, path: Path) -> None:
 
 
 def _escaped(text: str) -> str:
-    return html.escape(plain(text))
+    return html.escape(escape_control_characters(text))
 
 
 def _figure(evaluation: Evaluation) -> str:
@@ -73,7 +73,7 @@ def _figure(evaluation: Evaluation) -> str:
     curves: list[tuple[str, list[dict[str, Any]], str]] = [("all requests", evaluation["growth"], "requests")]
     curves += [(f"class {each['name']}", each["growth"], "requests") for each in evaluation["classes"][:_MOST_CURVES]]
     for way in (evaluation.get("measured") or {"temperatures": ()})["temperatures"]:
-        curves.append((f"measured, {way_of(way)}", way["growth"], "up_to"))
+        curves.append((f"measured, {format_sampling(way)}", way["growth"], "up_to"))
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False}), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a font without a letter: the reader's browser has others
@@ -81,7 +81,14 @@ def _figure(evaluation: Evaluation) -> str:
         axes = figure.add_subplot()
         for number, (name, parts, key) in enumerate(curves):
             places, values = [part[key] for part in parts], [part["speedup"] for part in parts]
-            axes.plot(places, values, marker="o", markersize=3, linewidth=1.2 if number else 2.5, label=plain(name))
+            axes.plot(
+                places,
+                values,
+                marker="o",
+                markersize=3,
+                linewidth=1.2 if number else 2.5,
+                label=escape_control_characters(name),
+            )
         axes.axhline(1.0, color="gray", linewidth=0.8)
         axes.set_xlabel("requests so far")
         axes.set_ylabel("speed-up of output tokens")

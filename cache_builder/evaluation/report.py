@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from cache_builder.evaluation.evaluate import LEAST_REQUESTS
-from cache_builder.held import plain
+from cache_builder.opened_cache import escape_control_characters
 
 Evaluation = Mapping[str, Any]
 
@@ -40,7 +40,9 @@ def headline(evaluation: Evaluation) -> str:
         return f"Outputs differ with drafts: do not use this, and report it with {measured['model']}"
     if not (enough := [way for way in ways if way["requests"] >= LEAST_REQUESTS]):
         return _too_few(max(way["requests"] for way in ways))
-    said = " and ".join(f"{way['speedup']:.2f}x {way_of(way)} on {way['requests']:,} requests" for way in enough)
+    said = " and ".join(
+        f"{way['speedup']:.2f}x {format_sampling(way)} on {way['requests']:,} requests" for way in enough
+    )
     return f"{said}: tokens a second, measured with {measured['model']}, every output the same to the bit"
 
 
@@ -48,7 +50,7 @@ def _too_few(requests: int) -> str:
     return f"{requests:,} requests are too few for a figure: {LEAST_REQUESTS} are needed"
 
 
-def way_of(way: Evaluation) -> str:
+def format_sampling(way: Evaluation) -> str:
     """Return the sampling parameters of a measurement."""
     return f"at temperature {way['temperature']:g}" if way["temperature"] else "greedy"
 
@@ -71,7 +73,7 @@ def summary(evaluation: Evaluation) -> str:
     lines += ["", "What it needs", *_needs(evaluation["needs"]), "", "What this cannot know"]
     lines += [f"  - {sentence}" for sentence in evaluation["unknown"]]
     about = f"ssd-cache evaluate {evaluation['version']}, {evaluation['date']}, tokenizer {evaluation['tokenizer']}"
-    return "\n".join(map(plain, [*lines, "", f"{about}, of {', '.join(evaluation['inputs'])}"]))
+    return "\n".join(map(escape_control_characters, [*lines, "", f"{about}, of {', '.join(evaluation['inputs'])}"]))
 
 
 def _measured_with(measured: Evaluation) -> str:
@@ -142,7 +144,7 @@ _SPEED_UP: Final[_Columns] = (("speed-up", "{speedup:.2f}"),)
 def _tables(evaluation: Evaluation) -> Iterator[tuple[str, _Columns, Sequence[Evaluation]]]:
     """Yield the title, the columns and the rows of each table."""
     measured = (evaluation.get("measured") or {"temperatures": ()})["temperatures"]
-    ways = [{**way, "way": way_of(way), "num_slower": len(way["slower"])} for way in measured]
+    ways = [{**way, "way": format_sampling(way), "num_slower": len(way["slower"])} for way in measured]
     alone: _Columns = (
         ("of output", "{output_speedup:.2f}"), ("outputs that differ", "{outputs_differ:,}"),
         ("slower requests", "{num_slower:,}"),

@@ -42,7 +42,7 @@ _STUB: Final = ({"role": "user", "content": "x"},)
 _TOOL: Final = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {"type": "object"}}}
 
 
-def answers_in(messages: Sequence[Message], kwargs: dict[str, Any], codec: TextCodec) -> list[Example | Answer]:
+def encode_answers(messages: Sequence[Message], kwargs: dict[str, Any], codec: TextCodec) -> list[Example | Answer]:
     """Encode every assistant message of a conversation together with its prompt.
 
     Args:
@@ -56,28 +56,28 @@ def answers_in(messages: Sequence[Message], kwargs: dict[str, Any], codec: TextC
     O(characters) if the template only appends to its output, else O(answers * characters).
     """
     places = [n for n, each in enumerate(messages) if n and each["role"] == "assistant" and _has_output(each)]
-    if len(places) > _FEW and (found := _appended(messages, places, kwargs, codec)) is not None:
+    if len(places) > _FEW and (found := _encode_turn_by_turn(messages, places, kwargs, codec)) is not None:
         return [*found]
-    return [answer for place in places for answer in answered(messages[:place], messages[place], kwargs, codec)]
+    return [answer for place in places for answer in encode_answer(messages[:place], messages[place], kwargs, codec)]
 
 
-def answered(
+def encode_answer(
     messages: Sequence[Message], answer: Message, kwargs: dict[str, Any], codec: TextCodec
 ) -> Iterator[Example]:
     """Encode an answer with its prompt as the server encodes it; yields nothing if the answer is empty.
 
     Raises RequestError.
     """
-    encode = chat_encoding(codec, kwargs)
+    encode = chat_encoder(codec, kwargs)
     if _has_output(answer):
-        yield from _encoded(encode(messages), messages, answer, encode, codec)
+        yield from _append_answer(encode(messages), messages, answer, encode, codec)
 
 
 def _has_output(answer: Message) -> bool:
     return bool(answer.get("content") or answer.get("tool_calls"))
 
 
-def _encoded(
+def _append_answer(
     prompt: list[int], messages: Sequence[Message], answer: Message, encode: Encode, codec: TextCodec
 ) -> Iterator[Example]:
     """Append the answer to the token ids of its prompt.
@@ -95,7 +95,7 @@ def _encoded(
         yield codec.encode_answer_example(prompt, str(answer["content"]))
 
 
-def _appended(
+def _encode_turn_by_turn(
     messages: Sequence[Message], places: list[int], kwargs: dict[str, Any], codec: TextCodec
 ) -> list[Answer] | None:
     """Encode the answers at ``places`` turn by turn; return None if the template does more than append.
@@ -104,14 +104,14 @@ def _appended(
     second answer, the last answer, and the last answer with tool calls or reasoning are compared with their separate
     encoding.
     """
-    encode = chat_encoding(codec, kwargs)
-    encode_turn = chat_encoding(codec, {**kwargs, "tools": [_TOOL]}) if kwargs.get("tools") else encode
+    encode = chat_encoder(codec, kwargs)
+    encode_turn = chat_encoder(codec, {**kwargs, "tools": [_TOOL]}) if kwargs.get("tools") else encode
     found: list[tuple[int, list[int], int]] = []
     try:
         history = encode(messages[: places[0]], add_generation_prompt=False)
         stub, stub_prompt = encode_turn(_STUB, add_generation_prompt=False), encode_turn(_STUB)
         for place, following in pairwise([*places, places[-1]]):
-            for rest, length in _encoded(stub_prompt, _STUB, messages[place], encode_turn, codec):
+            for rest, length in _append_answer(stub_prompt, _STUB, messages[place], encode_turn, codec):
                 if rest[: len(stub)] != stub:
                     return None
                 found.append((len(history), rest[len(stub) :], len(history) + length - len(stub)))
@@ -127,13 +127,13 @@ def _appended(
     answers = [Answer(whole[:shared], rest, length) for shared, rest, length in found]
     written = [n for n, place in enumerate(places) if messages[place].keys() & {"tool_calls", "reasoning_content"}]
     for number in {1, len(places) - 1, *written[-1:]}:
-        alone = answered(messages[: places[number]], messages[places[number]], kwargs, codec)
+        alone = encode_answer(messages[: places[number]], messages[places[number]], kwargs, codec)
         if [*alone] != [Example(answers[number].token_ids.tolist(), answers[number].prompt_length)]:
             return None
     return answers
 
 
-def chat_encoding(codec: TextCodec, kwargs: dict[str, Any]) -> Encode:
+def chat_encoder(codec: TextCodec, kwargs: dict[str, Any]) -> Encode:
     """Return `TextCodec.encode_chat` as the server calls it: tools are described in words if the template ignores them.
 
     Calls that the template leaves out are written in the Hermes format; the server writes them as the model does.

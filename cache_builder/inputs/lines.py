@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import IO, Any, Literal, TypeAlias, cast
 
-from cache_builder.inputs.kinds import delimiter_of, is_line_by_line
-from cache_builder.inputs.record import LONGEST_RECORD, MARK, InputError, Record, shown_name
-from cache_builder.inputs.streams import open_stream, readable
+from cache_builder.inputs.detect import detect_delimiter, is_line_by_line
+from cache_builder.inputs.record import BYTE_ORDER_MARK, LONGEST_RECORD, InputError, Record, display_name
+from cache_builder.inputs.streams import input_errors, open_stream
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _KEPT = "surrogateescape"
@@ -36,7 +36,7 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
         where = f"{shown}:{number}" if start == 0 else f"{shown}: byte {at}"
         if len(line) > LONGEST_RECORD:
             raise InputError(f"{where}: a line of more than {LONGEST_RECORD >> 20} MiB. Is it another --format?")
-        yield where, line.removeprefix(MARK) if at == 0 else line
+        yield where, line.removeprefix(BYTE_ORDER_MARK) if at == 0 else line
         at += len(line)
 
 
@@ -100,7 +100,7 @@ def csv_rows(shown: str, file: IO[bytes]) -> Iterator[Record]:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     heading = text.readline(_DOCUMENT_BYTES)
     csv.field_size_limit(LONGEST_RECORD)
-    rows = csv.DictReader(chain((heading,), text), delimiter=delimiter_of(heading.encode()), strict=True)
+    rows = csv.DictReader(chain((heading,), text), delimiter=detect_delimiter(heading.encode()), strict=True)
     number = 0
     try:
         for number, row in enumerate(rows, start=1):
@@ -130,7 +130,7 @@ _MOST_BYTES = 1 << 30
 """The maximum size of the requests held in memory for one file of responses. OpenAI accepts files of 200 MB."""
 
 
-def side_of(line: Any) -> tuple[Side, str] | None:
+def batch_side(line: Any) -> tuple[Side, str] | None:
     """Return whether a line is a request or a response of a batch, and its ``custom_id``; None for any other line."""
     if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
         return None
@@ -139,7 +139,7 @@ def side_of(line: Any) -> tuple[Side, str] | None:
     return ("responses", line["custom_id"]) if "response" in line or "result" in line else None
 
 
-def with_requests(responses: Iterator[Record], names: Sequence[str]) -> Iterator[Record]:
+def join_requests(responses: Iterator[Record], names: Sequence[str]) -> Iterator[Record]:
     """Join each response with the request of the same ``custom_id`` in the first of the files ``names`` that has it.
 
     A response without a request is yielded unchanged. A file is only read if the files before it lack an id.
@@ -149,7 +149,7 @@ def with_requests(responses: Iterator[Record], names: Sequence[str]) -> Iterator
     unread, num_bytes = list(names), 0
     for record in responses:
         line = _loaded(record.text)
-        side = side_of(line) if _is_text(record.text) else None  # else whoever reads it as it came says so
+        side = batch_side(line) if _is_text(record.text) else None  # else whoever reads it as it came says so
         while side and side[1] not in by_id and unread:
             for custom_id, request in _requests_in(unread.pop(0)):
                 by_id.setdefault(custom_id, request)
@@ -168,9 +168,9 @@ def with_requests(responses: Iterator[Record], names: Sequence[str]) -> Iterator
 
 def _requests_in(name: str) -> Iterator[tuple[str, str]]:
     """Yield the ``custom_id`` and the text of each request in a file."""
-    with readable(name), open_stream(name) as file:
-        for record in json_lines(shown_name(name), file):
-            side = side_of(_loaded(record.text))
+    with input_errors(name), open_stream(name) as file:
+        for record in json_lines(display_name(name), file):
+            side = batch_side(_loaded(record.text))
             if side and side[0] == "requests" and _is_text(record.text):
                 yield side[1], record.text
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from cache_builder.inputs.exchanges import ASKED, CONVERSATIONS, SAID
-from cache_builder.inputs.wire import STATUSES
+from cache_builder.inputs.chat_formats import ANSWER_KEYS, CONVERSATIONS, PROMPT_KEYS
+from cache_builder.inputs.recorded_responses import STATUSES
 from ssd.errors import ConfigError, SSDError
 
 Format: TypeAlias = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
@@ -18,7 +18,7 @@ Progress: TypeAlias = Callable[[int], None]
 
 STANDARD_INPUT: Final = "-"
 
-MARK: Final = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 """The byte order mark with which some programs begin UTF-8 text."""
 
 LONGEST_RECORD: Final = 1 << 26
@@ -46,15 +46,15 @@ class Record:
     line: Mapping[str, Any] | None = None
 
 
-def shown_name(name: str) -> str:
+def display_name(name: str) -> str:
     """Return the name of an input for messages."""
     return "standard input" if name == STANDARD_INPUT else name
 
 
 NAMES = ("text", "prompt", "completion", "messages", "token_ids", "prompt_length")
 COLUMNS = (
-    *NAMES, *ASKED, *SAID, *STATUSES, "conversations", "mapping", "current_node", "chat_messages", "observations",
-    "attributes", "events", "resourceSpans",
+    *NAMES, *PROMPT_KEYS, *ANSWER_KEYS, *STATUSES, "conversations", "mapping", "current_node", "chat_messages",
+    "observations", "attributes", "events", "resourceSpans",
     "instruction", "question", "context", "history", "instructions", "system", "system_prompt", "type",
     "tools", "model_parameters", "modelParameters", "optional_params", "chat_template_kwargs",
 )  # fmt: skip
@@ -67,7 +67,7 @@ _WHOLE: Final = (*(key for key, _, _ in CONVERSATIONS), "observations", "token_i
 _MISSING: Final = object()
 
 
-def at_path(line: Any, path: str, missing: Any = None) -> Any:
+def get_at_path(line: Any, path: str, missing: Any = None) -> Any:
     """Return the value of a field, with ``a.b`` and ``a.0`` for nested ones, or ``missing`` if it does not exist."""
     if isinstance(line, Mapping) and path in line:
         return line[path]
@@ -115,10 +115,10 @@ class FieldNames:
 
         The record is returned unchanged if it lacks a field that was named.
         """
-        found = {ours: at_path(line, theirs, _MISSING) for ours, theirs in self.names.items()}
+        found = {ours: get_at_path(line, theirs, _MISSING) for ours, theirs in self.names.items()}
         if not found or any(value is _MISSING for value in found.values()):
             return line
-        taken = ASKED if "completion" not in found and "messages" in found else (*ASKED, *SAID)
+        taken = PROMPT_KEYS if "completion" not in found and "messages" in found else (*PROMPT_KEYS, *ANSWER_KEYS)
         return {**{key: value for key, value in line.items() if key not in (*_WHOLE, *taken)}, **found}
 
     def columns(self) -> frozenset[str]:

@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cache_builder.inputs.conversations import Answer, answered, answers_in
-from cache_builder.inputs.exchanges import UNDERSTOOD, Exchange, exchanges_of, records_within
-from cache_builder.inputs.kinds import kind_of
-from cache_builder.inputs.lines import csv_rows, documents, json_lines, with_requests
+from cache_builder.inputs.chat_formats import UNDERSTOOD, Exchange, find_nested_records, parse_exchanges
+from cache_builder.inputs.conversations import Answer, encode_answer, encode_answers
+from cache_builder.inputs.detect import detect_format
+from cache_builder.inputs.lines import csv_rows, documents, join_requests, json_lines
 from cache_builder.inputs.record import (
     AS_WE_CALL_THEM,
     FieldNames,
     InputError,
     Progress,
     Record,
-    shown_name,
+    display_name,
 )
-from cache_builder.inputs.sessions import with_sessions
+from cache_builder.inputs.sessions import read_sessions
 from cache_builder.inputs.sources import Source
-from cache_builder.inputs.streams import open_stream, readable
+from cache_builder.inputs.streams import input_errors, open_stream
 from cache_builder.inputs.tables import arrow_rows, parquet_rows
 from ssd.errors import RequestError, shown
 from ssd.text.codec import Example, TextCodec
@@ -43,13 +43,13 @@ def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_
     A text file is one document; if it exceeds 4 MB it is several, split at line ends. Empty documents and blank lines
     are skipped.
     """
-    with readable(part.name):
+    with input_errors(part.name):
         if part.format == "parquet":
             yield from parquet_rows(part.name, fields.columns(), progress, part.start, part.stop)
             return
-        shown = shown_name(part.name)
+        shown = display_name(part.name)
         with open_stream(part.name, progress) as file:
-            kind = kind_of(part.format, file.peek(1), shown)
+            kind = detect_format(part.format, file.peek(1), shown)
             if kind == "parquet":
                 yield from parquet_rows(part.name, fields.columns(), progress, part.start, part.stop)
             elif kind == "arrow":
@@ -61,12 +61,12 @@ def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_
             else:
                 lines = json_lines(shown, file, part.start, part.stop)
                 if part.requests:
-                    yield from with_requests(lines, part.requests)
+                    yield from join_requests(lines, part.requests)
                 else:
-                    yield from _unwrapped(with_sessions(lines), fields)
+                    yield from _unwrap_nested_records(read_sessions(lines), fields)
 
 
-def _unwrapped(records: Iterator[Record], fields: FieldNames) -> Iterator[Record]:
+def _unwrap_nested_records(records: Iterator[Record], fields: FieldNames) -> Iterator[Record]:
     """Yield ``records``, or if there is a single record of unknown format the records of the list in it."""
     beginning = list(islice(records, 2))
     if len(beginning) == 1 and (within := _within(beginning[0], fields)):
@@ -78,14 +78,14 @@ def _unwrapped(records: Iterator[Record], fields: FieldNames) -> Iterator[Record
 
 def _within(record: Record, fields: FieldNames) -> tuple[str, list[Mapping[str, Any]]] | None:
     try:
-        line = line_of(record)
+        line = fields_of(record)
         is_understood = fields.of(line) is not line or not line.keys().isdisjoint(("text", "token_ids"))
-        return None if is_understood or exchanges_of(line) is not None else records_within(line)
+        return None if is_understood or parse_exchanges(line) is not None else find_nested_records(line)
     except (InputError, RequestError):  # raised again by the reader of the record
         return None
 
 
-class Found(NamedTuple):
+class EncodedRecord(NamedTuple):
     """The sequences of a record, and its missing parts.
 
     Attributes:
@@ -99,28 +99,30 @@ class Found(NamedTuple):
     has_answer: bool = True
 
 
-def examples_of(record: Record, codec: TextCodec, fields: FieldNames = AS_WE_CALL_THEM) -> Found:
+def encode_record(record: Record, codec: TextCodec, fields: FieldNames = AS_WE_CALL_THEM) -> EncodedRecord:
     """Encode the sequences of a record, whose fields ``fields`` names. Raises InputError with the record's place."""
     if not record.is_json:
-        return Found([codec.encode_text_example(record.text)])
-    line = line_of(record)
+        return EncodedRecord([codec.encode_text_example(record.text)])
+    line = fields_of(record)
     try:
         return _found_in(fields.of(line), record.where, codec)
     except RequestError as error:
         raise InputError(f"{record.where}: {error}") from error
 
 
-def usable_in(record: Record, codec: TextCodec, fields: FieldNames, *, skip_invalid: bool) -> Found | None:
-    """Call `examples_of`; with ``skip_invalid`` return None for a record that cannot be used."""
+def encode_usable_record(
+    record: Record, codec: TextCodec, fields: FieldNames, *, skip_invalid: bool
+) -> EncodedRecord | None:
+    """Call `encode_record`; with ``skip_invalid`` return None for a record that cannot be used."""
     try:
-        return examples_of(record, codec, fields)
+        return encode_record(record, codec, fields)
     except InputError:
         if not (skip_invalid and record.is_json):
             raise
         return None
 
 
-def line_of(record: Record) -> Mapping[str, Any]:
+def fields_of(record: Record) -> Mapping[str, Any]:
     """Return the fields of a record that is JSON or a row. Raises InputError."""
     if record.line is not None:
         return record.line
@@ -137,18 +139,18 @@ def line_of(record: Record) -> Mapping[str, Any]:
     return line
 
 
-def _found_in(line: Mapping[str, Any], where: str, codec: TextCodec) -> Found:
+def _found_in(line: Mapping[str, Any], where: str, codec: TextCodec) -> EncodedRecord:
     if "token_ids" in line:
-        return Found([_as_they_are(line, where, codec)])
-    exchanges = exchanges_of(line)
+        return EncodedRecord([_example_of_ids(line, where, codec)])
+    exchanges = parse_exchanges(line)
     if exchanges is None:
         if "text" in line:
-            return Found([codec.encode_text_example(_string(line["text"], "text", where))])
+            return EncodedRecord([codec.encode_text_example(_string(line["text"], "text", where))])
         found = ", ".join(f'"{str(key)[:40]}"' for key in list(line)[:8]) or "nothing"
         raise InputError(f"{where}: no usable fields: found {found}; {UNDERSTOOD}")
     examples = [example for exchange in exchanges for example in _encoded(exchange, where, codec)]
     has_prompt = any(exchange.asked is not None for exchange in exchanges) or not examples
-    return Found(examples, has_prompt, has_answer=bool(examples))
+    return EncodedRecord(examples, has_prompt, has_answer=bool(examples))
 
 
 def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Example | Answer]:
@@ -164,10 +166,10 @@ def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Examp
             return  # a chat that was never used
         messages = normalize_messages(asked)  # type: ignore[arg-type]  # it names what is wrong
         if exchange.is_conversation:
-            yield from answers_in(messages, kwargs, codec)
+            yield from encode_answers(messages, kwargs, codec)
         for answer in exchange.said:
             message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-            yield from answered(messages, message, kwargs, codec)
+            yield from encode_answer(messages, message, kwargs, codec)
     else:
         for answer in exchange.said:
             text = _string(answer, "completion", where)
@@ -190,7 +192,7 @@ def _template_kwargs(exchange: Exchange, where: str) -> dict[str, Any]:
     return {**given, "tools": exchange.tools} if exchange.tools else dict(given)
 
 
-def _as_they_are(line: Mapping[str, Any], where: str, codec: TextCodec) -> Example:
+def _example_of_ids(line: Mapping[str, Any], where: str, codec: TextCodec) -> Example:
     """Return an example from token ids that another program made with this tokenizer."""
     token_ids = _ids(line["token_ids"], where, codec)
     length = line.get("prompt_length", 0)

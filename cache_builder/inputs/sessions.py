@@ -8,9 +8,9 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, Final
 
-from cache_builder.inputs.exchanges import ASKED, SAID
-from cache_builder.inputs.record import MARK, InputError, Record
-from cache_builder.inputs.wire import as_mapping
+from cache_builder.inputs.chat_formats import ANSWER_KEYS, PROMPT_KEYS
+from cache_builder.inputs.record import BYTE_ORDER_MARK, InputError, Record
+from cache_builder.inputs.recorded_responses import as_mapping
 
 _MOST_BYTES: Final = 1 << 30
 _CODEX: Final = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
@@ -19,7 +19,7 @@ _CODEX_ITEMS: Final = (
     "local_shell_call",
 )  # fmt: skip
 
-_OTHERS: Final = (*ASKED, *SAID, "text")
+_OTHERS: Final = (*PROMPT_KEYS, *ANSWER_KEYS, "text")
 """Fields that a line of a session does not have."""
 
 Line = Mapping[str, Any]
@@ -27,10 +27,10 @@ Line = Mapping[str, Any]
 
 def is_session(line: bytes | str) -> bool:
     """Return whether ``line``, the first of a file, begins a session."""
-    return _reader_of(_loaded(line.removeprefix(MARK) if isinstance(line, bytes) else line)) is not None
+    return _reader_of(_loaded(line.removeprefix(BYTE_ORDER_MARK) if isinstance(line, bytes) else line)) is not None
 
 
-def with_sessions(records: Iterator[Record]) -> Iterator[Record]:
+def read_sessions(records: Iterator[Record]) -> Iterator[Record]:
     """Yield the conversations if the first of ``records`` begins a session, else ``records``.
 
     A line that is not JSON remains a record. Raises InputError for a session of more than 1 GiB.

@@ -11,11 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cache_builder.inputs.kinds import is_line_by_line, kind_of
-from cache_builder.inputs.lines import Side, side_of
+from cache_builder.inputs.detect import detect_format, is_line_by_line
+from cache_builder.inputs.lines import Side, batch_side
 from cache_builder.inputs.record import LONGEST_RECORD, STANDARD_INPUT, Format, InputError
 from cache_builder.inputs.sessions import is_session
-from cache_builder.inputs.streams import COMPRESSED, file_system, is_regular, is_url, open_raw, open_stream, readable
+from cache_builder.inputs.streams import (
+    COMPRESSED,
+    file_system,
+    input_errors,
+    is_regular,
+    is_url,
+    open_raw,
+    open_stream,
+)
 from cache_builder.inputs.tables import row_group_bytes
 from ssd.errors import first_line, shown
 
@@ -67,7 +75,7 @@ def find_sources(names: Sequence[str], format: Format = "auto") -> list[Source]:
     for name in names:
         for source in _remote(name, format) if is_url(name) else _local(name, format):
             found.setdefault(source.name, source)
-    return _with_requests(list(found.values()))
+    return _join_batches(list(found.values()))
 
 
 def _local(name: str, format: Format) -> Iterator[Source]:
@@ -157,7 +165,7 @@ def _is_card(name: str) -> bool:
     """
     last = name.rpartition("/")[2].lower()
     if last == "readme.md":
-        with readable(name), open_raw(name) as file:
+        with input_errors(name), open_raw(name) as file:
             return file.peek(3).startswith(b"---")
     return last in ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
@@ -166,7 +174,7 @@ def _format_of(name: str, format: Format) -> Format:
     return _FORMATS.get(Path(_bare(name)).suffix.lower(), "auto") if format == "auto" else format
 
 
-def _with_requests(sources: list[Source]) -> list[Source]:
+def _join_batches(sources: list[Source]) -> list[Source]:
     """Join each file of batch responses with all files of requests, the i-th responses preferring the i-th requests.
 
     If several files of requests begin with the same ``custom_id``, only the i-th one is used, because programs number
@@ -201,26 +209,26 @@ def _with_requests(sources: list[Source]) -> list[Source]:
 
 
 def _side(name: str) -> tuple[Side, str] | None:
-    with readable(name), open_stream(name) as file:
+    with input_errors(name), open_stream(name) as file:
         line = file.readline(_PEEKED << 4)
     try:
-        return side_of(json.loads(line))
+        return batch_side(json.loads(line))
     except (ValueError, RecursionError):
         return None
 
 
-def weight_of(source: Source) -> int:
+def estimate_text_bytes(source: Source) -> int:
     """Return the estimated number of bytes of text in a file, at least 1."""
     size = source.size or 0
     return max(1, size * _SWELLS if source.name.endswith(COMPRESSED) or source.format == "parquet" else size)
 
 
-def parts_of(source: Source, part_weight: int) -> list[tuple[Source, int]]:
+def split_source(source: Source, part_weight: int) -> list[tuple[Source, int]]:
     """Divide a file into parts of about ``part_weight`` bytes of text, and return them with their weights.
 
     Compressed files, JSON arrays, batches, standard input and files on web servers are not divided. Raises InputError.
     """
-    weight = weight_of(source)
+    weight = estimate_text_bytes(source)
     can_be_cut = (
         source.size is not None
         and weight > part_weight
@@ -241,9 +249,9 @@ def _kind_of(source: Source) -> Format | None:
     """Return the format of a file that can be divided; None for any other file."""
     if source.format == "parquet":
         return source.format
-    with readable(source.name), open_raw(source.name) as raw, open_stream(source.name) as file:
+    with input_errors(source.name), open_raw(source.name) as raw, open_stream(source.name) as file:
         beginning = file.peek(1)
-        kind = kind_of(source.format, beginning, source.name)
+        kind = detect_format(source.format, beginning, source.name)
         is_as_it_is = raw.peek(1)[: len(beginning)] == beginning and bool(beginning.strip())
         is_lines = kind == "jsonl" and is_line_by_line(beginning) and not is_session(file.readline(LONGEST_RECORD))
     can_be_cut = kind in ("parquet", "text") or is_lines

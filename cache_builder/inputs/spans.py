@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from cache_builder.inputs.wire import as_mapping
+from cache_builder.inputs.recorded_responses import as_mapping
 
 _IDS: Final = ("span_id", "spanId", "trace_id", "traceId", "context")
 _CALLS: Final = (None, "chat", "text_completion", "generate_content")
 
 
-def spans_in(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+def find_spans(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     """Return the spans of a record, which is a span or an export (OTLP); None for any other record."""
     if isinstance(line.get("resourceSpans"), list):
         scopes = [scope for each in line["resourceSpans"] for scope in _objects(as_mapping(each).get("scopeSpans"))]
@@ -24,7 +24,7 @@ def spans_in(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     return [line] if is_span else None
 
 
-def call_of(span: Mapping[str, Any]) -> dict[str, Any] | None:
+def parse_model_call(span: Mapping[str, Any]) -> dict[str, Any] | None:
     """Convert a span to a record with ``messages``, ``response`` and ``tools``; None if it is no model call."""
     attributes: dict[str, Any] = {}
     for part in (span, *_objects(span.get("events"))):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
 
-from cache_builder.inputs.record import STANDARD_INPUT, InputError, Progress, shown_name
+from cache_builder.inputs.record import STANDARD_INPUT, InputError, Progress, display_name
 from ssd.errors import first_line
 
 _COMPRESSIONS: Final = (
@@ -80,13 +80,13 @@ def open_stream(name: str, progress: Progress = lambda num_bytes: None) -> Itera
         begin = raw.peek(8)
         kinds = (kind for suffix, magic, kind in _COMPRESSIONS if begin.startswith(magic) or name.endswith(suffix))
         kind = next(kinds, None)
-        yield raw if kind is None else io.BufferedReader(_Unpacked(raw, name, kind), _BUFFER)
+        yield raw if kind is None else io.BufferedReader(_Decompressed(raw, name, kind), _BUFFER)
 
 
 @contextmanager
-def readable(name: str) -> Iterator[None]:
+def input_errors(name: str) -> Iterator[None]:
     """Convert the errors of reading ``name`` to InputError."""
-    shown = shown_name(name)
+    shown = display_name(name)
     try:
         yield
     except UnicodeDecodeError as error:
@@ -151,7 +151,7 @@ _DAMAGE: Final = ("ZSTD", "zlib", "bz2", "LZ4", "Truncated")
 """Words in pyarrow's messages about damaged data."""
 
 
-class _Unpacked(_Forward):
+class _Decompressed(_Forward):
     """Decompresses consecutive members or frames in chunks of a bounded size."""
 
     def __init__(self, raw: io.BufferedReader, name: str, kind: str) -> None:
@@ -163,7 +163,7 @@ class _Unpacked(_Forward):
             super().__init__(lzma.LZMAFile(raw))  # noqa: SIM115  # it holds nothing but memory
         else:
             super().__init__(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), kind))
-        self._what = f"{shown_name(name)}: damaged {kind} data"
+        self._what = f"{display_name(name)}: damaged {kind} data"
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         try:

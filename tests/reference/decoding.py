@@ -8,7 +8,7 @@ import numpy as np
 
 from cache_builder.evaluation.costs import CostCurve
 from cache_builder.evaluation.decoding import rising
-from cache_builder.evaluation.log import Row
+from cache_builder.evaluation.log import RecordedOutput
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices
 from ssd.pricing.rate import FORGETTING
@@ -22,7 +22,7 @@ class CurvePrice:
     """Draft what gives most in a pass and one like the recent ones together, where passes take what a curve says."""
 
     def __init__(self, curve: CostCurve, max_draft: int) -> None:
-        self._costs = curve.upto(max_draft + 1)[1:]
+        self._costs = curve.costs_up_to(max_draft + 1)[1:]
         self._more = rising(self._costs)
         self._sums = np.zeros(3)  # passes, tokens and seconds of late
 
@@ -52,7 +52,7 @@ class SlowDecoder:
         self._drafter = SuffixDrafter(recycling=False, keyed=False)
         self._pricing, self._limit, self._tree, self._sure = CurvePrice(curve, limit), limit, tree, sure
 
-    def decode(self, row: Row, snapshot: Snapshot | None) -> list[Step]:
+    def decode(self, row: RecordedOutput, snapshot: Snapshot | None) -> list[Step]:
         """(drafted, accepted, source) of every step."""
         text, position, steps = row.text(), len(row.context), list[Step]()
         while position < len(text):

@@ -1,8 +1,7 @@
 """Extract prompts and answers from the record formats of other programs.
 
 Supported are the bodies and batches of OpenAI's and Anthropic's APIs, the logs of LiteLLM and Langfuse, exports of
-ChatGPT and Claude, ShareGPT, and plain pairs. A format is a key and a small reader, see `CONVERSATIONS`, `ASKED` and
-`SAID`.
+ChatGPT and Claude, ShareGPT, and plain pairs. A format is a key and a small reader, see `CONVERSATIONS`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cache_builder.inputs.spans import call_of, is_openinference, spans_in
-from cache_builder.inputs.wire import STATUSES, as_mapping, chunks_in, is_error, joined
+from cache_builder.inputs.recorded_responses import STATUSES, as_mapping, find_chunks, is_error, join_chunks
+from cache_builder.inputs.spans import find_spans, is_openinference, parse_model_call
 from ssd.errors import RequestError
 
 Message = Mapping[str, Any]
@@ -49,13 +48,13 @@ _LISTS: Final = ("samples", "data", "runs", "results", "items", "records", "entr
 """The names under which a file with a single object keeps its list of records."""
 
 
-def records_within(line: Mapping[str, Any], depth: int = 0) -> tuple[str, list[Mapping[str, Any]]] | None:
+def find_nested_records(line: Mapping[str, Any], depth: int = 0) -> tuple[str, list[Mapping[str, Any]]] | None:
     """Return the list of records in an object, with its name, or None if there is none or more than one candidate."""
     lists = {key: value for key, value in line.items() if _is_list_of_objects(value)}
     key = next((name for name in _LISTS if name in lists), next(iter(lists)) if len(lists) == 1 else None)
     if key is not None:
         return key, lists[key]
-    inner = ((key, records_within(value, depth + 1)) for key, value in line.items() if isinstance(value, dict))
+    inner = ((key, find_nested_records(value, depth + 1)) for key, value in line.items() if isinstance(value, dict))
     found = [(f"{key}.{within[0]}", within[1]) for key, within in inner if within] if depth < _MOST_DEPTH else []
     return found[0] if len(found) == 1 else None
 
@@ -66,7 +65,7 @@ def _is_list_of_objects(value: Any) -> bool:
     return is_list and not all("role" in each for each in value)
 
 
-def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
+def parse_exchanges(line: Mapping[str, Any]) -> list[Exchange] | None:
     """Extract the prompts and answers of a record.
 
     Returns:
@@ -75,11 +74,11 @@ def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
     Raises:
         RequestError: The format is known but not supported.
     """
-    if (spans := spans_in(line)) is not None:
+    if (spans := find_spans(line)) is not None:
         if any(map(is_openinference, spans)):
             raise _refusal("a span of OpenInference (Phoenix)", "spans with gen_ai attributes")
-        calls = [(span, call_of(span)) for span in spans]
-        return [each for _, call in calls for each in ((exchanges_of(call) or ()) if call else (Exchange(None),))]
+        calls = [(span, parse_model_call(span)) for span in spans]
+        return [each for _, call in calls for each in ((parse_exchanges(call) or ()) if call else (Exchange(None),))]
     for names, what, instead in _REFUSED:
         if line.keys() >= names and "completion" not in line:
             raise _refusal(what, instead)
@@ -87,12 +86,12 @@ def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
         if isinstance(line.get(key), kinds):
             return [Exchange(read(line), is_conversation=True, **_template(line))]
     if isinstance(observations := line.get("observations"), list):
-        found = [exchanges_of(each) for each in observations if isinstance(each, dict)]
+        found = [parse_exchanges(each) for each in observations if isinstance(each, dict)]
         return [exchange for each in found for exchange in each or ()]
-    answers = [key for key in SAID if key in line]
+    answers = [key for key in ANSWER_KEYS if key in line]
     answer_key = next((key for key in answers if _is_there(line[key])), answers[0] if answers else None)
-    there = [key for key in ASKED if _is_there(line.get(key))]
-    request_key = next((key for key in there if _asks(line, key)), None)
+    there = [key for key in PROMPT_KEYS if _is_there(line.get(key))]
+    request_key = next((key for key in there if _has_prompt(line, key)), None)
     if answer_key is None:
         if request_key == "messages":
             return [Exchange(_turns(_parsed(line["messages"]), line), is_conversation=True, **_template(line))]
@@ -105,13 +104,13 @@ def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
         or line.get("status") == "failure"
         or is_error({key: line[key] for key in STATUSES if key in line})
     )
-    said = () if is_other else tuple(said_in(line if answer_key == "choices" else line[answer_key]))
+    said = () if is_other else tuple(find_answers(line if answer_key == "choices" else line[answer_key]))
     if request_key in (None, "input") and (asked := _instruction(line)):
         return [Exchange(asked, said, **_template(line))]
     if request_key is None:
         is_half = isinstance(line[answer_key], str) and not there and not any(key in line for key in _PLAIN)
         return None if is_half and answer_key in ("completion", "output") else [Exchange(None, said)]
-    asked, options = _asked_in(line, request_key)
+    asked, options = _read_prompt(line, request_key)
     if isinstance(asked, Mapping) or not (
         isinstance(asked, str | Sequence) or hasattr(asked, "__array__") or asked is None
     ):
@@ -202,7 +201,7 @@ def _calls_in(value: Any) -> list[dict[str, Any]]:
 def _claude(line: Mapping[str, Any]) -> Any:
     """Convert an export of Claude: ``sender`` with ``text``, or with ``content`` in newer exports."""
     turns = [turn for turn in line["chat_messages"] if isinstance(turn, dict) and "sender" in turn]
-    return _joined((turn["sender"], turn.get("text") or _text_of(turn.get("content"))) for turn in turns)
+    return _join_turns((turn["sender"], turn.get("text") or _text_of(turn.get("content"))) for turn in turns)
 
 
 def _chatgpt(line: Mapping[str, Any]) -> Any:
@@ -222,7 +221,7 @@ def _chatgpt(line: Mapping[str, Any]) -> Any:
             text = "\n".join(part for part in parts if isinstance(part, str)) if isinstance(parts, list) else ""
             branch.append((as_mapping(message.get("author")).get("role"), text))
         at = nodes[at].get("parent")
-    return _joined(reversed(branch))
+    return _join_turns(reversed(branch))
 
 
 CONVERSATIONS: Final[tuple[tuple[str, tuple[type, ...], Callable[[Mapping[str, Any]], Any]], ...]] = (
@@ -235,7 +234,7 @@ def _named(role: Any, content: Any) -> Message:
     return {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
 
 
-def _joined(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
+def _join_turns(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
     """Convert the turns of a chat log: tool messages are dropped, and consecutive turns of one role are joined."""
     found: list[dict[str, Any]] = []
     for role, text in turns:
@@ -252,21 +251,21 @@ def _joined(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
 # -- what was asked ---------------------------------------------------------------------------------------------------
 
 _CALLS: Final = ("request", "params", "body", "request_body", "requestBody", "proxy_server_request")
-ASKED: Final = (
+PROMPT_KEYS: Final = (
     "request", "params", "body", "request_body", "requestBody", "messages", "prompt", "input", "proxy_server_request",
 )  # fmt: skip
 """The keys under which records keep the prompt; the first that contains one is used."""
 _PLAIN: Final = ("messages", "prompt", "input")
 
 
-def _asks(line: Mapping[str, Any], key: str) -> bool:
+def _has_prompt(line: Mapping[str, Any], key: str) -> bool:
     """Return whether the value of ``key`` is a prompt; other programs use ``params`` and ``body`` for other things."""
     if key in _PLAIN or (key == "request" and isinstance(line[key], str)):
         return True
-    return not isinstance(_parsed(line[key]), str) and _asked_in(line, key)[0] is not None
+    return not isinstance(_parsed(line[key]), str) and _read_prompt(line, key)[0] is not None
 
 
-def _asked_in(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]]:
+def _read_prompt(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]]:
     """Return the prompt of a record under ``key``, and the variables of its chat template."""
     if key in ("messages", "prompt"):
         value = line[key]
@@ -277,7 +276,7 @@ def _asked_in(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]]:
     if isinstance(value, dict):
         body = _body(value)
         inner = next((name for name in _PLAIN if body.get(name)), None)
-        return (None, {}) if inner is None else _asked_in(body, inner)
+        return (None, {}) if inner is None else _read_prompt(body, inner)
     if isinstance(value, list) and any(_has(each, "role") or _has(each, "type") for each in value):
         return _turns(value, line, key), _template(line)
     if isinstance(line.get("instructions"), str) and isinstance(value, str):
@@ -422,7 +421,7 @@ def _instruction(line: Mapping[str, Any]) -> list[Any] | None:
 
 # -- what was said ----------------------------------------------------------------------------------------------------
 
-SAID: Final = ("response", "completion", "result", "output", "response_body", "responseBody", "choices")
+ANSWER_KEYS: Final = ("response", "completion", "result", "output", "response_body", "responseBody", "choices")
 """The keys under which records keep the answer; the first that exists is used. The last keys belong to records that are
 themselves a response.
 """
@@ -433,19 +432,19 @@ _NO_MODEL: Final = (
 _ONE_TEXT: Final = ("text", "completion", "content", "response", "output")
 
 
-def said_in(value: Any, depth: int = 0) -> list[str | Message]:
+def find_answers(value: Any, depth: int = 0) -> list[str | Message]:
     """Return the answers in a response of any format, as texts and messages. O(size)."""
     parsed = _parsed(value)
     if depth > _MOST_DEPTH or parsed is None or is_error(parsed):
         return []
-    if (chunks := chunks_in(parsed)) is not None:
-        return _said_in_object(joined(chunks), depth)
+    if (chunks := find_chunks(parsed)) is not None:
+        return _find_answers_in_object(join_chunks(chunks), depth)
     if isinstance(parsed, str):
         return [parsed] if parsed and parsed not in _REDACTED else []
     if isinstance(parsed, dict):
         if isinstance(text := _text_of_body(parsed), str):  # of HTTP: what is no JSON there is no answer
-            return [answer for answer in said_in(text, depth + 1) if answer != text]
-        found = _said_in_object(_body(parsed), depth)
+            return [answer for answer in find_answers(text, depth + 1) if answer != text]
+        found = _find_answers_in_object(_body(parsed), depth)
         if not found and not parsed.keys().isdisjoint(("choices", "usage")):
             return []
     else:
@@ -453,19 +452,19 @@ def said_in(value: Any, depth: int = 0) -> list[str | Message]:
         if any(_has(turn, "role") or _has(turn, "type") for turn in turns):
             found = _one_answer(turns)
         else:
-            found = [answer for turn in turns for answer in said_in(turn, depth + 1)]
+            found = [answer for turn in turns for answer in find_answers(turn, depth + 1)]
     return [value] if not found and isinstance(value, str) else found  # JSON that a model wrote
 
 
-def _said_in_object(body: Mapping[str, Any], depth: int) -> list[str | Message]:
+def _find_answers_in_object(body: Mapping[str, Any], depth: int) -> list[str | Message]:
     if isinstance(choices := body.get("choices"), list):
-        return [answer for choice in choices if isinstance(choice, dict) for answer in said_in(choice, depth + 1)]
+        return [answer for choice in choices if isinstance(choice, dict) for answer in find_answers(choice, depth + 1)]
     if isinstance(body.get("message"), dict):
-        return said_in(body["message"], depth + 1)
+        return find_answers(body["message"], depth + 1)
     if body.get("role") or isinstance(body.get("content"), list) or body.get("tool_calls"):
         return _one_answer([{"role": "assistant", **body}])
     if isinstance(body.get("output"), list):
-        return said_in(body["output"], depth + 1)
+        return find_answers(body["output"], depth + 1)
     return [body[key] for key in _ONE_TEXT if isinstance(body.get(key), str) and body[key]][:1]
 
 

@@ -18,7 +18,7 @@ _SUFFIX = ".unfinished"
 _OLD = "old"
 
 
-def unfinished_directory(out: Path) -> Path:
+def resumable_directory(out: Path) -> Path:
     """Return the working directory of a build: next to ``out``, or next to the target if ``out`` is a link."""
     out = out.resolve()
     return out.parent / f".{out.name}{_SUFFIX}"
@@ -39,7 +39,7 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
         CacheLocked: Another process builds ``out``.
         OSError: The file system failed.
     """
-    path = unfinished_directory(out)
+    path = resumable_directory(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         make_directory(path)
@@ -48,7 +48,7 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
             f"{out} cannot be written ({out.parent}: {error.strerror}): give another directory"
         ) from error
     with _locked(path, out):
-        _put_back(out, path)
+        _restore_output(out, path)
         if (path / _OLD).exists() and (path / "new" / MANIFEST_NAME).exists():
             raise ConfigError(
                 f"{path / _OLD} is what {out} held before a command that was to replace it was killed, and another "
@@ -62,7 +62,7 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
         try:
             yield path
         except BaseException:
-            _put_back(out, path)
+            _restore_output(out, path)
             if not all(any((path / name).glob("*")) for name in ("new", "journal")):  # "new" may be ``out`` already
                 shutil.rmtree(path, ignore_errors=True)
             raise
@@ -82,12 +82,12 @@ def _locked(working: Path, out: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def left_for_later(out: Path) -> Path | None:
+def find_resumable(out: Path) -> Path | None:
     """Return the working directory of an interrupted build that the same command would resume.
 
     Returns None if there is no such directory, or if another process uses it.
     """
-    working = unfinished_directory(out)
+    working = resumable_directory(out)
     if not working.exists() or (working / _OLD).exists():
         return None
     try:
@@ -97,7 +97,7 @@ def left_for_later(out: Path) -> Path | None:
         return None
 
 
-def _put_back(out: Path, working: Path) -> None:
+def _restore_output(out: Path, working: Path) -> None:
     """Restore ``out`` if `replace_directory` was interrupted between its two renames."""
     if (working / _OLD).exists() and not out.exists():
         (working / _OLD).rename(out)
@@ -129,7 +129,7 @@ def new_cache(
         CacheError: A segment cannot be written.
         OSError: The file system failed.
     """
-    out = check_new(out, force=force)
+    out = check_output(out, force=force)
     with working_directory(out, fresh=True) as working:
         with StaticWriter(
             working / "new", fingerprint=fingerprint, namespace=namespace, segment_tokens=segment_tokens
@@ -138,7 +138,7 @@ def new_cache(
         replace_directory(out, working)
 
 
-def check_new(out: Path, *, force: bool) -> Path:
+def check_output(out: Path, *, force: bool) -> Path:
     """Return ``out`` without links, after the check that a cache may be written there.
 
     A cache that a killed command had moved away is restored first.
@@ -148,10 +148,10 @@ def check_new(out: Path, *, force: bool) -> Path:
         CacheLocked: A server or another build uses the directory.
     """
     given, out = out, out.resolve()
-    working = unfinished_directory(out)
+    working = resumable_directory(out)
     if (working / _OLD).exists():
         with _locked(working, out):
-            _put_back(out, working)
+            _restore_output(out, working)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{given} is a file: give a directory with --out")
     if os.path.ismount(out):

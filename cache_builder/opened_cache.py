@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class OpenedCache:
     """A cache directory with its segments: prebuilt segments first, then a server's from the oldest to the newest."""
 
     path: Path
@@ -32,16 +32,16 @@ class Held:
         return sum(map(len, self.segments))
 
 
-def open_held(paths: Sequence[Path]) -> list[Held]:
+def open_caches(paths: Sequence[Path]) -> list[OpenedCache]:
     """Open and check each directory of ``paths``. Nothing is changed, and a server may continue to write. O(tokens).
 
     Raises:
         TokenizerMismatch: The caches have different tokenizers.
         CacheError: A cache cannot be read.
     """
-    found: list[Held] = []
+    found: list[OpenedCache] = []
     for path in paths:
-        manifest = manifest_of(path)
+        manifest = read_cache_manifest(path)
         fingerprint = manifest.fingerprint
         if found and fingerprint != found[0].fingerprint:
             raise TokenizerMismatch(
@@ -49,16 +49,16 @@ def open_held(paths: Sequence[Path]) -> list[Held]:
                 "token ids mean other text. Give caches of one tokenizer, or build one of them again"
             )
         segments = tuple(load_whole(path, manifest))
-        found.append(Held(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=segments))
+        found.append(OpenedCache(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=segments))
     return found
 
 
-def open_one(path: Path, codec: TextCodec | None) -> Held:
+def open_cache(path: Path, codec: TextCodec | None) -> OpenedCache:
     """Open and check one directory. ``codec`` is the tokenizer it must have been made with; None: any.
 
     Raises TokenizerMismatch, CacheError.
     """
-    (cache,) = open_held([path])
+    (cache,) = open_caches([path])
     if codec is not None and codec.fingerprint != cache.fingerprint:
         raise TokenizerMismatch(
             f"{path} was made with tokenizer {cache.fingerprint}, this one is {codec.fingerprint}: its token ids mean "
@@ -67,7 +67,7 @@ def open_one(path: Path, codec: TextCodec | None) -> Held:
     return cache
 
 
-def learned_of(path: Path) -> bytes | None:
+def read_learned_state(path: Path) -> bytes | None:
     """Read learned.bin, the acceptance model, from ``path``; None if there is none. Raises StoreUnavailable."""
     try:
         return read_learned(path)
@@ -77,7 +77,7 @@ def learned_of(path: Path) -> bytes | None:
         ) from None
 
 
-def manifest_of(path: Path) -> Manifest:
+def read_cache_manifest(path: Path) -> Manifest:
     """Read the manifest of a directory. Raises SegmentCorrupt, FormatVersion, StoreUnavailable."""
     try:
         manifest = read_manifest(path)
@@ -100,18 +100,18 @@ Decode: TypeAlias = Callable[[Sequence[int]], str] | None
 """Decodes token ids to text. None: there is no tokenizer, and token ids are shown."""
 
 
-def shown(ids: Sequence[int], decode: Decode) -> str:
+def format_tokens(ids: Sequence[int], decode: Decode) -> str:
     """Return the text in quotes on one line, or the token ids."""
     if decode is None:
         return f"[{' '.join(map(str, ids))}]"
-    return plain(json.dumps(decode(ids), ensure_ascii=False))
+    return escape_control_characters(json.dumps(decode(ids), ensure_ascii=False))
 
 
-def plain(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Return ``text`` with control characters and unprintable characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def percent(chance: float) -> str:
+def format_probability(chance: float) -> str:
     """Format a probability with two or three digits."""
     return f"{100 * chance:.0f} %" if chance >= 0.1 else f"{100 * chance:.1f} %"

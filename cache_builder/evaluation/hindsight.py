@@ -64,7 +64,7 @@ def _count_steps(runs: TokenIds, begins: Int64s, ends: Int64s, limit: int) -> In
     return steps
 
 
-def oracle_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: int) -> Int64s | None:
+def hindsight_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: int) -> Int64s | None:
     """Return the minimum number of steps of each request if every draft is the best continuation found in earlier text.
 
     At each step the last token is searched in all earlier requests and in the request itself. The occurrence whose

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Final
 
-from cache_builder.inputs.record import COLUMNS, MARK, Format, InputError
+from cache_builder.inputs.record import BYTE_ORDER_MARK, COLUMNS, Format, InputError
 
 _REFUSED: Final = (
     (0, b"PK\x03\x04", "a zip archive"), (0, b"PK\x05\x06", "a zip archive"), (257, b"ustar", "a tar archive"),
@@ -29,7 +29,7 @@ _EVENTS: Final = re.compile(rb"\s*(?:(?:event|id|retry):[^\n]*\n)+data:")
 _DELIMITERS: Final = ",\t;|"
 
 
-def kind_of(format: Format, beginning: bytes, shown: str) -> Format:
+def detect_format(format: Format, beginning: bytes, shown: str) -> Format:
     """Return ``format``, or if it is "auto" the format of a file with this decompressed ``beginning``.
 
     Args:
@@ -55,13 +55,13 @@ def kind_of(format: Format, beginning: bytes, shown: str) -> Format:
         return "jsonl"
     if b"\x00" in beginning:
         raise InputError(f"{shown}: binary data of an unknown kind, not text")
-    line = beginning.removeprefix(MARK).lstrip().partition(b"\n")[0]
+    line = beginning.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")[0]
     if _EVENTS.match(beginning) or _has_prefixed_json(line):
         raise InputError(
             f"{shown}:1: JSON behind other text, such as a time or `data:`. Give lines of JSON alone, or read the "
             "file as text by --format text"
         )
-    names = set(next(csv.reader([line.decode(errors="replace")], delimiter=delimiter_of(line)), ()))
+    names = set(next(csv.reader([line.decode(errors="replace")], delimiter=detect_delimiter(line)), ()))
     return "csv" if len(names & {*COLUMNS}) > 1 else "text"
 
 
@@ -75,14 +75,14 @@ def _has_prefixed_json(line: bytes) -> bool:
     return isinstance(value, dict) and not value.keys().isdisjoint(COLUMNS)
 
 
-def delimiter_of(heading: bytes) -> str:
+def detect_delimiter(heading: bytes) -> str:
     """Return the delimiter of a CSV file with this heading."""
     return max(_DELIMITERS, key=lambda each: heading.count(each.encode()))
 
 
 def is_line_by_line(beginning: bytes) -> bool:
     """Return whether a JSON file has one object per line, instead of an array or objects over several lines."""
-    start = beginning.removeprefix(MARK).lstrip()
+    start = beginning.removeprefix(BYTE_ORDER_MARK).lstrip()
     line, _, rest = start.partition(b"\n")
     line, rest = line.rstrip(), rest.lstrip()
     if start[:1] == b"[" or not rest:

@@ -47,18 +47,18 @@ def is_error(response: Any) -> bool:
     return bool(response.get("error") or response.get("detail") or says_more)
 
 
-def chunks_in(value: Any) -> list[Mapping[str, Any]] | None:
+def find_chunks(value: Any) -> list[Mapping[str, Any]] | None:
     """Return the chunks of a streamed response, from its text or from a list; None for any other value."""
     if isinstance(value, str):
         if not _STREAM.match(value):
             is_json = value[:1] == "{" and "\n{" in value  # a line for each chunk
-            return chunks_in([_loaded(line) for line in value.splitlines() if line]) if is_json else None
+            return find_chunks([_loaded(line) for line in value.splitlines() if line]) if is_json else None
         data = (line[5:].strip() for line in value.splitlines() if line.startswith("data:"))
         return [chunk for chunk in map(_loaded, data) if isinstance(chunk, dict)]
     if not isinstance(value, list) or not value:
         return None
     if all(isinstance(each, str) for each in value):
-        return chunks_in("\n".join(value))
+        return find_chunks("\n".join(value))
     return value if all(isinstance(each, dict) for each in value) and any(map(_is_chunk, value)) else None
 
 
@@ -78,7 +78,7 @@ def _is_chunk(value: Mapping[str, Any]) -> bool:
     )
 
 
-def joined(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def join_chunks(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Join the chunks to the body of an unstreamed response of OpenAI, Anthropic or Ollama. O(characters)."""
     body: dict[str, Any] = {}
     for chunk in chunks:
