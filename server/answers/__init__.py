@@ -1,1 +1,1 @@
-"""What is sent back, whole and in chunks."""
+"""Serialize answers, complete or streamed."""

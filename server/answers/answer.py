@@ -1,4 +1,4 @@
-"""Answers of one HTTP request, whole and as streams: what all have in common, and those of completions."""
+"""Answers of one HTTP request, complete or streamed: the parts that all APIs share, and completions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GOING_ON = Choice()
 
 
 def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, Any] | None:
-    """Counts over the passes that had a draft, ``is_detailed`` of each; None where nothing was kept. O(passes)."""
+    """Return draft counts over the verification passes, with ``is_detailed`` per pass; None without data."""
     if stats is None or stats.steps is None:
         return None
     drafted = [length for length, _ in stats.steps]
@@ -50,7 +50,7 @@ def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, 
 
 
 def _described(draft: VerifiedDraft, texts: list[str]) -> dict[str, Any]:
-    """The field ``draft`` of a chunk, docs/page.md says what it holds."""
+    """Return the field ``draft`` of a chunk, which docs/page.md describes."""
     return {
         "pass": draft.number,
         "source": draft.source if draft.num_drafted else None,
@@ -61,7 +61,12 @@ def _described(draft: VerifiedDraft, texts: list[str]) -> dict[str, Any]:
 
 
 class Answer(ABC):
-    """Writes one HTTP request's answer, whole or as events. ``end`` goes last, ``keep_alive`` while nothing is said."""
+    """Serializes the answer of one HTTP request, complete or as events.
+
+    Attributes:
+        end: The last event of a stream.
+        keep_alive: The event that is sent while there is no output.
+    """
 
     id_prefix: str
     object_name: str
@@ -70,11 +75,11 @@ class Answer(ABC):
     keep_alive = b": keep-alive\n\n"
 
     generation: Generation
-    """Set once it was begun."""
+    """Set when the generation starts."""
     spelling: Spelling
-    """Set before anything is written."""
+    """Set before anything is serialized."""
     names: Mapping[str, str] = {}
-    """What the client calls fields, by those of a chat completion."""
+    """Maps a chat completion's field names to the client's."""
 
     def __init__(
         self,
@@ -84,14 +89,21 @@ class Answer(ABC):
         logprobs: LogprobsWriter | None = None,
         prompt_logprobs: LogprobsWriter | None = None,
     ) -> None:
-        """``logprobs``, ``prompt_logprobs`` : write them; None where they were not asked for."""
+        """Prepare an answer.
+
+        Args:
+            settings: The server's settings.
+            return_token_ids: Whether token ids are returned.
+            logprobs: Serializes log-probabilities of the output. None: not requested.
+            prompt_logprobs: Serializes log-probabilities of the prompt. None: not requested.
+        """
         # As vLLM does, so that an answer is found by the id of its request, which clients choose: two may be alike.
         self.id = self.id_prefix + (current_record().request_id or uuid.uuid4().hex)
         self.return_token_ids = return_token_ids
         self.logprobs = logprobs
         self.prompt_logprobs = prompt_logprobs
         self.pad = False
-        """The events are obfuscated."""
+        """Whether events are padded."""
         self._options = StreamOptions()
         self._has_begun = False
         self._spec_decode_metrics = settings.spec_decode_metrics
@@ -103,12 +115,12 @@ class Answer(ABC):
 
     @property
     def is_short(self) -> bool:
-        """Whether the whole answer is little but the texts of a few choices."""
+        """Whether the complete answer consists of little more than the texts of a few choices."""
         is_plain = self.logprobs is None and self.prompt_logprobs is None and not self.return_token_ids
         return is_plain and len(self.generation.choices) <= _FEW_CHOICES
 
     def whole(self) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
+        """Return the body of a response that is not streamed."""
         choices = []
         for index, choice in enumerate(self.generation.choices):
             body = {"index": index, **self.whole_choice(index), **self.ending(index, choice)}
@@ -122,7 +134,7 @@ class Answer(ABC):
 
     @abstractmethod
     def whole_choice(self, index: int) -> dict[str, Any]:
-        """The content fields of a finished choice."""
+        """Return the content fields of a finished choice."""
 
     def whole_extras(self) -> dict[str, Any]:
         return {}
@@ -135,11 +147,11 @@ class Answer(ABC):
         return self.generation.prompts[self.prompt_index(index)]
 
     def prompt_index(self, index: int) -> int:
-        """Which prompt it is of: each has equally many choices, in order."""
+        """Return the prompt to which a choice belongs. Every prompt has the same number of choices, in order."""
         return index // (len(self.generation.choices) // len(self.generation.prompts))
 
     def _draft_metrics(self) -> dict[str, Any]:
-        """The field ``metrics`` of an answer that has ended, where the operator lets answers have it."""
+        """Return the field ``metrics`` of a finished answer, if the operator enabled it."""
         choices = self.generation.choices
         if self._spec_decode_metrics == "none" or len(choices) != 1:
             return {}
@@ -147,16 +159,18 @@ class Answer(ABC):
         return {} if found is None else {"metrics": {"speculative_decoding": found}}
 
     def stream(self, options: StreamOptions) -> None:
-        """It will be streamed."""
+        """Configure the answer as a stream."""
         self.pad, self._options = bool(options.include_obfuscation), options
 
     async def beginning(self) -> bytes:
         return b""
 
     async def opening(self, index: int, usage: Usage | None = None) -> bytes:
-        """The chunks before the first text of a choice; before any text, those that begin all choices, in order.
+        """Return the chunks before the first text of a choice. The first call begins all choices, in order.
 
-        ``usage`` : so far, where it is not the generation's.
+        Args:
+            index: The choice.
+            usage: The usage so far. None: that of the generation.
         """
         begun = () if self._has_begun else range(len(self.generation.choices))
         self._has_begun = True
@@ -168,11 +182,11 @@ class Answer(ABC):
         return await self.written(write)
 
     async def written(self, write: Callable[[], bytes]) -> bytes:
-        """What ``write`` returns; run aside where it may take long."""
+        """Return the result of ``write``, which runs on another thread if it may take long."""
         return write() if self.is_short else await self.generation.aside.run(write)
 
     def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
-        """The chunks of a choice's next output, and an empty one at its end; ``usage`` as for `opening`."""
+        """Return the chunks of a choice's next output, with an empty chunk at its end. ``usage`` is as in `opening`."""
         choices = []
         if contents := self.text_chunks(index, output):
             *first, last = contents
@@ -187,28 +201,28 @@ class Answer(ABC):
 
     @abstractmethod
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        """The content fields of chunks that begin a choice."""
+        """Return the content fields of the chunks that begin a choice."""
 
     def prompt_chunks(self, _index: int) -> list[dict[str, Any]]:
-        """The content fields of chunks that repeat the prompt before the first text of a choice."""
+        """Return the content fields of the chunks that repeat the prompt before a choice's text."""
         return []
 
     @abstractmethod
     def empty_chunk(self) -> dict[str, Any]:
-        """The content fields of a chunk without text."""
+        """Return the content fields of a chunk without text."""
 
     @abstractmethod
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """The content fields of chunks with an output's text and what else the client asked for; may be none."""
+        """Return the content fields of the chunks for an output; may be empty."""
 
     def needs_chunk(self, output: RequestOutput, shown: ShownTokens | None) -> bool:
-        """Whether an output has anything beside text that the client asked to see."""
+        """Return whether an output contains requested data other than text."""
         is_told = self._options.include_drafts and output.draft is not None
         has_tokens = (self.return_token_ids and output.token_ids) or (shown is not None and shown.entries)
         return bool(has_tokens or is_told or self.pad)
 
     def shown_tokens(self, index: int, part: RequestOutput | Choice) -> ShownTokens | None:
-        """The tokens of a choice, or of its next output, that log-probabilities are given of; None without these."""
+        """Return the tokens of a choice, or of its next output, that get log-probabilities; None if not requested."""
         if self.logprobs is None:
             return None
         if self.logprobs.every_token:
@@ -218,14 +232,14 @@ class Answer(ABC):
         return self.spelling.shown(index, part, hides_ending=hides_ending)
 
     async def closing(self) -> bytes:
-        """The last event but the end mark: usage, where it was asked for."""
+        """Return the last event before the end mark: the usage, if requested."""
         if not self._options.include_usage:
             return b""
         last = {**self._chunk([]), "usage": self.generation.usage.body(), **self._draft_metrics()}
         return encode_events([("", last)], pad=self.pad)
 
     def failure(self, error: Exception) -> bytes:
-        """The events of an error, which has the field at fault as the client calls it."""
+        """Return the events of an error, with the client's name of the faulty field."""
         return self.failed(renamed(error, self.names) if isinstance(error, RequestError) else error)
 
     def failed(self, error: Exception) -> bytes:
@@ -237,14 +251,14 @@ class Answer(ABC):
     def _choice(
         self, index: int, content: dict[str, Any], token_ids: tuple[int, ...] = (), ended: Choice | None = None
     ) -> dict[str, Any]:
-        """One choice of a chunk; ``ended`` is the choice when this is its last chunk."""
+        """Return one choice of a chunk. ``ended`` is the choice if this is its last chunk."""
         body = {"index": index, **content, **self.ending(index, ended or _GOING_ON)}
         if self.return_token_ids:
             body["token_ids"] = list(token_ids)
         return body
 
     def _events(self, choices: list[dict[str, Any]], usage: Usage | None) -> bytes:
-        """A chunk of each."""
+        """Return one event per choice."""
         chunks = [self._chunk([choice]) for choice in choices]
         if self._options.include_usage:
             is_told = self._options.continuous_usage_stats
@@ -254,7 +268,7 @@ class Answer(ABC):
 
 
 async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
-    """The events of a generation: chunks, usage if asked for, and the end mark."""
+    """Yield the events of a generation: chunks, usage if requested, and the end mark."""
     begun: set[int] = set()
     ready = bytearray()
     try:
@@ -280,7 +294,7 @@ async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, N
 
 
 class CompletionAnswer(Answer):
-    """/v1/completions. ``echo`` : the texts of the prompts where they are to be repeated."""
+    """/v1/completions. ``echo`` contains the prompts' texts if they are to be repeated."""
 
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
@@ -290,7 +304,7 @@ class CompletionAnswer(Answer):
         self._written: dict[int, Written] = defaultdict(Written)
 
     def whole_choice(self, index: int) -> dict[str, Any]:
-        """``text`` and ``logprobs``, the prompt's before them if it is repeated."""
+        """Return ``text`` and ``logprobs``, preceded by those of a repeated prompt."""
         choice = self.generation.choices[index]
         text = self._echoed(index) + "".join(choice.text)
         body: dict[str, Any] = {"text": text, "logprobs": None}
@@ -303,11 +317,11 @@ class CompletionAnswer(Answer):
         return body
 
     def first_chunks(self, _index: int) -> list[dict[str, Any]]:
-        """An empty text, by which several choices begin in order."""
+        """Return an empty text, so that several choices begin in order."""
         return [self.empty_chunk()] if len(self.generation.choices) > 1 else []
 
     def prompt_chunks(self, index: int) -> list[dict[str, Any]]:
-        """The prompt, where its text or its ids were asked for."""
+        """Return the prompt, if its text or its ids were requested."""
         if not self.return_token_ids and self._echo is None:
             return []
         prompt = self.prompt_of(index)
@@ -323,7 +337,7 @@ class CompletionAnswer(Answer):
         return {"text": "", "logprobs": None}
 
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """``text`` and ``logprobs``."""
+        """Return ``text`` and ``logprobs``."""
         shown = self.shown_tokens(index, output)
         if not output.text and not self.needs_chunk(output, shown):
             return []

@@ -1,4 +1,4 @@
-"""Answers of chat completions: messages with what they call and what was thought before."""
+"""Answers of chat completions: messages with tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _FEW_TOKENS = 512
-"""A text of so many is taken apart in about a millisecond."""
+"""A text of this length is parsed in about a millisecond."""
 
 
 class ChatAnswer(Answer):
@@ -27,7 +27,14 @@ class ChatAnswer(Answer):
     def __init__(
         self, settings: ServerSettings, asked: Body, *, messages: Messages | None = None, **options: Any
     ) -> None:
-        """``messages`` : takes the texts apart; None where all of them are content."""
+        """Prepare an answer.
+
+        Args:
+            settings: The server's settings.
+            asked: The request's body.
+            messages: Parses the texts. None: all text is content.
+            options: Further arguments of `Answer`.
+        """
         super().__init__(settings, **options)
         self._messages = messages
 
@@ -37,7 +44,7 @@ class ChatAnswer(Answer):
         return few and super().is_short
 
     def whole_choice(self, index: int) -> dict[str, Any]:
-        """``message`` and ``logprobs``."""
+        """Return ``message`` and ``logprobs``."""
         choice = self.generation.choices[index]
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -66,7 +73,7 @@ class ChatAnswer(Answer):
         return written
 
     def stops_within_call(self, index: int) -> bool:
-        """Whether a stop string or a stop token ended a choice within a call: it is no finished one."""
+        """Return whether a stop string or stop token ended a choice within a call, which is therefore incomplete."""
         is_stopped = self.generation.choices[index].stop_reason is not None
         return is_stopped and self._messages is not None and self._messages.of(index).ends_within_call
 
@@ -84,7 +91,7 @@ class ChatAnswer(Answer):
         return {"delta": {}, "logprobs": None}
 
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """One for the name of each call and one for all other things, in order; the last has the log-probabilities."""
+        """Return a chunk for each call's name and one for everything else; the last has the log-probabilities."""
         if self._messages is None:
             deltas: list[dict[str, Any]] = [{"content": output.text}] if output.text else []
         else:
@@ -98,7 +105,7 @@ class ChatAnswer(Answer):
         return chunks
 
     def _deltas(self, messages: Messages, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """What an output adds to a message, in order; the name of a call goes before its arguments."""
+        """Return what an output adds to a message, in order; the name of a call precedes its arguments."""
         deltas: list[dict[str, Any]] = []
         for said in messages.push(index, output.text, ended=output.finish_reason is not None):
             if isinstance(said, ToolCallDelta):

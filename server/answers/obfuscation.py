@@ -1,8 +1,8 @@
-"""Streams whose events tell nothing about the drafts that were accepted: even pieces, padded, at an even pace.
+"""Streams whose events do not reveal the accepted drafts: chunks of equal size, padded, at a constant rate.
 
-Sizes and times of an encrypted stream's packets tell how many tokens each step gave, and so which text was drafted
-(arXiv 2411.01076). Here every event but a choice's last has the same number of tokens, fills whole units of bytes, and
-is sent at a tick of a clock that began with the request. What still shows is said in SECURITY.md.
+The sizes and times of an encrypted stream's packets reveal how many tokens each step produced, and so which text was
+drafted (arXiv 2411.01076). Here every event except a choice's last has the same number of tokens, fills whole units of
+bytes, and is sent at a tick of a clock that starts with the request. SECURITY.md lists the remaining leaks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from ssd.text.stream import TextStream
 
 _LOOKS_S = 0.25
-"""While it waits for a tick, a stream looks this often whether it shall end."""
+"""The interval in seconds at which a waiting stream checks whether it has to end."""
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """What a choice has said and not yet sent. ``stream`` : spells its tokens once more, one at a time."""
+    """The output of a choice that was not sent yet. ``stream`` decodes its tokens again, one at a time."""
 
     stream: TextStream
     piece_tokens: int
@@ -39,7 +39,10 @@ class _Gathered:
     ended: bool = False
 
     def add(self, output: RequestOutput) -> None:
-        """Cut off the pieces that are complete. The text of a piece is what its tokens and those before them spell."""
+        """Append an output and split off complete chunks.
+
+        The text of a chunk is what its tokens add to the decoded text of all earlier ones.
+        """
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
         self.text += output.text
@@ -60,33 +63,38 @@ class _Gathered:
 
 
 class EvenPieces:
-    """What the choices of a request say, cut anew, in rounds of one piece of each."""
+    """The outputs of all choices, split into chunks of equal size, with one chunk per choice in each round."""
 
     def __init__(self, streams: Sequence[TextStream], piece_tokens: int) -> None:
-        """``streams`` : one a choice, fresh, with the stop strings of the request."""
+        """Start without output.
+
+        Args:
+            streams: A fresh text stream per choice, with the stop strings of the request.
+            piece_tokens: The number of tokens per chunk.
+        """
         self._choices = [_Gathered(stream, piece_tokens) for stream in streams]
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left and nothing will come."""
+        """Return whether everything was sent and no more output will come."""
         return all(choice.ended and not choice.pieces for choice in self._choices)
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """What a step gave for a choice. O(tokens)."""
+        """Add the output of a step. O(tokens)."""
         self._choices[index].add(output)
 
     def next_round(self) -> list[tuple[int, RequestOutput]]:
-        """The next piece of every choice that has not ended, by index; empty while one of them is not complete."""
+        """Return the next chunk of every unfinished choice, by index; empty if one of them is incomplete."""
         if not all(choice.pieces or choice.ended for choice in self._choices):
             return []
         return [(index, choice.pieces.popleft()) for index, choice in enumerate(self._choices) if choice.pieces]
 
 
 class Pace:
-    """A clock that begins now and ticks every ``interval_s`` seconds; 0 never keeps anybody waiting."""
+    """A clock that starts now and ticks every ``interval_s`` seconds. With 0 nothing waits."""
 
     def __init__(self, interval_s: float, hurries: Callable[[], bool]) -> None:
-        """``hurries`` : whether there is no time left to wait."""
+        """Start the clock. ``hurries`` returns whether the server is shutting down, so that nothing may wait."""
         self._interval_s = interval_s
         self._hurries = hurries
         self._loop = asyncio.get_running_loop()
@@ -94,7 +102,7 @@ class Pace:
         self._tick = 0
 
     async def until(self, tick: int | None = None) -> None:
-        """Wait for a tick, counted from 1, or the next one where it has passed, or nobody waited for yet."""
+        """Wait for a tick, counted from 1; for the next one if it has passed or None was given."""
         if not self._interval_s:
             return
         passed = self._loop.time() - self._started
@@ -105,7 +113,7 @@ class Pace:
 
 
 async def finish_at_a_tick(generation: Generation, pace: Pace, piece_tokens: int) -> None:
-    """Wait until all choices have ended, and for the tick at which an obfuscated stream would have."""
+    """Wait until all choices have ended, and for the tick at which an obfuscated stream would have ended."""
     await generation.finish()
     longest = max((len(choice.token_ids) for choice in generation.choices), default=0)
     await pace.until(max(1, -(-longest // piece_tokens)))
@@ -114,7 +122,7 @@ async def finish_at_a_tick(generation: Generation, pace: Pace, piece_tokens: int
 async def obfuscated_events(
     answer: Answer, pieces: EvenPieces, pace: Pace, keep_alive_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """`server.answers.answer.events`, evenly cut and sent; where it fails, what did not fill a piece is not sent."""
+    """Yield `server.answers.answer.events` in equal chunks; after a failure, an incomplete chunk is not sent."""
     numbers, num_sent = count(), 0
     clock = asyncio.get_running_loop().time
     sent_at, ready = clock(), b""
@@ -146,7 +154,7 @@ async def obfuscated_events(
 
 
 def _usage_so_far(generation: Generation, num_sent: int, *, last: bool) -> Usage:
-    """Usage by what was sent: what has been generated beyond it is nobody's business."""
+    """Return the usage of the tokens that were sent, without those that were only generated."""
     usage = generation.usage
     if last:
         return usage

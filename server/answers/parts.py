@@ -1,4 +1,4 @@
-"""Answers made of parts, whose events have names: what Anthropic's and OpenAI's newer API have in common."""
+"""Answers that consist of parts with named events, as in Anthropic's API and OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
 Of = Literal["content", "reasoning"] | ToolCall
-"""What a part holds."""
+"""The content of a part."""
 
 
 class Part(ABC):
-    """One part while it grows; its pieces are joined once, at its end."""
+    """A part that is being generated. Its chunks are joined at its end."""
 
     def __init__(self, index: int, of: Of) -> None:
         self.index, self.of = index, of
@@ -32,36 +32,44 @@ class Part(ABC):
 
     @abstractmethod
     def begun(self) -> list[Event]:
-        """How it begins."""
+        """Return the events that begin the part."""
 
     @abstractmethod
     def delta(self, said: str, logprobs: Sequence[dict[str, Any]]) -> Event:
-        """More of it, and the log-probabilities of tokens where they were asked for."""
+        """Return the event of a chunk, with the tokens' log-probabilities if requested."""
 
     @abstractmethod
     def ended(self, body: dict[str, Any]) -> list[Event]:
-        """How it ends; ``body`` : all of it."""
+        """Return the events that end the part, whose complete form is ``body``."""
 
     @abstractmethod
     def body(self, said: str, status: Status) -> dict[str, Any]:
-        """The part around what was said."""
+        """Return the complete part with its text."""
 
 
 class Parts:
-    """Puts a message together from its text."""
+    """Assembles the parts of a message from its text."""
 
     def __init__(self, messages: Messages | None, kind: Callable[[int, Of], Part]) -> None:
-        """``messages`` : takes the text apart; None where all of it is content."""
+        """Start an empty message.
+
+        Args:
+            messages: Parses the text. None: all text is content.
+            kind: Creates a part from its index and content.
+        """
         self.done: list[dict[str, Any]] = []
-        """The parts that have ended."""
+        """The finished parts."""
         self._messages, self._kind = messages, kind
         self._open: Part | None = None
         self._tokens: deque[tuple[int, dict[str, Any]]] = deque()
 
     def push(self, text: str, tokens: Sequence[tuple[int, dict[str, Any]]] = (), *, ended: bool) -> list[Event]:
-        """The events of the next text.
+        """Return the events of the next text.
 
-        ``tokens`` : of each where its text begins in all of the text, and its log-probability, which goes with that.
+        Args:
+            text: The text.
+            tokens: The position of each token's text in the whole text, with its log-probability.
+            ended: Whether this is the last text.
         """
         events: list[Event] = []
         if self._messages is None:
@@ -78,18 +86,18 @@ class Parts:
         return events
 
     def _tokens_before(self, end: int) -> list[dict[str, Any]]:
-        """Log-probabilities of those whose text begins there, which are taken."""
+        """Remove and return the log-probabilities of the tokens whose text begins before ``end``."""
         found = []
         while self._tokens and self._tokens[0][0] < end:
             found.append(self._tokens.popleft()[1])
         return found
 
     def leave_out_last(self) -> None:
-        """Leave out the part that has not ended."""
+        """Drop the unfinished part."""
         self._open = None
 
     def finish(self, status: Status = "completed") -> list[Event]:
-        """The events that end the last part, which is an empty text where nothing was said."""
+        """Return the events that end the last part. Without any part, an empty text is added."""
         begun = self._say("content", "") if self._open is None and not self.done else []
         return begun + self._end(status)
 
@@ -114,7 +122,7 @@ class Parts:
 
 
 class PartsAnswer(ChatAnswer):
-    """An answer of one choice; the last of its events says that it is the last."""
+    """An answer with one choice, whose last event marks the end."""
 
     end = b""
     kind: Callable[[int, Of], Part]
@@ -125,10 +133,10 @@ class PartsAnswer(ChatAnswer):
 
     @abstractmethod
     def finished(self) -> dict[str, Any]:
-        """The body of an answer that has come to its end, or to the end of its tokens."""
+        """Return the body of a finished or truncated answer."""
 
     def whole(self) -> dict[str, Any]:
-        """What the events of a stream come to, but for a call that a stop cut."""
+        """Return the aggregate of the stream's events, without a call that a stop truncated."""
         choice = self.generation.choices[0]
         self.parts.push("".join(choice.text), self._tokens(choice), ended=True)
         if self.stops_within_call(0):
@@ -138,12 +146,12 @@ class PartsAnswer(ChatAnswer):
 
     @property
     def status(self) -> Status:
-        """How the answer ended."""
+        """Return how the answer ended."""
         is_cut = self.generation.choices[0].finish_reason == "length" or self.stops_within_call(0)
         return "incomplete" if is_cut else "completed"
 
     async def opening(self, _index: int, _usage: Usage | None = None) -> bytes:
-        """Nothing: each part begins with what it says."""
+        """Return nothing, because each part begins with its first text."""
         return b""
 
     def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:
@@ -151,13 +159,13 @@ class PartsAnswer(ChatAnswer):
         return self.named(self.parts.push(output.text, self._tokens(output), ended=ended))
 
     def named(self, events: Sequence[Event]) -> bytes:
-        """Events on the wire. Obfuscated, all of them together fill whole units, be there any or none."""
+        """Serialize events. If obfuscated, they are padded together to whole units, even if there are none."""
         if not events:
             return filler() if self.pad else b""
         return encode_events([(event["type"], event) for event in events], pad=self.pad)
 
     def _tokens(self, part: RequestOutput | Choice) -> list[tuple[int, dict[str, Any]]]:
-        """Where the text of each token begins, white space aside, and its log-probability."""
+        """Return the position of each token's text, without white space, and its log-probability."""
         if self.logprobs is None or (shown := self.shown_tokens(0, part)) is None:
             return []
         return [*zip(shown.places, self.logprobs.chat(shown)["content"], strict=True)]

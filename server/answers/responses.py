@@ -1,4 +1,4 @@
-"""A response: its output as items, its body, and the stream of events that tells of them."""
+"""Responses: output items, bodies and events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from server.tools.messages import ToolCall
 
 
 class _Item(Part):
-    """A message, a function call, or reasoning that is shown whole: it needs no summary and is not encrypted."""
+    """A message, a function call, or reasoning, which is shown in full, neither summarized nor encrypted."""
 
     def __init__(self, index: int, of: Of, namespaces: Mapping[str, str]) -> None:
-        """``namespaces`` : of functions, by the names that the model calls them."""
+        """Create an item. ``namespaces`` maps the model's names of functions to their namespaces."""
         super().__init__(index, of)
         self._called: dict[str, Any] = {}
         if isinstance(of, ToolCall):
@@ -78,12 +78,12 @@ class _Item(Part):
 
 
 class ResponseAnswer(PartsAnswer):
-    """/v1/responses. It has one choice."""
+    """/v1/responses, which has one choice."""
 
     id_prefix, object_name = "resp_", "response"
 
     def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
-        """``asked`` : a response repeats it."""
+        """Prepare an answer. A response repeats the fields of ``asked``."""
         assert isinstance(asked, ResponsesBody)
         self.kind = partial(_Item, namespaces=asked.namespaces)
         super().__init__(settings, asked, **options)
@@ -96,7 +96,7 @@ class ResponseAnswer(PartsAnswer):
         return self._is_small and super().is_short
 
     async def beginning(self) -> bytes:
-        """The response as it begins, twice: it never waits to be begun."""
+        """Return two events, "created" and "in_progress", with the response at its start; it is never queued."""
 
         def write() -> bytes:
             response = self._response("in_progress", [])
@@ -106,7 +106,7 @@ class ResponseAnswer(PartsAnswer):
         return await self.written(write)
 
     async def closing(self) -> bytes:
-        """The end of the last item, and the whole response."""
+        """Return the end of the last item and the complete response."""
 
         def write() -> bytes:
             events = self.parts.finish(self.status)
@@ -115,7 +115,7 @@ class ResponseAnswer(PartsAnswer):
         return await self.written(write)
 
     def failed(self, error: Exception) -> bytes:
-        """A response that failed, with what it has said."""
+        """Return the event of a failed response with the output so far."""
         events = self.parts.finish("incomplete")
         response, why = self._response("failed", self.parts.done), as_api_error(error)
         response["error"] = {"code": "server_error" if why.status >= 500 else "invalid_prompt", "message": str(why)}
@@ -129,7 +129,7 @@ class ResponseAnswer(PartsAnswer):
         return super().named(numbered)
 
     def finished(self) -> dict[str, Any]:
-        """A response that has come to its end, or to the end of its tokens."""
+        """Return the body of a finished or truncated response."""
         found = self._response(self.status, self.parts.done)
         usage = self.generation.usage
         found["usage"] = {
@@ -159,7 +159,7 @@ class ResponseAnswer(PartsAnswer):
 
 
 def _asked(body: ResponsesBody) -> dict[str, Any]:
-    """What a response says of its request, and of all that this server does not do."""
+    """Return the request's fields that a response repeats, and those of features that do not exist here."""
     form = None if body.text is None or body.text.format is None else body.text.format
     blank = dict.fromkeys(("name", "description", "parameters", "strict"))
     return {

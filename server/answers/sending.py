@@ -1,4 +1,4 @@
-"""What is sent back for a generation, a stream or an answer in one piece; work ends when its client goes away."""
+"""Send the output of a generation as a stream or as one body, and stop the generation when its client disconnects."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PIECE_BYTES = 1 << 18
-"""Of a whole answer so much is handed to the connection at once: what it holds beyond that is paid for."""
+"""The number of bytes of a complete answer that are passed to the connection at once. A larger answer reserves memory.
+"""
 
 
 class ClientGone(Exception):
-    """The client closed the connection before it had its answer."""
+    """The client disconnected before it had its answer."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` while the client is there, else raise ClientGone. The request's body must have been read."""
+    """Run ``work`` while the client is connected, else raise ClientGone. The request's body must have been read."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -59,7 +60,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they come. The generation is closed at the end, whoever caused it."""
+    """Sends events as they are generated. The generation is closed at the end in any case."""
 
     def __init__(self, generation: Generation, events: AsyncGenerator[bytes, None]) -> None:
         # Proxies must neither store nor collect events.
@@ -68,7 +69,7 @@ class EventStream(StreamingResponse):
         self._generation, self._events = generation, events
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the events end or the client goes."""
+        """Send until the events end or the client disconnects."""
         try:
             await until_disconnect(receive, self.stream_response(send))
         except ClientGone:
@@ -79,14 +80,14 @@ class EventStream(StreamingResponse):
 
 
 class _PaidAnswer(Response):
-    """A long answer, sent as it is taken: who reads slowly holds a share of what all may."""
+    """A long answer, sent as fast as the client reads it. Until then it holds a share of the memory for answers."""
 
     def __init__(self, content: bytes, share: Share) -> None:
         super().__init__(media_type="application/json", headers={"content-length": str(len(content))})
         self._content, self._share = content, share
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; the share is given back at the end, whatever that is."""
+        """Send the answer. The share of memory is released at the end in any case."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             for at in range(0, len(self._content), _PIECE_BYTES):
@@ -98,7 +99,7 @@ class _PaidAnswer(Response):
 
 
 class Answers:
-    """Sends them, as evenly and as late as the operator wants."""
+    """Sends answers with the obfuscation that the operator configured."""
 
     def __init__(self, worker: Worker, settings: ServerSettings, lanes: Lanes) -> None:
         self._worker, self._settings, self._lanes = worker, settings, lanes
@@ -119,7 +120,7 @@ class Answers:
         return EventStream(generation, obfuscated_events(answer, pieces, self._pace(), settings.keep_alive_s))
 
     async def whole(self, answer: Answer, receive: Receive) -> Response:
-        """The answer in one piece, once all choices have ended; raises ClientGone."""
+        """Return the complete answer when all choices have ended. Raises ClientGone."""
         is_even, generation = self._settings.obfuscation == "always", answer.generation
         size = self._settings.obfuscation_tokens
         finish = finish_at_a_tick(generation, self._pace(), size) if is_even else generation.finish()
@@ -133,14 +134,14 @@ class Answers:
         return self.response(write() if answer.is_short else await self._lanes.answers.run(write))
 
     def _spelling(self, answer: Answer, index: int, *, stops: bool = True) -> TextStream:
-        """A stream of a choice's text as the request asks for it, or without its stop strings."""
+        """Return a text stream of a choice, with or without the request's stop strings."""
         engine, generation = self._worker.loaded_engine, answer.generation
         assert engine is not None and generation.sampling is not None  # every generation was submitted
         prompt = generation.prompts[answer.prompt_index(index)]
         return TextStream.following(codec_of(engine), generation.sampling, prompt, stops=stops)
 
     def response(self, content: bytes) -> Response:
-        """An answer of JSON; raises QueueFull where too many long ones wait to be taken."""
+        """Return a JSON response. Raises QueueFull if too many long answers wait for their clients."""
         if len(content) <= _PIECE_BYTES:
             return Response(content, media_type="application/json")
         share = self._unsent.share()

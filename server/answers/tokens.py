@@ -1,4 +1,4 @@
-"""Tokens of an output in its answer: the text that each brought, and their log-probabilities."""
+"""The tokens of an output in its answer: the text of each token, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 class ShownTokens(NamedTuple):
-    """Tokens whose text is in the text of an output.
+    """Tokens whose text is in an output's text.
 
-    ``places`` : where the text of each begins, white space aside. ``cut`` : the text of the last token as far as a stop
-    string left it; None where all of it is there.
+    Attributes:
+        entries: The tokens with their log-probabilities.
+        places: The position at which the text of each token begins, without white space.
+        cut: The text of the last token up to a stop string. None: all of it is in the text.
     """
 
     entries: Sequence[TokenLogprobs]
@@ -30,7 +32,7 @@ class ShownTokens(NamedTuple):
 
 @dataclass(slots=True)
 class _Spelled:
-    """A choice as if no stop string ended it. ``waiting`` : tokens whose text was not sent, with its place."""
+    """A choice decoded without its stop strings. ``waiting`` are tokens whose text was not sent, with its position."""
 
     stream: TextStream
     num_spelled: int = 0
@@ -39,16 +41,16 @@ class _Spelled:
 
 
 class Spelling:
-    """Tells which token brought which text of one request's choices, each read once from its beginning."""
+    """Attributes the text of a request's choices to their tokens. Each choice is read once, from its beginning."""
 
     def __init__(self, make_stream: Callable[..., TextStream]) -> None:
-        """``make_stream`` : a fresh stream of a choice as the request asks for it, or without its ``stops``."""
+        """Start without output. ``make_stream`` creates a text stream of a choice, with or without its stop strings."""
         self._make_stream = make_stream
         self._streams: dict[int, TextStream] = {}
         self._spelled: dict[int, _Spelled] = {}
 
     def texts(self, index: int, token_ids: Sequence[int], text: str) -> list[str]:
-        """``text`` by the tokens that came with it. O(tokens)."""
+        """Divide ``text`` among the tokens that produced it. O(tokens)."""
         if index not in self._streams:
             self._streams[index] = self._make_stream(index)
         stream, texts, rest = self._streams[index], [], text
@@ -61,9 +63,12 @@ class Spelling:
         return texts
 
     def shown(self, index: int, part: RequestOutput | Choice, *, hides_ending: bool) -> ShownTokens:
-        """The tokens of the next output of a choice, or of the whole choice, whose text is in what was sent.
+        """Return the tokens of a choice's next output, or of the whole choice, whose text was sent. O(tokens).
 
-        ``hides_ending`` : the token that ends the output is not in the text. O(tokens).
+        Args:
+            index: The choice.
+            part: The output, or the whole choice.
+            hides_ending: Whether the last token, which ended the output, is not in the text.
         """
         if index not in self._spelled:
             self._spelled[index] = _Spelled(self._make_stream(index, stops=False))
@@ -94,19 +99,22 @@ class Spelling:
 
 @dataclass(slots=True)
 class Written:
-    """Characters of a choice that are there, and what makes more of its bytes: tokens may end within a character."""
+    """The number of characters written so far, and the bytes of a character that a token left incomplete."""
 
     length: int = 0
     decoder: IncrementalDecoder = field(default_factory=lambda: getincrementaldecoder("utf-8")("replace"))
 
 
 class LogprobsWriter:
-    """Writes those of one HTTP request. Not thread-safe."""
+    """Serializes the log-probabilities of one HTTP request. Not thread-safe."""
 
     def __init__(self, texts: TokenTexts, *, as_token_ids: bool, every_token: bool) -> None:
-        """``as_token_ids`` : tokens are written as "token_id:123", which is unambiguous where their text is not.
+        """Prepare a serializer.
 
-        ``every_token`` : those that are not in the text, too.
+        Args:
+            texts: The texts of tokens.
+            as_token_ids: Whether tokens are written as "token_id:123", which is unambiguous where their text is not.
+            every_token: Whether tokens that are not in the text are included.
         """
         self._texts = texts
         self._as_token_ids = as_token_ids
@@ -120,11 +128,15 @@ class LogprobsWriter:
         written: Written,
         cut: str | None = None,
     ) -> dict[str, Any]:
-        """``logprobs`` of /v1/completions.
+        """Return the field ``logprobs`` of /v1/completions.
 
-        Of a prompt's token ``first``, which nothing predicts, the entry is None. ``text`` : theirs, behind what is
-        ``written``: special tokens are in it where a prompt spells them or they are not skipped. ``cut`` : see
-        `ShownTokens`.
+        Args:
+            entries: The log-probabilities of each token; None for the first token of a prompt, which nothing predicts.
+            first: The first token of the prompt, if it is repeated.
+            text: The text of the tokens, after the text that is ``written``. It contains special tokens if a prompt
+                spells them or if they are not skipped.
+            written: The state of the choice, which is updated.
+            cut: See `ShownTokens`.
         """
         token_ids = [first if entry is None else entry.token_id for entry in entries]
         tokens = [self._text(token_id) if token_id is not None else "" for token_id in token_ids]
@@ -147,12 +159,12 @@ class LogprobsWriter:
         }
 
     def _spelled_length(self, token_id: int, text: str, at: int) -> int:
-        """Of a special token where ``text`` has it; some tokenizers count a space more before a text's first word."""
+        """Return the length of a special token in ``text``; some tokenizers add a space before the first word."""
         piece = self._texts.text_of(token_id)
         return len(piece) if text.find(piece, max(0, at - 1), at + 1 + len(piece)) >= 0 else 0
 
     def chat(self, shown: ShownTokens) -> dict[str, Any]:
-        """``logprobs`` of a chat completion's choice."""
+        """Return the field ``logprobs`` of a chat completion's choice."""
         content = [
             {**self._token(entry.token_id, entry.logprob), "top_logprobs": [self._token(*each) for each in entry.top]}
             for entry in shown.entries
@@ -162,7 +174,7 @@ class LogprobsWriter:
         return {"content": content, "refusal": None}
 
     def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-        """``prompt_logprobs``: for each token an object by token id, the token itself first."""
+        """Return ``prompt_logprobs``: an object by token id for each token, with the token itself first."""
         return [None if entry is None else self._by_id(entry) for entry in entries]
 
     def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What answers are on the wire: JSON piece by piece, and server-sent events, padded where they are obfuscated."""
+"""Serialize answers as JSON in chunks and as server-sent events, with padding if they are obfuscated."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 import pydantic_core
 
 PADDED_BYTES = 1024
-"""With obfuscation an event's length is a multiple of this: 16 tokens of text with what is around them fit one."""
+"""With obfuscation, the length of an event is a multiple of this. 16 tokens of text with their frame fit into one unit.
+"""
 _LONGEST_NUMBER = 24
-"""Characters of a float64 in JSON: sign, 17 digits, point, exponent."""
+"""The maximum number of characters of a float64 in JSON: sign, 17 digits, point, exponent."""
 _PIECE = 256
-"""Elements of a list that are written at once: below a millisecond even where each is a token with its alternatives."""
+"""The number of list elements that are serialized at once, below a millisecond even for tokens with alternatives."""
 
 
 def json_text(value: Any) -> bytes:
-    """``value`` as `pydantic_core.to_json` writes it; a long one keeps nobody waiting for the interpreter's lock."""
+    """Serialize ``value`` like `pydantic_core.to_json`, in chunks, between which other threads may run."""
     return b"".join(_pieces(value))
 
 
@@ -45,15 +46,16 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def padded(content: bytes) -> bytes:
-    """JSON with blanks behind it, to whole kilobytes."""
+    """Append spaces to JSON up to a multiple of a kilobyte."""
     return content + b" " * (-len(content) % PADDED_BYTES)
 
 
 def encode_events(events: Sequence[tuple[str, dict[str, Any]]], *, pad: bool) -> bytes:
-    """Server-sent events that go out together, names and bodies.
+    """Serialize server-sent events, given as names and bodies, that are sent together.
 
-    Padded, the last has a random ``obfuscation`` field that fills all of them to whole kilobytes, whatever the digits
-    of log-probabilities: those are rounded differently in passes of another width.
+    If ``pad`` is set, the last event has a random ``obfuscation`` field that fills all of them to whole kilobytes. The
+    padding does not depend on the digits of log-probabilities, which are rounded differently in passes of another
+    width.
     """
     written = [_event(name, body) for name, body in events]
     if pad and events:
@@ -71,12 +73,12 @@ def _event(name: str, body: dict[str, Any]) -> bytes:
 
 
 def filler() -> bytes:
-    """A comment as long as the shortest padded event."""
+    """Return a comment with the length of the shortest padded event."""
     return b": " + secrets.token_hex(PADDED_BYTES)[: PADDED_BYTES - 4].encode() + b"\n\n"
 
 
 def _spare_digits(value: Any) -> int:
-    """How many characters shorter JSON is than it would be with the longest of numbers. O(values)."""
+    """Return how many characters the JSON would gain if all numbers had the maximum length. O(values)."""
     if isinstance(value, float):
         return _LONGEST_NUMBER - len(pydantic_core.to_json(value))
     if isinstance(value, dict):

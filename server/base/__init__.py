@@ -1,1 +1,1 @@
-"""What every part of the server uses: errors, limits, budgets, lanes, settings."""
+"""Definitions for all parts of the server: errors, limits, budgets, lanes, settings."""

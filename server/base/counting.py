@@ -1,4 +1,4 @@
-"""Compiled counting: the values of a JSON text before it is parsed, and how much of a prediction came true."""
+"""Compiled counting: the values of a JSON text before it is parsed, and the accepted tokens of a prediction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _BRACE: Final = ord("{")
 
 
 def num_values(content: bytes | bytearray) -> int:
-    """Commas, colons and opening brackets outside strings: of JSON, at least its values less one. O(bytes), no GIL."""
+    """Count commas, colons and opening brackets outside strings: at least the number of values minus one.
+
+    O(bytes), without the interpreter's lock.
+    """
     return int(_num_values(np.frombuffer(content, np.uint8)))
 
 
@@ -50,10 +53,10 @@ Uint64s = npt.NDArray[np.uint64]
 
 
 def common_tokens(prediction: Sequence[int], output: Sequence[int]) -> int:
-    """Length of the longest common subsequence: the prediction's tokens that the output has, in order.
+    """Return the length of the longest common subsequence of prediction and output.
 
-    A matter of the two texts alone, not of what was drafted, which would tell what the cache holds. At the worst
-    O(n log n + m n / 64), nearly all of it without the interpreter's lock; O(n + m) memory.
+    It depends only on the two texts and not on drafts, which would reveal the cache's content. At worst
+    O(n log n + m n / 64) time, nearly all of it without the interpreter's lock; O(n + m) memory.
     """
     wanted, found = np.array(prediction, np.int64), np.array(output, np.int64)
     if not (wanted.size and found.size):
@@ -68,12 +71,14 @@ def common_tokens(prediction: Sequence[int], output: Sequence[int]) -> int:
 
 @kernel
 def _common(words: Int64s, masks: Uint64s, first: Int64s, last: Int64s, n: int) -> int:
-    """The length, where the j-th output token's places in n are the ones of ``masks[i]`` in word ``words[i]``, with i
+    """Return the length of the longest common subsequence with a bit-parallel algorithm.
+
+    The positions of the j-th output token in the prediction are the ones of ``masks[i]`` in word ``words[i]``, for i
     from ``first[j]`` up to ``last[j]`` and ascending words.
 
-    One number of n bits is updated for each output token, row' = (row + matched) | (row - matched) with matched the
-    ones at the token's places (Hyyrö 2004, "Bit-parallel LCS-length computation revisited", section 4). It lies in
-    words of 64 bits, lowest first; a word without a place changes only by a carry that comes from below.
+    A number of n bits is updated for each output token, row' = (row + matched) | (row - matched), where matched has
+    ones at the token's positions (Hyyrö 2004, "Bit-parallel LCS-length computation revisited", section 4). It is stored
+    in words of 64 bits, lowest first; a word without a position changes only by a carry from below.
     """
     num_words = (n + _WORD - 1) // _WORD
     row = np.full(num_words, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64)  # a zero where one more token is matched

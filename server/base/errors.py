@@ -1,6 +1,6 @@
-"""Errors as OpenAI's clients read them, ``{"error": {"message", "type", "param", "code"}}``.
+"""Errors in OpenAI's form, ``{"error": {"message", "type", "param", "code"}}``.
 
-Where Anthropic's API is spoken: ``{"type": "error", "error": {"type", "message"}, "request_id"}``.
+For Anthropic's API: ``{"type": "error", "error": {"type", "message"}, "request_id"}``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _TYPES = {
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
 NO_THREADS = "thread_unsupported_request"
-"""The code of a refusal to keep a conversation; agents then send all of it with each request."""
+"""The code of the refusal to store a conversation; agents then send all of it with each request."""
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether a request is for Anthropic's API; of models, which both have, its header tells."""
+    """Return whether a request uses Anthropic's API; for models, which both APIs have, its header decides."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     if path.startswith("/v1/models"):
         return any(name == b"anthropic-version" for name, _ in scope["headers"])
@@ -44,7 +44,7 @@ _HEADERS: Mapping[int, Mapping[str, str]] = {
 
 
 class ServerNotReady(EngineError):
-    """The model is still being loaded, or the service is shutting down: try again."""
+    """The model is being loaded or the service is shutting down; the client should retry."""
 
 
 class EngineFailed(EngineError):
@@ -52,17 +52,17 @@ class EngineFailed(EngineError):
 
 
 class RequestFailed(EngineError):
-    """This request failed inside the engine, which goes on with the others."""
+    """This request failed inside the engine, which continues with the others."""
 
 
 class ApiError(Exception):
-    """An error with its HTTP status, for what is not an engine's or a request's own error."""
+    """An error with its HTTP status, for errors that are not an engine's or a request's own."""
 
     def __init__(
         self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None,
         code: str | None = None, headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """``headers`` : of the answer, in place of those that its status has."""
+        """Create an error. ``headers`` replace the default headers of its status."""
         super().__init__(message)
         self.status = status
         self.kind = kind
@@ -72,7 +72,7 @@ class ApiError(Exception):
 
 
 def model_not_found(name: str, served: str) -> ApiError:
-    """The answer to a request for a model that is not served here."""
+    """Return the error for a request for a model that is not served."""
     message = f"The model {shown(name)} does not exist here; this server has {served!r}."
     return ApiError(404, message, param="model", code="model_not_found")
 
@@ -87,7 +87,7 @@ _OURS: Mapping[type[Exception], tuple[int, str]] = {
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Status, type, param and code of any exception; what is none of these is logged, and a 500 that tells nothing."""
+    """Convert any exception to an `ApiError`. Unknown exceptions are logged and become a 500 without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -102,13 +102,13 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """The JSON body of an error, which is what the request came to."""
+    """Return the JSON body of an error, and record the error as the request's result."""
     found = _noted(error)
     return {"error": {"message": str(found), "type": found.kind, "param": found.param, "code": found.code}}
 
 
 def anthropic_error_body(error: Exception) -> dict[str, Any]:
-    """The same in Anthropic's form; of our codes only `NO_THREADS` is theirs, too."""
+    """Return the JSON body in Anthropic's form; of our codes only `NO_THREADS` exists there."""
     found = _noted(error)
     kind = _TYPES.get(found.status, "invalid_request_error" if found.status < 500 else "api_error")
     body: dict[str, Any] = {"type": kind, "message": str(found)}
@@ -125,19 +125,19 @@ def _noted(error: Exception) -> ApiError:
 
 
 def error_response(error: Exception, scope: Scope) -> JSONResponse:
-    """The whole answer to an error, in the form of the API that was spoken to; overload says when to try again."""
+    """Return the response to an error, in the form of the request's API; overload errors say when to retry."""
     found = as_api_error(error)
     body = anthropic_error_body(found) if speaks_anthropic(scope) else error_body(found)
     return JSONResponse(body, found.status, found.headers)
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Exception handler of the application for our own exceptions."""
+    """Handle our own exceptions for the application."""
     return error_response(error, request.scope)
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
-    """Exception handler for the framework's own refusals: an unknown path, a wrong method."""
+    """Handle the framework's exceptions for the application, such as an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     what = "there is no such endpoint here, /docs lists those there are" if error.status_code == 404 else error.detail
     message = f"{what}: {request.method} {request.url.path:.200}"

@@ -1,4 +1,4 @@
-"""How much one request, and all together, may ask for. Checked by count, before anything is made of it."""
+"""Limits of one request and of all requests together. They are checked by count before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,51 +11,57 @@ from ssd.errors import ConfigError
 
 N = TypeVar("N", int, float)
 _Fixed = Annotated[N, Parameter(parse=False)]
-"""Of no option: what nobody changes."""
+"""A limit without a command line option."""
 
 SMALL_BODY_BYTES = 64 << 10
-"""A body up to here is parsed where it arrives, in about a millisecond."""
+"""The maximum size of a body that is parsed on the event loop, within about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a request is refused for when it goes beyond; the defaults leave room above what clients send in earnest."""
+    """Limits beyond which requests are refused. The defaults are above the needs of ordinary clients."""
 
     max_body_bytes: int = 8 << 20
-    """Bytes of a request's body, headers and extensions of its chunks included."""
+    """Maximum size of a request's body in bytes, including chunk headers and extensions."""
     # While a string is read from JSON the process's other threads stand still, at worst 5 ms for each megabyte.
     max_body_values: _Fixed[int] = 1 << 18
-    """Values, names and brackets in a body's JSON; twice the context where that is more."""
+    """The maximum number of values, names and brackets in a body's JSON; at least twice the context."""
     # Other threads stand still for them, up to 60 ms; a prompt of token ids can always be sent.
     max_body_seconds: _Fixed[float] = 20.0
-    """Longest a body may stall; see ``min_bytes_per_second``."""
+    """The maximum time in seconds for which a body may stall, see ``min_bytes_per_second``."""
     max_bodies_bytes: _Fixed[int] = 128 << 20
-    """Bytes of all bodies above 64 KiB that are arriving or being checked; a tenant has half of what others leave."""
+    """The maximum total size of bodies above 64 KiB that are being received or checked. A tenant may use half of the
+    part that other tenants leave.
+    """
     max_answers_bytes: _Fixed[int] = 1 << 30
-    """Bytes of all whole answers above 256 KiB that their clients have not taken yet, shared as those of bodies."""
+    """The maximum total size of complete answers above 256 KiB that clients have not read yet, shared like
+    ``max_bodies_bytes``.
+    """
     max_choices: int = 1024
-    """Choices of a request: prompts times ``n``."""
+    """Maximum number of choices of a request: prompts times `n`."""
     max_request_tokens: int = 1 << 18
-    """Prompt tokens of a request; the context where that is more."""
+    """Maximum number of prompt tokens of a request; at least the context length."""
     max_queued_tokens: int = 1 << 23
-    """Tokens of prompts and predictions, for each choice, of all requests in the service, shared as bytes of bodies."""
+    """Maximum total number of prompt and prediction tokens, times choices, of all requests; a tenant may use half of
+    the rest.
+    """
     max_grammar_characters: int = 1 << 16
-    """Characters of a schema, choices or a grammar."""
+    """Maximum number of characters of a JSON schema, of choices or of a grammar."""
     max_messages: int = 4096
-    """Messages of a conversation."""
+    """Maximum number of messages of a conversation."""
     max_tools: int = 512
-    """Functions that a model is told of."""
+    """Maximum number of tools of a request."""
     max_connections: int = 1 << 14
-    """Connections at once, fewer where the system allows fewer files."""
+    """Maximum number of open connections; lower if the system allows fewer open files."""
     max_idle_seconds: float = 75.0
-    """How long a connection may be open without a request."""
+    """Time in seconds after which a connection without a request is closed."""
     # Longer than the clients' and proxies' own limits, mostly 5 to 60 s: none sends on what is being closed.
     max_head_seconds: float = 20.0
-    """Time for a request's head to arrive."""
+    """Time in seconds within which a request's headers must arrive."""
     max_send_seconds: float = 30.0
-    """Longest a client may take nothing of what waits for it."""
+    """Time in seconds after which a client that reads nothing of its answer is disconnected."""
     min_bytes_per_second: _Fixed[int] = 8192
-    """Who sends a body, or reads an answer, at this rate is waited for as long as it takes."""
+    """A client that sends a body, or reads an answer, at this rate never times out."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -64,13 +70,13 @@ class Limits:
 
 
 class Patience:
-    """A bucket of ``seconds`` that leaks all the time and is filled by bytes that moved, at ``bytes_per_s``."""
+    """A leaky bucket that drains in ``seconds`` and that transferred bytes refill at ``bytes_per_s``."""
 
     def __init__(self, seconds: float, bytes_per_s: float, now: float) -> None:
         self._seconds, self._bytes_per_s = seconds, bytes_per_s
         self.until = now + seconds
-        """When patience ends."""
+        """The time at which the bucket is empty."""
 
     def moved(self, num_bytes: int, now: float) -> None:
-        """So many bytes have come, or gone, since the last call. O(1)."""
+        """Add the bytes transferred since the last call. O(1)."""
         self.until = min(now + self._seconds, self.until + num_bytes / self._bytes_per_s)

@@ -1,6 +1,6 @@
-"""What is noted of one HTTP request while it is handled, for the access line, the metrics and the trace.
+"""The record of one HTTP request, for the access log, the metrics and the trace.
 
-Names and counts alone: no text, no token, no key and no salt of a request comes in here.
+It contains only names and counts: no text, token, key or salt of a request.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
 _MOST_BYTES = 512
-"""More of either header is not looked at; of ``tracestate`` the recommendation asks for so much."""
+"""The maximum size of either trace header in bytes; the recommendation requires this much for ``tracestate``."""
 
 
 def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """W3C's trace context of raw headers with lower-case names, as it came; empty without a valid ``traceparent``."""
+    """Return the W3C trace context of raw headers with lower-case names; empty without a valid ``traceparent``."""
     parent, state = (
         b",".join(value for name, value in headers if name == wanted).decode("latin-1").strip(" \t")
         for wanted in (b"traceparent", b"tracestate")
@@ -34,52 +34,52 @@ def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Record:
-    """One HTTP request. Whoever learns something notes it; times are those of ``time.perf_counter``, 0 for never."""
+    """The facts about one HTTP request. Times are those of ``time.perf_counter``; 0: never."""
 
     received_s: float = field(default_factory=time.perf_counter)
     trace: dict[str, str] = field(default_factory=dict)
-    """The client's `trace_headers`."""
+    """The client's trace context, see `trace_headers`."""
     request_id: str | None = None
     tenant: str | None = None
-    """Whose key it brought; None where there are no keys."""
+    """The tenant of the request's key. None: there are no keys."""
     status: int | None = None
-    """None while nothing was answered."""
+    """The status code. None: no answer was sent."""
     refusal: str | None = None
-    """Why it was not served, or not to its end: one of a few words, see `refusal_of`."""
+    """Why the request was rejected or aborted, see `refusal_of`."""
     param: str | None = None
-    """The field at fault where a request was refused, as the client wrote it."""
+    """The faulty field of a rejected request, as the client wrote it."""
     is_gone: bool = False
-    """The client left before it had its answer."""
+    """Whether the client disconnected before it had its answer."""
     is_stream: bool = False
     model: str | None = None
-    """The served name that was asked for, or stands in where none was."""
+    """The served name of the requested model."""
     response_id: str | None = None
     namespace: str | None = None
     sampling: SamplingParams | None = None
-    """Of the first choice."""
+    """The sampling parameters of the first choice."""
     num_choices: int = 0
-    """0 for a request that came to no generation."""
+    """The number of choices; 0 for a request without generation."""
     finish_reasons: tuple[str, ...] = ()
-    """Of the choices that ended, in order."""
+    """The finish reasons of the choices in the order in which they ended."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_steps: int = 0
-    """Passes that verified a row of it."""
+    """The number of verification passes of all choices."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     is_coupled: bool = False
-    """It was drawn with noise that other requests share."""
+    """Whether the request was sampled with noise that other requests share."""
     submitted_s: float = 0.0
     started_s: float = 0.0
-    """When the first choice was given a slot."""
+    """The time at which the first choice was given a slot."""
     first_token_s: float = 0.0
     last_token_s: float = 0.0
 
 
 def between(begin_s: float, end_s: float) -> float | None:
-    """Seconds from one of a record's times to another; None where one of them never came."""
+    """Return the seconds between two times of a record; None if one of them never came."""
     return end_s - begin_s if begin_s and end_s else None
 
 
@@ -87,19 +87,19 @@ _CURRENT: ContextVar[Record] = ContextVar("record")
 
 
 def begin_record() -> Record:
-    """A new record, which is the current one of this task and of those it starts."""
+    """Create a record and make it the current one of this task and of the tasks that it starts."""
     record = Record()
     _CURRENT.set(record)
     return record
 
 
 def current_record() -> Record:
-    """The record of the request that is being handled; one that nobody reads outside of any."""
+    """Return the record of the current request, or outside of requests one that is never read."""
     return _CURRENT.get(None) or Record()
 
 
 def refusal_of(status: int, code: str | None) -> str | None:
-    """The word for why a request is answered with this error; None for a fault of ours."""
+    """Return the reason of a rejection as one word; None for a server error."""
     if status == 503:
         return code or "unavailable"
     if status in _BY_STATUS:

@@ -1,6 +1,6 @@
-"""What the endpoints need to know about the service they belong to: options, a field a flag, and what they come to.
+"""The service's options as the endpoints need them; a field of an option class is a command line flag.
 
-Names and meanings of options are those of ``vllm serve`` where it has them.
+Names and meanings are those of ``vllm serve`` if it has the option.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ssd.errors import ConfigError
 VERSION = ssd.__version__
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-"""Fields of a model's generation_config.json that stand in for what a request leaves out."""
+"""The fields of a model's generation_config.json that replace fields missing in a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +31,19 @@ class RequestOptions:
     """What requests may do."""
 
     share_cache_across_keys: bool = False
-    """all API keys draft from one cache and teach it (default: each tenant has its own)"""
+    """Let all API keys draft from and add to one cache. By default each tenant has its own."""
     share_prefix_cache: bool = False
-    """requests of different API keys share keys and values, and can then find out what others have asked"""
+    """Let requests of different API keys share the prefix cache. A tenant can then find out other tenants' prompts by
+    timing.
+    """
     ignore_unknown_fields: bool = False
-    """leave fields of requests unread that this server does not know (default: 400, with the name that may be meant)"""
+    """Ignore unknown fields of requests. By default they are rejected with 400 and a suggestion."""
     allow_special_tokens: bool = False
-    """special tokens that messages spell out are control tokens, as those of the chat template (default: text)"""
+    """Encode special tokens that messages spell out as control tokens. By default they are encoded as text."""
 
 
 def _names(_type: object, tokens: Sequence[Token]) -> tuple[str, ...]:
-    """A JSON list of texts, as for ``vllm serve``, or texts between commas."""
+    """Parse a JSON list of texts, as for ``vllm serve``, or texts separated by commas."""
     found: list[object] = []
     for text in (token.value for token in tokens):
         try:
@@ -58,40 +60,44 @@ _Names = Annotated[tuple[str, ...], Parameter(converter=_names, n_tokens=1, acce
 
 @dataclass(frozen=True, kw_only=True)
 class CorsOptions:
-    """What browsers let pages of other sites do here."""
+    """Access from web pages of other sites."""
 
     allowed_origins: _Names = ()
-    """sites whose pages may call from a browser, as a JSON list or with commas; * for all (default: none)"""
+    """Origins whose pages may call the server from a browser, as a JSON list or separated by commas; * allows all
+    (default: none).
+    """
     allowed_methods: _Names = ("*",)
-    """methods they may use"""
+    """HTTP methods that pages of allowed origins may use."""
     allowed_headers: _Names = ("*",)
-    """headers they may send"""
+    """Headers that pages of allowed origins may send."""
     allow_credentials: bool = False
-    """they may send cookies, which no part of this server reads; not with origins *"""
+    """Let pages of allowed origins send cookies. The server does not read them. Not possible with origin *."""
     allowed_hosts: _Names = ()
-    """host names that a server without keys is called by, as a JSON list or with commas; *.example.com for all names
-    below it, * for all (default: IP addresses, localhost and --host)"""
+    """Host names under which clients may address a server without API keys, as a JSON list or separated by commas;
+    *.example.com allows all subdomains, * allows all names (default: IP addresses, localhost and --host).
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObfuscationOptions:
-    """What the sizes and times of streams may tell."""
+    """Protection against observers of stream sizes and times."""
 
     obfuscation: Literal["asked", "default", "always"] = "asked"
-    """which streams come in even, padded pieces: those that ask for it (include_obfuscation), those that do not
-    decline, or all, and whole answers too"""
+    """Which streams are sent in padded chunks of equal size: "asked": those with include_obfuscation; "default": all
+    except those that decline it; "always": all streams, and complete answers too.
+    """
     obfuscation_tokens: int = 16
-    """tokens of each piece of an obfuscated stream"""
+    """Number of tokens per chunk of an obfuscated stream."""
     obfuscation_interval_s: Annotated[float, Parameter(name="--obfuscation-interval")] = 0.25
-    """seconds between the pieces of an obfuscated stream; 0 sends each when it is complete"""
+    """Seconds between the chunks of an obfuscated stream; 0 sends each chunk when it is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageOptions:
-    """The page at /, and what streams say about drafts."""
+    """The web UI and the draft details in streams."""
 
     no_page: bool = False
-    """no page at /, and no details of drafts in streams (default: both)"""
+    """Disable the web UI at / and the draft details in streams."""
 
 
 _CALLS = "how the model writes tool calls: auto (as its chat template says), none, or one of " + ", ".join(TOOL_FORMATS)
@@ -100,12 +106,12 @@ _THOUGHTS = "how it writes what it thinks before it answers: auto, none, or one 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
-    """How the model writes tool calls, and what it thinks."""
+    """The formats of tool calls and reasoning."""
 
     tool_call_parser: Annotated[str, Parameter(help=_CALLS)] = AUTO
     reasoning_parser: Annotated[str, Parameter(help=_THOUGHTS)] = AUTO
     exclude_tools_when_tool_choice_none: bool = False
-    """do not tell the model of tools where a request's tool_choice is none"""
+    """Leave tools out of the prompt if a request's tool_choice is "none"."""
 
     def check(self) -> None:
         for option, name, known in (
@@ -118,32 +124,32 @@ class ToolOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOptions, ToolOptions):
-    """Fixed for the life of the process."""
+    """The settings of the running service, which do not change."""
 
     model_names: tuple[str, ...]
-    """Names a request may call the model by; the first is the one in responses and metrics."""
+    """The names by which requests may call the model; responses and metrics use the first."""
     model: str
     """The model's path or id."""
     namespace: str | None = "default"
-    """Cache namespace of every request; None neither drafts from a cache nor learns."""
+    """The cache namespace of every request. None: nothing is drafted from a cache or added to it."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """LoRA adapters by the names that requests call them by, and where each came from."""
+    """Maps the names of LoRA adapters to their paths or ids."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    """Values for sampling fields that a request leaves out, by the names of ``SAMPLING_DEFAULTS``."""
+    """Values of sampling fields that a request leaves out, by the names in ``SAMPLING_DEFAULTS``."""
     keep_alive_s: float = 15.0
-    """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""
+    """A stream without output for this number of seconds sends a comment, so that proxies keep it open."""
     spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
-    """What answers say of their own drafts: who may read that can tell what the cache holds."""
+    """What answers report about their drafts. Clients that can read it can find out what the cache contains."""
     no_access_log: bool = False
-    """No line of log for each request."""
+    """Whether the access log is disabled."""
     limits: Limits = field(default_factory=Limits)
-    """What is too much for one request, or for all."""
+    """The limits of one request and of all requests together."""
     host: str = ""
     """The name or address to listen on."""
     root_path: str = ""
-    """Path that a proxy serves all this under; requests come with it or without."""
+    """The path under which a proxy serves the server; requests may come with or without it."""
     created: int = field(default_factory=lambda: int(time.time()))
-    """Start of the service, seconds since the epoch."""
+    """The start of the service in seconds since the epoch."""
 
     @property
     def model_name(self) -> str:
@@ -151,31 +157,34 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOption
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Everything that a request may name: the model, then its adapters."""
+        """All names that a request may use: those of the model and of its adapters."""
         return (*self.model_names, *self.adapters)
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a request's model name means; None for the model itself."""
+        """Return the adapter that a request's model name refers to; None for the model itself."""
         return name if name in self.adapters else None
 
     def namespace_of(self, name: str | None) -> str | None:
-        """The cache namespace of requests for a model name: each adapter has its own."""
+        """Return the cache namespace of requests for a model name; each adapter has its own."""
         adapter = self.adapter_of(name)
         return self.namespace if adapter is None or self.namespace is None else f"{self.namespace}.{adapter}"
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """Those of the model and of its adapters."""
+        """The namespaces of the model and of its adapters."""
         return tuple(name for each in (None, *self.adapters) if (name := self.namespace_of(each)) is not None)
 
     @property
     def system_fingerprint(self) -> str:
-        """Changes when the same seed may give another output: with the model or this program."""
+        """A fingerprint that changes when the same seed may give another output: with the model or the version."""
         return "ssd-" + hashlib.sha256(f"{VERSION}\0{self.model}".encode()).hexdigest()[:12]
 
 
 def read_sampling_defaults(path: Path) -> dict[str, float]:
-    """Sampling defaults of a ``generation_config.json``; raises ConfigError where it is no JSON object of numbers."""
+    """Read the sampling defaults of a ``generation_config.json``.
+
+    Raises ConfigError if it is not an object of numbers.
+    """
     try:
         content: Any = json.loads(path.read_text())
         found = {name: content[name] for name in SAMPLING_DEFAULTS if content.get(name) is not None}

@@ -1,4 +1,4 @@
-"""The application: all endpoints behind one gate, and how /openapi.json describes them."""
+"""The application with all endpoints and the description in /openapi.json."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ _STORED: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions/{id}": ("GET", "POST", "DELETE"),
     "/v1/chat/completions/{id}/messages": ("GET",),
 }
-"""What OpenAI answers from its store, by path and methods."""
+"""The paths and methods of OpenAI's stored objects, which this server does not have."""
 _CLIENT_CLOSED_REQUEST = 499
 
 
 def add_generation(app: FastAPI, service: Service) -> None:
-    """All of them; nothing is stored."""
+    """Add the endpoints that generate text. Nothing is stored."""
     for path, (name, schema) in _GENERATION.items():
         app.add_api_route(path, _generates(service, schema), methods=["POST"], name=name)
     options: dict[str, Any] = {"include_in_schema": False}
@@ -109,7 +109,7 @@ async def _nothing_stored(_request: Request) -> Response:
 
 
 def add_models(app: FastAPI, service: Service) -> None:
-    """The list, and each by its name."""
+    """Add the list of models and the description of each model."""
     settings = service.settings
 
     def model_body(name: str, *, is_anthropic: bool) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def add_models(app: FastAPI, service: Service) -> None:
 
 
 def add_tokenizer(app: FastAPI, service: Service) -> None:
-    """How many tokens a text or a conversation is, and which."""
+    """Add the endpoints that tokenize, detokenize and count tokens."""
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -171,7 +171,7 @@ def add_tokenizer(app: FastAPI, service: Service) -> None:
 
 
 def add_state(app: FastAPI, service: Service) -> None:
-    """All four; those that are asked whether the service lives answer HEAD as well."""
+    """Add /live, /health, /version and /metrics. Liveness and health also answer HEAD."""
     worker = service.worker
 
     @app.head("/live", include_in_schema=False)
@@ -204,7 +204,7 @@ def add_state(app: FastAPI, service: Service) -> None:
 
 
 def add_admin(app: FastAPI, service: Service) -> None:
-    """/admin, for operators' keys alone, and ``DELETE /v1/cache``."""
+    """Add /admin for operators' keys, and ``DELETE /v1/cache``."""
     tenants, lane = service.tenants, service.lanes.management
 
     def require_operator(request: Request) -> None:
@@ -288,7 +288,7 @@ class AnthropicError(BaseModel):
 
 
 def describe(app: FastAPI, *, needs_key: bool) -> None:
-    """Have /openapi.json say more than the framework knows: bodies, which the endpoints read, errors, keys."""
+    """Complete /openapi.json with bodies, which the endpoints parse themselves, errors and keys."""
 
     def description() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -350,11 +350,17 @@ def create_app(
     sharing_stats: NamespaceStats,
     span: SpanSink | None = None,
 ) -> FastAPI:
-    """The application over a worker that the caller starts and stops.
+    """Create the application over a worker that the caller starts and stops.
 
-    ``tenants`` : who may come in. ``sharing_stats`` : for /metrics. ``span`` : takes a span of each generation.
+    /live answers at once, /health answers 200 when the worker accepts requests, and all paths under /v1 answer 503
+    until then.
 
-    Answers /live at once, /health with 200 once the worker takes requests, and everything under /v1 with 503 before.
+    Args:
+        worker: The engine's thread.
+        settings: The server's settings.
+        tenants: The tenants and their keys.
+        sharing_stats: The statistics of Redis sharing, for /metrics.
+        span: Receives a trace span of each generation.
     """
     tenants.caches = lambda: None if worker.loaded_engine is None else worker.loaded_engine.caches
     service = Service(worker, settings, tenants, sharing_stats)

@@ -1,4 +1,4 @@
-"""From a validated body to running requests: the text's way into the engine."""
+"""From a validated body to running engine requests."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Body)
 
 _CHATS: dict[type[Body], type[ChatAnswer]] = {ResponsesBody: ResponseAnswer, AnthropicBody: AnthropicAnswer}
-"""What else than a chat completion a conversation is answered as."""
+"""The answer types of chat completions in the form of other APIs."""
 _FEW_TOKENS = 1 << 14
-"""Requests of so many tokens over all choices are handed over on the event loop, in a few milliseconds."""
+"""Requests of up to this number of tokens over all choices are submitted on the event loop, within milliseconds."""
 _MOST_LOGPROBS = 1 << 20
-"""Of an answer, alternatives included."""
+"""The maximum number of log-probabilities in an answer, including alternatives."""
 _TOKENS_A_CHOICE = 256
-"""What a choice costs beside its prompt."""
+"""The cost of a choice in addition to its prompt, in tokens."""
 
 
 class Service:
-    """What the endpoints share: bodies are read, prompts tokenised beside the event loop, generations started."""
+    """The functions that the endpoints share: reading bodies, tokenizing on other threads, and starting generations."""
 
     def __init__(
         self, worker: Worker, settings: ServerSettings, tenants: Tenants, sharing_stats: NamespaceStats
@@ -71,9 +71,9 @@ class Service:
         self._token_texts: TokenTexts | None = None
 
     async def read(self, request: Request, parse: Callable[..., B]) -> B:
-        """What ``parse``, a schema's or one like it, makes of the body of a request.
+        """Parse the body of a request with ``parse``, a schema's parser or a similar function.
 
-        Raises RequestError, ApiError, QueueFull, or why there is no engine.
+        Raises RequestError, ApiError, QueueFull, or the reason why there is no engine.
         """
         learns = may_learn(request.headers)
         context = self.worker.engine.max_model_len  # before anything is read: without an engine nothing can be done
@@ -86,7 +86,7 @@ class Service:
         return body
 
     def _engine_for(self, body: Body) -> Engine:
-        """The engine, once it is known to serve the model a body names; without a name it is the one there is."""
+        """Return the engine if it serves the model that the body names. A body without a name gets the served model."""
         if body.model is not None and body.model not in self.settings.all_names:
             raise model_not_found(body.model, self.settings.model_name)
         current_record().model = body.model or self.settings.model_name
@@ -104,7 +104,10 @@ class Service:
         return {"prompt": await self._texts.detokenize(self._engine_for(body), body.tokens)}
 
     async def start(self, body: CompletionBody | ChatBody, account: Account, asked: Body) -> Answer:
-        """Start every choice of ``body``, made of ``asked``. Where it raises nothing runs and nothing is taken."""
+        """Start all choices of ``body``, which was made from ``asked``.
+
+        After an exception nothing runs and nothing is reserved.
+        """
         engine, texts = self._engine_for(body), body.prompts() if isinstance(body, CompletionBody) else [""]
         account.require_place(body.n * len(texts), engine.target.num_slots)  # before anything is done
         if isinstance(body, CompletionBody):
@@ -189,7 +192,7 @@ class Service:
                 return found
 
             def streams() -> Sequence[int | None]:
-                """Of noise, none twice for one prompt, so that choices differ as without coupling."""
+                """Return the noise streams of the choices, none twice for one prompt, so that choices differ."""
                 is_shared = body.n > 1 and engine.config.coupled_streams
                 return engine.draw_streams(body.n) if is_shared else [None] * body.n
 
@@ -242,7 +245,7 @@ class Service:
         raise RequestError(message, param="stream_options.include_drafts")
 
     async def _shown(self, engine: Engine, body: CompletionBody | ChatBody) -> dict[str, Any]:
-        """What the answer is to hold beside the text."""
+        """Return which data the answer contains in addition to the text."""
         options: dict[str, Any] = {"return_token_ids": body.return_token_ids}
         wanted = {"logprobs": body.num_logprobs(), "prompt_logprobs": body.prompt_logprobs}
         if names := [name for name, number in wanted.items() if number is not None]:
@@ -256,13 +259,13 @@ class Service:
         return options
 
     def _named(self, body: GenerateBody) -> ServerSettings:
-        """Settings for an answer, which names the adapter where a request did."""
+        """Return the settings for an answer, which names the adapter if the request did."""
         adapter = self.settings.adapter_of(body.model)
         return self.settings if adapter is None else replace(self.settings, model_names=(adapter,))
 
 
 def _bounded(sampling: SamplingParams, context: int, room: int, num_choices: int) -> SamplingParams:
-    """Where nobody said how long an answer may become, it ends at the most log-probabilities that it may hold."""
+    """Limit the output by the maximum number of log-probabilities, if the request sets no limit."""
     if sampling.max_tokens is not None or sampling.logprobs is None:
         return sampling
     of_prompt = 0 if sampling.prompt_logprobs is None else (context - room) * (1 + sampling.prompt_logprobs)
@@ -271,7 +274,7 @@ def _bounded(sampling: SamplingParams, context: int, room: int, num_choices: int
 
 
 def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int) -> None:
-    """Refuse more log-probabilities than an answer may hold."""
+    """Raise RequestError for more log-probabilities than an answer may contain."""
     entries = 0
     if sampling.logprobs is not None:
         entries += (sampling.max_tokens or room) * (1 + sampling.logprobs)

@@ -1,1 +1,1 @@
-"""What an operator sees."""
+"""Logs, metrics and traces for operators."""

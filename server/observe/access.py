@@ -1,4 +1,4 @@
-"""What is told of every HTTP request at its end: the access line, counts, and a span where there is a collector."""
+"""Report each finished HTTP request: an access log line, counts, and a span if there is a collector."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from server.observe.logs import Fields
 log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/live", "/health", "/ping", "/metrics", "/page/stats"})
-"""Asked every few seconds by machines and open pages: where they say what they are for, their lines are at level
-DEBUG."""
+"""Paths that probes and open pages request every few seconds. Their usual answers are logged at level DEBUG."""
 
 _PROBED = frozenset({200, 503})
-"""Ready, and not ready."""
+"""The usual status codes of probes: ready and not ready."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _CLIENT_LEFT = 499
 _ELSEWHERE = re.compile(
     r"/(?:v1/|api/)?(?:audio|batches|chat|classify|embed|embeddings|files|fine_tuning|generate|images|infill|invocations|"
     r"load|moderations|pooling|props|rerank|score|slots|tags|threads)(?=/|$)"
 )
-"""Beginnings of paths that other servers have; anything else may be a text."""
+"""The beginnings of other servers' paths, which may be logged. Any other unknown path may contain private text."""
 
 
 class HttpCounts:
-    """What became of requests. Written on the event loop, read by any thread; all labels are from short lists."""
+    """Counts of requests. Written on the event loop, read by any thread. All labels are from short lists."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()
-        """By path, method and class of status; 4xx where the client left before there was one."""
+        """The number of requests by path, method and class of status; 4xx if the client disconnected before the answer.
+        """
         self.refused: Counter[str] = Counter()
-        """By reason; only what was answered with an error of the client's or of load, see `refusal_of`."""
+        """The number of rejected requests by reason, without server errors, see `refusal_of`."""
         self.num_under_way = 0
 
 
 SpanSink = Callable[[Record, str, float], tuple[str, str]]
-"""Takes a span of a request that has ended, its path and when; returns its trace id and its own, in hexadecimal."""
+"""Receives the span of a finished request, its path and its end; returns the ids of trace and span in hexadecimal."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Access:
-    """ASGI middleware around all that may refuse: makes a request's record and tells of it when its end was sent."""
+    """ASGI middleware around everything that may reject a request: creates its record, and reports it at its end."""
 
     app: ASGIApp = field(kw_only=False)
     counts: HttpCounts
     fields: Container[str] = ()
-    """Of requests, whose names may be told."""
+    """The names of request fields that may be logged."""
     writes_lines: bool
     span: SpanSink | None
     _paths: frozenset[str] | None = None
@@ -114,7 +114,7 @@ class Access:
             log.log(level, Fields("request", **facts, **_came_to(record, ended, ids)))
 
     def _path(self, scope: Scope) -> str:
-        """The path as the application knows it; what else is asked for may hold anything, and is called "other"."""
+        """Return the path as the application knows it; unknown paths, which may contain any text, become "other"."""
         if self._paths is None:
             self._paths = frozenset(getattr(route, "path", "other") for route in scope["app"].routes)
         path = path_below_root(scope)
@@ -125,7 +125,7 @@ class Access:
 
 
 def _came_to(record: Record, ended_s: float, ids: tuple[str, str] | None) -> dict[str, object]:
-    """The rest of the access line. ``ids`` : of the trace and the span."""
+    """Return the remaining fields of the access line. ``ids`` are those of the trace and the span."""
     given: dict[str, object] = {
         "total_s": ended_s - record.received_s,
         "reason": record.refusal,

@@ -1,4 +1,4 @@
-"""The log of the process: text or JSON lines, written by a thread of their own."""
+"""The log of the process as text or JSON lines, written by a separate thread."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from typing import Any, Literal, TextIO
 LogFormat = Literal["text", "json"]
 
 OURS = ("ssd", "server", "cache_builder")
-"""Loggers that get the level asked for; a library's are heard from WARNING on."""
+"""The loggers that get the configured level; other libraries log from WARNING on."""
 
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _MOST_WAITING = 8192
 _PATIENCE_S = 2.0
-"""How long the end of the process waits for a reader of the log that does not read."""
+"""The time in seconds that the end of the process waits for a blocked reader of the log."""
 _NO_FILES = (
     "no file descriptor is free: connections wait until others end. Allow more (ulimit -n, LimitNOFILE) or lower "
     "--max-connections"
 )
 _PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")
-"""Values that text lines need not quote: printable, without spaces, quotes and equal signs."""
+"""Values that need no quotes in text lines: printable, without spaces, quotes and equals signs."""
 
 
 class Fields(dict[str, Any]):
-    """A message of named values: ``key=value`` as text, keys of their own in JSON. Not to be changed once logged."""
+    """A message of named values: ``key=value`` as text, separate keys in JSON. Must not be changed after logging."""
 
     def __init__(self, event: str, **values: Any) -> None:
-        """``event`` : what happened, in a few words that are always the same. Values that are None are left out."""
+        """Create a message. ``event`` names what happened, in constant words. Values that are None are left out."""
         super().__init__({name: value for name, value in values.items() if value is not None})
         self.event = event
 
@@ -58,7 +58,7 @@ def _text(value: Any) -> str:
 
 
 class LaterHandler(QueueHandler):
-    """Hands records to a thread that writes them. It never waits: where too many wait already, they are dropped."""
+    """Passes records to a thread that writes them. It never waits; if too many records are queued, they are dropped."""
 
     def __init__(self, target: logging.Handler, *, most_waiting: int = _MOST_WAITING) -> None:
         self._waiting: SimpleQueue[logging.LogRecord | threading.Event | None] = SimpleQueue()
@@ -73,7 +73,7 @@ class LaterHandler(QueueHandler):
         self._thread.start()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell of missing file descriptors once a second: every connection and every file that needs one fails then."""
+        """Log missing file descriptors at most once a second, because every connection and file then fails."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             if record.created < self._no_files_s + 1:
@@ -83,7 +83,7 @@ class LaterHandler(QueueHandler):
         return super().filter(record)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Text is made of the arguments here, for they may change; `Fields` do not."""
+        """Format the message here, because its arguments may change; `Fields` do not."""
         if not isinstance(record.msg, Fields):
             record.msg, record.args = record.getMessage(), None
         if record.exc_info:
@@ -91,20 +91,20 @@ class LaterHandler(QueueHandler):
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue a record or drop it. `SimpleQueue` may be asked from signal handlers, too."""
+        """Queue a record or drop it. `SimpleQueue` is safe in signal handlers."""
         if self._waiting.qsize() >= self._most:
             self.num_dropped += 1
         else:
             self._waiting.put_nowait(record)
 
     def flush(self) -> None:
-        """Wait until what was logged is written, for two seconds at most."""
+        """Wait until the queued records are written, at most two seconds."""
         written = threading.Event()
         self._waiting.put_nowait(written)
         written.wait(_PATIENCE_S)
 
     def close(self) -> None:
-        """Write what waits and end the thread, within four seconds."""
+        """Write the queued records and end the thread, within four seconds."""
         if self._thread.is_alive():
             self.flush()
             self._waiting.put_nowait(None)
@@ -127,7 +127,7 @@ def _record(message: str) -> logging.LogRecord:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: ``time`` in UTC, ``level``, ``logger``, ``message``, and what `Fields` hold beside it."""
+    """One object per line: ``time`` in UTC, ``level``, ``logger``, ``message``, and the values of `Fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -148,7 +148,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def traceback_text(error: BaseException | None) -> str:
-    """A traceback with its causes, without the messages that may quote what a request held."""
+    """Return a traceback with its causes, without the messages, which may quote a request's content."""
     lines: list[str] = []
     while error is not None:
         kind = type(error)
@@ -161,7 +161,7 @@ def traceback_text(error: BaseException | None) -> str:
 
 
 def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) -> LaterHandler:
-    """Send everything that is logged to ``stream``, standard error by default. ``level`` : of our own loggers."""
+    """Send all log records to ``stream``, by default standard error. ``level`` applies to our own loggers."""
     logging.raiseExceptions = False  # a log that cannot be written is nothing to write about
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody prints them
     target = logging.StreamHandler(stream or sys.stderr)
@@ -178,7 +178,11 @@ def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) ->
 
 
 def wants_json(words: Sequence[str]) -> bool:
-    """Whether lines are to be JSON, before options are read: by the command line, or by the file that it names."""
+    """Return whether JSON lines are selected, before options are parsed.
+
+    Args:
+        words: The command line, which may name a configuration file.
+    """
     given = _GIVEN.findall("\n".join(words))
     for name, value in reversed(given):
         if name == "log-format":
@@ -194,7 +198,7 @@ _FILED = re.compile(r"""^\s*["']?log[-_]format["']?\s*[:=]\s*["']?json\b""", re.
 
 
 def tell(kind: str, message: str) -> None:
-    """Say what a start came to: a line of the log where that is JSON, else plain. ``kind`` : "error" or "warning"."""
+    """Report the result of a start as a JSON log line or as plain text. ``kind`` is "error" or "warning"."""
     handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, LaterHandler)]
     is_json = any(handler.is_json for handler in handlers)
     if is_json:
@@ -206,5 +210,5 @@ def tell(kind: str, message: str) -> None:
 
 
 def num_dropped_lines() -> int:
-    """Lines that were not written, of the log of this process."""
+    """Return the number of log records of this process that were dropped."""
     return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, LaterHandler))

@@ -1,6 +1,6 @@
-"""Prometheus exposition: vLLM's names where the quantity is the same, ``ssd:`` where it is ours.
+"""Prometheus metrics, with vLLM's names if the quantity is the same, and ``ssd:`` otherwise.
 
-Quantities are read from plain counters when somebody asks; only what HTTP clients wait for is observed as it happens.
+Quantities are read from plain counters at each scrape. Only latencies of HTTP clients are observed as they occur.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
 
 
 class Families:
-    """Makes families whose samples all have the labels of one model."""
+    """Creates metric families whose samples all have the labels of one model."""
 
     def __init__(self, labels: tuple[str, str]) -> None:
         self.labels = labels
@@ -43,7 +43,7 @@ class Families:
         self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, names: str | tuple[str, ...],
         values: Mapping[Any, float],
     ) -> Metric:  # fmt: skip
-        """Numbers by one more label, or several. The exposition adds ``_total`` to the name of what only grows."""
+        """Create a family with one or more additional labels. The exposition appends ``_total`` to counters."""
         more = (names,) if isinstance(names, str) else names
         family = kind(name, text, labels=[*LABELS, *more])
         for each, value in values.items():
@@ -54,11 +54,11 @@ class Families:
         return self.by(kind, name, text, (), {(): value})
 
     def info(self, name: str, text: str, **facts: str) -> Metric:
-        """Facts, as the labels of a gauge that is 1."""
+        """Create a gauge with the value 1 and facts as labels."""
         return self.by(GAUGE, name, text, tuple(facts), {tuple(facts.values()): 1.0})
 
     def histogram(self, name: str, text: str, histogram: Any) -> Metric:
-        """Numbers by ascending ``bounds`` they are not above; one more of ``counts``, and their ``total``."""
+        """Create a histogram from ascending ``bounds``, ``counts`` with one more element, and their ``total``."""
         bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
         counts = map(float, accumulate(list(histogram.counts)))
         family = HistogramMetricFamily(name, text, labels=LABELS)
@@ -67,22 +67,22 @@ class Families:
 
 
 MOST_NAMED = 64
-"""Namespaces that have labels of their own: each is a time series for every number."""
+"""The maximum number of namespaces with labels of their own, each of which is one time series per metric."""
 OTHERS = "(others)"
-"""No namespace is called so: brackets are refused."""
+"""The label of all other namespaces; no namespace has this name, because brackets are refused."""
 
 _SIZES = frozenset({
     "num_tokens", "num_static_tokens", "num_borrowed_tokens", "num_kept_tokens", "num_tail_tokens", "num_segments",
     "generation", "is_connected", "num_queued", "lag_seconds",
 })  # fmt: skip
-"""Statistics that may shrink; all others only grow."""
+"""Statistics that may decrease; all others are counters."""
 
 
 class NamespaceFamilies:
-    """Makes families of the namespaces' statistics, ``texts`` by the names of their fields; ``num_x`` becomes ``x``.
+    """Creates families of the namespaces' statistics, ``texts`` by field name; the field ``num_x`` becomes ``x``.
 
-    The first 64 namespaces that are seen keep their names for the life of the process. What grows is added up for the
-    others, so that one that is deleted takes nothing back. To be asked by one thread at a time.
+    The first 64 namespaces keep their labels for the life of the process. Counters of all others are summed, so that
+    the deletion of a namespace never decreases them. For use by one thread at a time.
     """
 
     def __init__(self, prefix: str, texts: Mapping[str, str], families: Families) -> None:
@@ -92,7 +92,7 @@ class NamespaceFamilies:
         self._grown: dict[str, float] = {}
 
     def collect(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
-        """One family for each number, and how many namespaces there are. O(namespaces)."""
+        """Yield one family per statistic, and the number of namespaces. O(namespaces)."""
         yield self._families.of(GAUGE, f"{self._prefix}_namespaces", "Namespaces that are open.", len(stats))
         self._named |= set([name for name in stats if name not in self._named][: MOST_NAMED - len(self._named)])
         for name, text in self._texts.items() if stats else ():
@@ -117,13 +117,13 @@ class NamespaceFamilies:
 
 
 NamespaceStats = Callable[[], Mapping[str, Any]]
-"""Counts of each namespace: dataclasses of numbers."""
+"""Returns the counts of each namespace: dataclasses of numbers."""
 
 LAG_INTERVAL_S = 0.25
 _REASONS = ("auth", "invalid", "not_found", "not_ready", "queue_full", "quota", "too_long", "too_slow")
-"""What requests are usually refused for: exported from the start, so that the first one shows as an increase."""
+"""The usual reasons of rejections, exported from the start so that the first rejection shows as an increase."""
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
-"""Ours to vLLM's."""
+"""Maps our finish reasons to vLLM's."""
 
 _ENGINE_NUMBERS = {
     "vllm:spec_decode_num_drafts": (COUNTER, "num_drafts", "Drafts that were not empty."),
@@ -204,7 +204,7 @@ _STREAM_TEXTS = {
 
 
 class ServerMetrics(Collector):
-    """Everything this process exports, of plain counters at each scrape."""
+    """All metrics of this process, read from plain counters at each scrape."""
 
     def __init__(self, worker: Worker, model_name: str, sharing_stats: NamespaceStats, tenants: Tenants) -> None:
         self._registry = CollectorRegistry()
@@ -225,7 +225,7 @@ class ServerMetrics(Collector):
             return generate_latest(self._registry)
 
     async def watch_loop(self) -> None:
-        """Observe how late the event loop is, what every connection waits for, four times a second until cancelled."""
+        """Measure four times a second how late the event loop is, which delays every connection, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_INTERVAL_S
@@ -233,7 +233,7 @@ class ServerMetrics(Collector):
             self.latencies.loop_lag.observe(max(0.0, loop.time() - due))
 
     def collect(self) -> Iterator[Metric]:
-        """All families; those of the engine once it is loaded."""
+        """Yield all families; those of the engine once it is loaded."""
         of, by, http = self._families.of, self._families.by, self.http
         is_ready = self._worker.state is WorkerState.READY
         yield of(GAUGE, "ssd:ready", "1 while requests are taken.", float(is_ready))
@@ -297,7 +297,7 @@ class ServerMetrics(Collector):
             yield from self._caches.collect(self._by_label(engine.caches.stats()))
 
     def _of_tenants(self) -> Iterator[Metric]:
-        """What each used, by name, never by key; none where there are no tenants."""
+        """Yield the usage of each tenant by name, never by key; nothing without tenants."""
         uses = {account.name: account.use for account in self._tenants.accounts()}
         if not uses:
             return
@@ -312,7 +312,7 @@ class ServerMetrics(Collector):
         yield by(GAUGE, "ssd:tenant_in_flight", "Choices that wait or run.", "tenant", in_flight)
 
     def _by_label(self, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """Of tenants' own namespaces by the tenants' names."""
+        """Replace the names of tenants' namespaces by the tenants' names."""
         labels = self._tenants.labels()
         return {labels.get(namespace, namespace): counts for namespace, counts in stats.items()}
 

@@ -1,4 +1,4 @@
-"""A span of each generation for an OpenTelemetry collector, made when the request has ended."""
+"""A trace span of each generation for an OpenTelemetry collector, created when the request has ended."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ log = logging.getLogger(__name__)
 
 OPTION = "--otlp-traces-endpoint"
 _TIMEOUT_S = 5.0
-"""For one export with its repetitions; spans wait meanwhile, 2,048 of them, then they are dropped."""
+"""The timeout of an export with its retries in seconds. Meanwhile up to 2,048 spans are queued, further ones are
+dropped.
+"""
 _PATIENCE_S = 2.0
-"""How long the end of the process waits for the collector."""
+"""The time in seconds that the end of the process waits for the collector."""
 _DEFAULT_PATH = "/v1/traces"
 
 _OPERATIONS = {"/v1/completions": "text_completion"}
-"""By path; all others are chats."""
+"""The operation by path; all other paths are chats."""
 
 
 class Spans:
-    """Gives spans to ``exporter`` on its own thread. Attributes are OpenTelemetry's, and vLLM's for times; no text."""
+    """Passes spans to ``exporter`` on its own thread. Attributes are OpenTelemetry's, and vLLM's for times; no text."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -46,7 +48,7 @@ class Spans:
         self._tracer = self._provider.get_tracer("ssd", VERSION)
 
     def __call__(self, record: Record, path: str, ended_s: float) -> tuple[str, str]:
-        """Queue the span of a request; returns the ids of its trace and its own, in hexadecimal."""
+        """Queue the span of a request; returns the ids of the trace and of the span in hexadecimal."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -78,14 +80,14 @@ class Spans:
         return f"{context.trace_id:032x}", f"{context.span_id:016x}"
 
     def close(self) -> None:
-        """Send what waits, for two seconds at most."""
+        """Send the queued spans, for at most two seconds."""
         closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(_PATIENCE_S)
 
 
 def make_spans(endpoint: str) -> Spans:
-    """Spans for a collector's URL; raises ConfigError where it is none, or where the libraries are missing."""
+    """Create spans for a collector's URL. Raises ConfigError if it is invalid or if libraries are missing."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{OPTION} must be like http://collector:4318{_DEFAULT_PATH}, got {endpoint!r:.200}")
@@ -101,7 +103,7 @@ def make_spans(endpoint: str) -> Spans:
 
 
 def _told_once(exporter: SpanExporter, name: str) -> SpanExporter:
-    """The same exporter, which says once that its collector is away, and once that it is back."""
+    """Return an exporter that logs once when its collector is unreachable, and once when it is back."""
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     export, num_lost = exporter.export, 0

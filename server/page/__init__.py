@@ -1,1 +1,1 @@
-"""The pages: at / a playground that shows the drafts at work, at /docs the API."""
+"""The web UI at /, a playground that shows drafts, and the API documentation at /docs."""

@@ -1,4 +1,4 @@
-"""/ and /docs, the files that the pages there are made of, and /page/stats."""
+"""The routes of the web UI: /, /docs, their files, and /page/stats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
     "require-trusted-types-for 'script'"
 )
-"""Scripts, styles and requests of this origin alone, none of them inline; text never becomes markup."""
+"""Allows scripts, styles and requests of this origin only, none of them inline, so text never becomes markup."""
 
 SECURITY_HEADERS: Mapping[str, str] = {
     "content-security-policy": _POLICY,
@@ -40,7 +40,7 @@ SECURITY_HEADERS: Mapping[str, str] = {
 
 
 def page_files() -> dict[str, Path]:
-    """Those of / by their path in the service; they lie below /page/, as its own links have it."""
+    """Return the files of the web UI by their path in the service, below /page/ as its links expect."""
     files = {f"/page/{path.name}": path for path in sorted(_PAGE.iterdir())}
     files["/"] = files.pop("/page/index.html")
     files["/favicon.ico"] = files["/page/icon.svg"]
@@ -48,7 +48,7 @@ def page_files() -> dict[str, Path]:
 
 
 def docs_files() -> dict[str, Path]:
-    """Those of /docs by their path in the service; they lie below it."""
+    """Return the files of /docs by their path in the service."""
     files = {f"/docs/{path.name}": path for path in sorted(_DOCS.iterdir())}
     files["/docs"] = files.pop("/docs/docs.html")
     files["/docs/icon.svg"] = _PAGE / "icon.svg"
@@ -56,7 +56,7 @@ def docs_files() -> dict[str, Path]:
 
 
 def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
-    """Counters that only grow, but for what runs and waits and sizes of caches; a tenant sees those of its own."""
+    """Return counters, the numbers of running and waiting requests, and cache sizes; a tenant sees its own cache."""
     found: dict[str, Any] = {
         "state": worker.state.value, "model": settings.model_name, "time_s": time.monotonic(), "namespaces": {},
     }  # fmt: skip
@@ -101,7 +101,7 @@ def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, accou
 
 
 def add_files(app: FastAPI, files: Mapping[str, Path]) -> None:
-    """Files of a page by their paths, open to everybody. A browser asks each time whether they are still the same."""
+    """Serve files by path without a key. Browsers revalidate them on every use."""
 
     def answers(path: Path) -> Callable[[Request], Awaitable[Response]]:
         content, (kind, _) = path.read_bytes(), guess_type(path.name)
@@ -122,7 +122,7 @@ def add_files(app: FastAPI, files: Mapping[str, Path]) -> None:
 def add_page(
     app: FastAPI, files: Mapping[str, Path], worker: Worker, settings: ServerSettings, tenants: Tenants, aside: Lane
 ) -> None:
-    """The page at / and its counters, which need a key where there are keys. ``aside`` : where they are read."""
+    """Serve the web UI and its counters, which need a key if there are keys. ``aside`` runs the reading of counters."""
     add_files(app, files)
 
     @app.get("/page/stats", include_in_schema=False)

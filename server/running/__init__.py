@@ -1,1 +1,1 @@
-"""Requests while the engine works on them."""
+"""Requests while the engine processes them."""

@@ -1,4 +1,4 @@
-"""Conversations on their way into the engine: the prompt, what the answer must look like, and who takes it apart."""
+"""Prepare conversations for the engine: the prompt, the output constraints, and the parser of the answer."""
 
 from __future__ import annotations
 
@@ -38,9 +38,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """Names of parsers, None for none. ``in_words`` : the template is not told of tools, the model is all the same.
+    """The formats of a chat template's messages.
 
-    ``several`` : the template takes messages of several calls; else an answer has one.
+    Attributes:
+        tool_call: The name of the tool parser. None: there is none.
+        reasoning: The name of the reasoning parser. None: there is none.
+        in_words: Whether tools are described in words, because the template ignores them.
+        several: Whether a message may have several calls. Otherwise an answer has at most one.
     """
 
     tool_call: str | None = None
@@ -51,9 +55,12 @@ class MessageFormat:
 
 @lru_cache(maxsize=8)
 def message_format(template: ChatTemplate | None, tool_call: str, reasoning: str) -> MessageFormat:
-    """The format of messages of a template that is in use. A new one is rendered a few times.
+    """Detect the message format of a chat template; cached for the templates in use.
 
-    ``tool_call``, ``reasoning`` : a parser's name, or "auto" for what the template speaks of, or "none".
+    Args:
+        template: The chat template. None: there is none.
+        tool_call: The name of a tool parser, "auto" for detection, or "none".
+        reasoning: The name of a reasoning parser, "auto" for detection, or "none".
     """
     if template is None or tool_call == reasoning == OFF:
         return MessageFormat()
@@ -69,27 +76,27 @@ def message_format(template: ChatTemplate | None, tool_call: str, reasoning: str
 
 
 _TAIL_TOKENS = 32
-"""Of the prompt: enough to see whether it ends within what the model thinks."""
+"""The number of tokens at the prompt's end that show whether it ends within reasoning."""
 _SCHEMAS = frozenset({"json_object", "json_schema"})
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """How the answer to a conversation is made and read."""
+    """How the answer to a conversation is generated and parsed."""
 
     messages: Messages | None
-    """Takes it apart; None where all of it is content."""
+    """Parses the answer. None: all text is content."""
     output: StructuredOutput | None
     shown_special_ids: tuple[int, ...] = ()
-    """Special tokens that whoever takes it apart must see."""
+    """Special tokens that the parser needs to see."""
     count_reasoning: Callable[[Sequence[int]], int] | None = None
-    """Of an output; None where the model does not think."""
+    """Counts the reasoning tokens of an output. None: the model does not reason."""
 
 
 def plan_answer(
     body: ChatBody, form: MessageFormat, codec: TextCodec, prompt: Sequence[int], limits: Limits
 ) -> AnswerPlan:
-    """What ``body`` asks for, of a model that writes as ``form`` says, after ``prompt``. Raises RequestError."""
+    """Plan the answer to ``body`` for a model that writes messages in the format ``form``. Raises RequestError."""
     use, asked = body.tool_use(), body.structured_output()
     if use is not None and not form.several:
         use = replace(use, parallel=False)
@@ -136,7 +143,7 @@ def plan_answer(
 def _calls(
     use: ToolUse, form: MessageFormat, functions: Functions, codec: TextCodec, limits: Limits
 ) -> tuple[str, StructuredOutput]:
-    """The format that calls are to be written in, and its grammar: the model's own if possible."""
+    """Return the format of forced calls and its grammar: the model's own format if possible."""
     for name in (form.tool_call, JSON):
         markers = special_tokens(name, None)  # of all added tokens, of which there may be thousands
         added = {text: token_id for text, token_id in codec.added_tokens.items() if text in markers}
@@ -162,7 +169,7 @@ def _calls(
 def _output(
     calls: StructuredOutput | None, asked: StructuredOutput | None, reasoning: str | None
 ) -> StructuredOutput | None:
-    """One grammar of what may be thought before, of calls, and of what was asked for where nothing is called."""
+    """Combine the grammars of reasoning, of calls, and of the answer if no tool is called."""
     if calls is not None and asked is not None and asked.kind not in _SCHEMAS:
         raise RequestError(f"{asked.param} with tools must be a schema: leave out one of them", param=asked.param)
     parts = {name: part for name, part in (("calls", calls), ("answer", asked)) if part is not None}
@@ -177,7 +184,7 @@ def _output(
 
 
 def _writing(form: MessageFormat) -> dict[str, Any]:
-    """Arguments of `TextCodec.encode_chat` that say how tools and calls are written."""
+    """Return the arguments of `TextCodec.encode_chat` that determine how tools and calls are written."""
     return {"tools_in_words": form.in_words, "write_calls": partial(write_calls, form.tool_call)}
 
 
@@ -187,17 +194,17 @@ _CALL_IDS: Mapping[str | None, Callable[[list[dict[str, Any]]], list[dict[str, A
     "mistral": with_short_call_ids,
     "kimi_k2": with_numbered_call_ids,
 }
-"""Of formats whose templates take calls that are named in one way alone."""
+"""Converts the call ids, for formats whose templates accept only one form of ids."""
 
 
 class Chats:
-    """Tells the model of tools in the way its chat template does, or in words where that knows of none."""
+    """Encodes conversations, with tools in the form that the chat template supports, or else in words."""
 
     def __init__(self, texts: Texts, lanes: Lanes, settings: ServerSettings) -> None:
         self._texts, self._lanes, self._settings = texts, lanes, settings
 
     async def prepare(self, engine: Engine, body: ChatBody) -> tuple[list[int], AnswerPlan]:
-        """Token ids of the conversation, and the plan of its answer; raises RequestError."""
+        """Return the token ids of the conversation and the plan of its answer. Raises RequestError."""
         body, form = self._told(engine, body)
         prompt = await self._texts.messages(engine, body, **_writing(form))
         codec, limits, use = codec_of(engine), self._settings.limits, body.tool_use()
@@ -206,12 +213,12 @@ class Chats:
         return prompt, plan_answer(body, form, codec, prompt, limits)
 
     async def tokenize(self, engine: Engine, body: TokenizeChatBody) -> tuple[list[int], Any]:
-        """Token ids of the conversation, and each one's text where that is asked for."""
+        """Return the token ids of the conversation, and the text of each token if requested."""
         body, form = self._told(engine, body)
         return await self._texts.tokenize(engine, body, **_writing(form))
 
     def _told(self, engine: Engine, body: B) -> tuple[B, MessageFormat]:
-        """The conversation as the template is given it, and the format of its messages."""
+        """Return the conversation for the chat template, and the format of its messages."""
         use = body.tool_use()
         if use is not None and use.mode == "none" and self._settings.exclude_tools_when_tool_choice_none:
             body, use = body.without_tools(), None

@@ -1,4 +1,4 @@
-"""The engine's thread, and the bridge between it and the event loop."""
+"""The engine's thread and its connection to the event loop."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:  # the engine brings torch, which is loaded by the thread, aft
 log = logging.getLogger(__name__)
 
 _COMPILING_S = 5.0
-"""How long a start waits for the kernels that draft, before it answers without them."""
+"""The time in seconds that a start waits for the drafting kernels before it serves without drafts."""
 _IDLE_WAIT_S = 0.25
-"""How long an idle engine thread sleeps before it looks whether it shall stop."""
+"""The interval in seconds at which the idle engine thread checks whether it has to stop."""
 _DRAIN_LOOK_S = 0.02
 _SHUTTING_DOWN = "the server is shutting down"
 
 
 class WorkerState(Enum):
-    """Only READY takes requests; STOPPING ends those it has taken."""
+    """The state of a worker. READY accepts requests; STOPPING finishes the accepted requests."""
 
     LOADING = "loading"
     READY = "ready"
@@ -40,7 +40,7 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """How the requests ended that were under way when the service was told to stop."""
+    """How the requests in flight ended when the service was stopped."""
 
     num_ended: int
     num_cut: int
@@ -48,7 +48,7 @@ class Drained:
 
 
 class Inbox:
-    """Where the outputs of some requests arrive, in order, on one event loop."""
+    """Receives the outputs of some requests, in order, on one event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -63,7 +63,7 @@ class Inbox:
         _wake(self._waiter)
 
     async def get(self, wait_s: float | None = None) -> tuple[str, RequestOutput | Exception] | None:
-        """The next that arrived, None after ``wait_s``. A queue and a timeout of asyncio's take twice as long."""
+        """Return the next output, or None after ``wait_s``. Twice as fast as asyncio's queue with a timeout."""
         if not self._arrived:
             self._waiter = self.loop.create_future()
             timer = None if wait_s is None else self.loop.call_later(wait_s, _wake, self._waiter)
@@ -76,7 +76,7 @@ class Inbox:
         return self._arrived.popleft() if self._arrived else None
 
     def take_all(self) -> list[RequestOutput | Exception]:
-        """What has arrived and was not looked at."""
+        """Return all outputs that have arrived and were not read."""
         arrived = [delivery for _, delivery in self._arrived]
         self._arrived.clear()
         return arrived
@@ -88,27 +88,31 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 class Worker:
-    """Loads an engine on a thread of its own and steps it there until told to stop. Safe from any thread."""
+    """Loads an engine on its own thread and runs its steps there until it is stopped. Thread-safe."""
 
     def __init__(self, load: Callable[[ExitStack], Engine]) -> None:
-        """``load`` : returns the engine, not yet warmed up; gives the stack what must be closed after it."""
+        """Create a worker.
+
+        Args:
+            load: Returns the engine before its warm-up, and registers the resources to close after it.
+        """
         self._load = load
         self.loaded_engine: Engine | None = None
-        """In whatever state, for reading counters."""
+        """The engine in any state, for reading counters."""
         self._inboxes: dict[str, Inbox] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._num_inside = 0
         self.hurries = False
-        """What is under way has no time left to wait for anything."""
+        """Whether the shutdown's grace period is over, so that requests in flight must not wait for anything."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.state = WorkerState.LOADING
         self.load_error: BaseException | None = None
-        """Why the engine could not be loaded; a failure later is logged."""
+        """The reason why the engine could not be loaded. Later failures are logged."""
 
     @property
     def engine(self) -> Engine:
-        """The engine for requests that were let in; raises ServerNotReady or EngineFailed else."""
+        """The engine for admitted requests. Raises ServerNotReady or EngineFailed."""
         if self.state is WorkerState.LOADING:
             raise ServerNotReady("the model is being loaded: try again in a moment")
         if self.hurries or (self.state is WorkerState.STOPPING and self.loaded_engine is None):
@@ -125,7 +129,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, request: Request, inbox: Inbox) -> None:
-        """Hand a request over; its outputs come to ``inbox``. Where it raises nothing will come."""
+        """Pass a request to the engine; its outputs arrive in ``inbox``. After an exception nothing arrives."""
         with self._lock:
             self._inboxes[request.request_id] = inbox
         try:
@@ -136,27 +140,32 @@ class Worker:
             raise
 
     def cancel(self, request_id: str) -> None:
-        """End a request; nothing more comes for it. Unknown and finished requests are ignored."""
+        """Cancel a request; nothing more arrives for it. Unknown and finished requests are ignored."""
         if self._forget(request_id) and self.loaded_engine is not None:
             self.loaded_engine.cancel(request_id)
 
     def let_in(self) -> None:
-        """Count a request until `let_out`, on the event loop; raises ServerNotReady once nobody new is taken."""
+        """Count a request until `let_out`, on the event loop. Raises ServerNotReady during the shutdown."""
         if self.state is WorkerState.STOPPING:
             raise ServerNotReady(_SHUTTING_DOWN)
         self._num_inside += 1
 
     def let_out(self) -> None:
-        """A request that was let in has its answer."""
+        """Count a request as answered."""
         self._num_inside -= 1
 
     def take_no_more(self) -> None:
-        """From now on nobody is let in; who is inside goes on. May be called by a signal's handler."""
+        """Admit no more requests; those in flight continue. Safe to call from a signal handler."""
         if self.state is not WorkerState.FAILED:
             self.state = WorkerState.STOPPING
 
     async def drain(self, grace_s: float, hurries: Callable[[], bool] = lambda: False) -> Drained:
-        """Take no more requests, let those inside finish for a while, unless it ``hurries``, then end the rest."""
+        """Admit no more requests, let those in flight finish for ``grace_s``, then cancel the rest.
+
+        Args:
+            grace_s: The grace period in seconds.
+            hurries: Returns whether to end the grace period now.
+        """
         self.take_no_more()
         began = time.monotonic()
         num_inside = self._num_inside
@@ -171,7 +180,7 @@ class Worker:
         return Drained(num_inside - num_cut, num_cut, time.monotonic() - began)
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread, which closes the engine; False when it is still busy after the timeout."""
+        """End the thread, which closes the engine. Returns False if it is still busy after ``timeout_s``."""
         self.take_no_more()
         self.hurries = True
         self._stop.set()
@@ -208,7 +217,7 @@ class Worker:
                 self._deliver([(request_id, failure) for request_id in list(self._inboxes)])
 
     def _deliver(self, deliveries: list[tuple[str, RequestOutput | Exception]]) -> None:
-        """Wake each event loop once, however many requests got something."""
+        """Wake each event loop once, for any number of outputs."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, str, RequestOutput | Exception]]] = {}
         for request_id, delivery in deliveries:
             inbox = self._inboxes.get(request_id)

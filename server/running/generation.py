@@ -1,4 +1,4 @@
-"""The choices of one HTTP request while the engine works on them."""
+"""The choices of one HTTP request while the engine processes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 LABELS = ["model_name", "engine"]
-"""Of every family."""
+"""The labels of every metric."""
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -34,7 +34,7 @@ _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0
 
 
 class Latencies:
-    """Histograms of what a client waits for, one observation per choice; and of how many it asked for."""
+    """Histograms of latencies, with one observation per choice, and of request sizes."""
 
     def __init__(self, registry: CollectorRegistry, labels: tuple[str, str]) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -54,12 +54,12 @@ class Latencies:
 
 
 _MOST_AT_ONCE = 32
-"""Outputs taken in a row before others have their turn on the event loop."""
+"""The maximum number of outputs that are processed before the event loop serves other tasks."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """What one choice has produced so far; log-probabilities where they were asked for."""
+    """The output of one choice so far, with log-probabilities if requested."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -68,17 +68,23 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     refusal: RequestError | None = None
-    """Why it could not be followed to its end, where others of the request could."""
+    """Why this choice could not be completed although other choices of the request could."""
     stats: RequestStats | None = None
-    """The engine's, which it goes on writing; None before the first output."""
+    """The engine's statistics, which the engine continues to update. None before the first output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a whole HTTP request; a prompt counts once, however many choices it has.
+    """Token counts of an HTTP request. A prompt counts once for all of its choices.
 
-    ``cached_tokens`` : that no choice had to compute. ``accepted_prediction_tokens`` : that are in the output, see
-    ``common_tokens``, over all choices. None where there was no prediction, or nothing that thinks.
+    Attributes:
+        prompt_tokens: The tokens of all prompts.
+        completion_tokens: The tokens of all choices.
+        cached_tokens: Prompt tokens that were in the prefix cache for every choice.
+        accepted_prediction_tokens: Tokens of the prediction that are in the output, see `common_tokens`, over all
+            choices.
+            None: there was no prediction.
+        reasoning_tokens: The reasoning tokens of all choices. None: the model does not reason.
     """
 
     prompt_tokens: int
@@ -106,7 +112,7 @@ class Usage:
 
 
 class Generation:
-    """Submits requests, one a choice, and follows them to their end. ``close`` must be called, whatever happens."""
+    """Submits one engine request per choice and collects their outputs. ``close`` must be called in any case."""
 
     def __init__(
         self,
@@ -120,7 +126,18 @@ class Generation:
         ticket: Ticket,
         only_scores: bool = False,
     ) -> None:
-        """``aside`` : runs what takes long. ``only_scores`` : the one token computed with the prompts is left out."""
+        """Prepare a generation.
+
+        Args:
+            worker: The engine's thread.
+            latencies: The histograms to update.
+            prompts: The token ids of each prompt.
+            prediction: The token ids of the expected output. None: there is no prediction.
+            plan: How the answers are parsed.
+            aside: Runs functions that may take long.
+            ticket: The admission of the request.
+            only_scores: Whether only prompts are scored; the token that is computed with them is dropped.
+        """
         self.prompts, self.prediction, self.aside = prompts, prediction, aside
         self.choices: list[Choice] = []
         self.sampling: SamplingParams | None = None
@@ -134,13 +151,13 @@ class Generation:
         self._num_completion_tokens = 0
         self._num_cached_tokens = 0
         self._cached: list[list[int]] = [[] for _ in prompts]
-        """Tokens that were cached, of the choices of each prompt that have begun."""
+        """The number of cached tokens for each started choice of each prompt."""
         self._count_reasoning = plan.count_reasoning
         self._num_accepted: int | None = None
         self._num_reasoning: int | None = None
 
     def submit(self, requests: list[Request]) -> None:
-        """Hand over all choices; raises where one is refused, and is to be taken back then."""
+        """Submit all choices. After an exception, ``close`` cancels those that were submitted."""
         record, first = self._record, requests[0]
         record.sampling, record.namespace, record.num_choices = first.sampling, first.namespace, len(requests)
         for request in requests:
@@ -151,7 +168,7 @@ class Generation:
             self.choices.append(Choice())
 
     def close(self) -> None:
-        """Cancel what still runs, so that its slot is free at the next step."""
+        """Cancel all running choices, so that their slots are free at the next step."""
         self._note_counts()
         for request_id in self._running:
             self._worker.cancel(request_id)
@@ -160,7 +177,7 @@ class Generation:
         self._ticket.end(self._num_completion_tokens + not_taken)
 
     def _note_counts(self) -> None:
-        """What it came to so far, added up over its choices. O(choices)."""
+        """Record the totals over all choices so far. O(choices)."""
         record, known = self._record, [choice.stats for choice in self.choices if choice.stats is not None]
         record.finish_reasons = tuple(each.finish_reason for each in self.choices if each.finish_reason is not None)
         record.num_prompt_tokens = self._num_prompt_tokens
@@ -181,7 +198,11 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Counts so far: what a prompt had cached once all its choices have begun, the prediction once all ended."""
+        """Return the token counts so far.
+
+        Cached tokens are known when all choices of a prompt have started, accepted predictions when all choices have
+        ended.
+        """
         rejected = None
         if self.prediction is not None and self._num_accepted is not None:
             rejected = len(self.prediction) * len(self.choices) - self._num_accepted
@@ -196,11 +217,14 @@ class Generation:
 
     @property
     def has_more_now(self) -> bool:
-        """True when the next output is here already."""
+        """Whether the next output has arrived already."""
         return bool(self._running) and len(self._inbox) > 0
 
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
-        """(choice index, output) until all have ended; None after ``wait_s`` without one. Raises if a choice fails."""
+        """Yield (choice index, output) until all have ended, and None after ``wait_s`` without an output.
+
+        Raises the error of a choice that failed.
+        """
         num_at_once = 0
         while self._running:
             is_here = len(self._inbox) > 0
@@ -235,7 +259,7 @@ class Generation:
             pass
 
     def _note_cached(self, index: int, num_tokens: int) -> None:
-        """What a choice that has begun did not have to compute of its prompt: it is known by then."""
+        """Record how many tokens of its prompt a started choice found in the prefix cache."""
         per_prompt = len(self.choices) // len(self.prompts)
         cached = self._cached[index // per_prompt]
         cached.append(num_tokens)
