@@ -115,9 +115,10 @@ def all_as_text(facts: Facts) -> str:
     """For people."""
     lines = [f"{facts['path']}", f"  namespaces   {len(facts['namespaces'])}"]
     lines += [
-        f"    {plain(each['name']):44}{each['num_bytes']:>16,} bytes   {each['of']}" for each in facts["namespaces"]
+        f"    {escape_control_characters(each['name']):44}{each['num_bytes']:>16,} bytes   {each['of']}"
+        for each in facts["namespaces"]
     ]
-    return "\n".join([*lines, *(f"  FAULT: {plain(fault)}" for fault in facts["faults"])])
+    return "\n".join([*lines, *(f"  FAULT: {escape_control_characters(fault)}" for fault in facts["faults"])])
 
 
 def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
