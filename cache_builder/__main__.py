@@ -33,16 +33,16 @@ examples:
 
 
 COMMANDS = {
-    "build": "make a cache directory from files",
-    "evaluate": "what a cache would gain on your own logs",
-    "inspect": "what a cache directory holds, and whether it is intact",
-    "merge": "make one cache of several",
-    "explain": "what would be drafted after a text, and why",
-    "push": "write a cache directory into the log that servers share",
-    "pull": "save what the log holds as a directory",
-    "redis-status": "what the servers' Redis holds, and what its user may do",
-    "purge": "remove what Redis holds of a namespace",
-    "prune": "make a cache directory smaller, by what is used",
+    "build": "build a cache directory from logs and documents",
+    "evaluate": "estimate the speed-up from your own logs",
+    "inspect": "show and check the contents of a cache directory",
+    "merge": "merge several caches into one",
+    "explain": "show what is drafted after a text, and why",
+    "push": "copy a cache directory to the Redis stream that servers share",
+    "pull": "copy the Redis stream to a cache directory",
+    "redis-status": "show the contents and settings of the servers' Redis",
+    "purge": "delete a namespace from Redis",
+    "prune": "shrink a cache directory to the text that logs use",
 }
 """The help line of each command. The module of the same name in ``cache_builder.commands`` is imported on demand."""
 

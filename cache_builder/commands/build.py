@@ -15,48 +15,54 @@ from ssd.retrieval.cache import DEFAULT_NAMESPACE
 from ssd.retrieval.files import check_namespace
 
 _DESCRIPTION = """\
-Write text into a directory that `ssd-serve --warm DIR` searches from its first request.
+Build a cache directory from logs and documents. `ssd-serve --warm DIR` drafts from it from its first request on.
 
-An INPUT is a file, a quoted pattern ('logs/**/*.jsonl.zst'), a directory (its files of known kinds, sorted), a URL of
-these (s3://bucket/logs, gs://, https://; credentials as fsspec finds them), or - for standard input. A file holds
-  JSON                   one object a line, an array of them, or objects over several lines
+An INPUT is a file, a quoted pattern ('logs/**/*.jsonl.zst'), a directory (its files of known formats, sorted), the URL
+of any of these (s3://bucket/logs, gs://, https://; credentials as fsspec finds them), or - for standard input.
+Formats are detected from a file's first bytes, unless its name (.jsonl, .json, .csv, .parquet) or --format decides:
+  JSON                   one object per line, an array of objects, or objects over several lines
   CSV, Parquet, Arrow    the same objects as rows
-  text                   one document, if it is none of these
-which follows from its first bytes, unless its name (.jsonl, .json, .csv, .parquet) or --format says it.
-.gz, .zst, .xz, .bz2 and .lz4 are unpacked; archives are refused.
+  text                   one document
+.gz, .zst, .xz, .bz2 and .lz4 files are decompressed; archives are refused.
 
-Objects are
+Supported objects:
   {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
   {"prompt": "...", "completion": "..."}    also "messages" or "input" with "response" or "output"
   {"instruction": "...", "input": "...", "output": "..."}
   {"text": "..."}
   {"token_ids": [...], "prompt_length": 12}
-  {"request": {...}, "response": {...}}     bodies of OpenAI's or Anthropic's calls
-  {"custom_id": "...", "response": {...}}   a batch's output; name its input file too, then they are joined
-and what LiteLLM and Langfuse log, ChatGPT, Claude and ShareGPT export, and Claude Code, Codex and OpenTelemetry
-(gen_ai) keep. Other names are given by --field.
-Prompts and messages are encoded exactly as the server does.
+  {"request": {...}, "response": {...}}     bodies of OpenAI's or Anthropic's API
+  {"custom_id": "...", "response": {...}}   output of a batch; give its input file too, and they are joined
+  logs of LiteLLM and Langfuse; exports of ChatGPT, Claude and ShareGPT; sessions of Claude Code and Codex;
+  OpenTelemetry spans with gen_ai attributes
+Other field names are given by --field. Prompts and messages are encoded exactly as the server encodes them.
 
-A build that is ended, by kill -9 too, goes on where it was when the same command is given again.
+If a build is interrupted, even by kill -9, the same command resumes it.
 """
 
 
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
-    command.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, pattern, directory or URL; see above")
+    command.add_argument("inputs", nargs="+", metavar="INPUT", help="File, pattern, directory or URL, see above")
     add_log_arguments(command)
-    command.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write; created if missing")
-    command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="name kept in the files (default: %(default)s)")
-    command.add_argument("--force", action="store_true", help="replace the cache in DIR")
+    command.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="Cache directory to write; created if missing"
+    )
+    command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="Namespace of the cache (default: %(default)s)")
+    command.add_argument("--force", action="store_true", help="Replace an existing cache in DIR")
     command.add_argument(
         "--executor", choices=("local", "ray"), default="local",
-        help="who reads, tokenises and sorts: processes here, or the workers of a Ray cluster (default: %(default)s)",
+        help="Where inputs are tokenized and sorted: on this machine, or on a Ray cluster (default: %(default)s)",
     )  # fmt: skip
     command.add_argument(
-        "--ray-address", metavar="HOST:PORT", help="the cluster (default: $RAY_ADDRESS, else one here)"
+        "--ray-address",
+        metavar="HOST:PORT",
+        help="Address of the Ray cluster (default: $RAY_ADDRESS, or a new cluster on this machine)",
     )
-    command.add_argument("--jobs", type=int, metavar="N", help="processes (default: one a core; small inputs take one)")
-    command.add_argument("--quiet", action="store_true", help="no progress")
+    command.add_argument(
+        "--jobs", type=int, metavar="N", help="Number of processes (default: one per core, one for small inputs)"
+    )
+    command.add_argument("--quiet", action="store_true", help="Show no progress")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from cache_builder.evaluation.log import Log
 
 _DESCRIPTION = """\
-Decode recorded requests again with drafts, as a server with this cache would have, and say what it would have gained.
+Replay recorded requests with drafts, as a server with this cache would decode them, and report the speed-up.
 
-No model is needed: what the logs say is what it said. With --measure MODEL some of the requests are decoded by that
-model too, with drafts and without by turns, and every output is compared. Requests are taken in the order of the files,
-each before it is learned. Logs are read as `ssd-cache build` reads them; documents are learned and not decoded.
+No model is needed, because the logs contain the outputs. With --measure MODEL, the model also decodes some of the
+requests, alternately with and without drafts, and every output is compared. Requests are replayed in the order of the
+files, and each is added to the cache after its replay. Logs are read as `ssd-cache build` reads them. Documents are
+added to the cache but not replayed.
 """
 
 _MEASURED_PROMPTS: Final = 16
@@ -31,46 +32,53 @@ _MEASURED_PROMPTS: Final = 16
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     draft, index = DraftConfig(), IndexConfig()
-    command.add_argument("inputs", nargs="+", metavar="LOG", help="as the inputs of build")
+    command.add_argument("inputs", nargs="+", metavar="LOG", help="Recorded requests, in the formats that build reads")
     command.add_argument(
-        "--warm", action="append", default=[], type=Path, metavar="DIR", help="a cache directory to search; repeatable"
+        "--warm",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="DIR",
+        help="Prebuilt cache directory to draft from; repeatable",
     )
     command.add_argument(
         "--cache", choices=("growing", "frozen"), default="growing",
-        help="growing: requests are learned as they end; frozen: only --warm is searched (default: %(default)s)",
+        help="growing: finished requests are added; frozen: only --warm is searched (default: %(default)s)",
     )  # fmt: skip
     command.add_argument(
         "--cache-tokens", type=token_count, default=index.capacity_tokens, metavar="N",
-        help=f"the server's --cache-tokens (default: {spelled(index.capacity_tokens)})",
+        help=f"Capacity in tokens, as the server's --cache-tokens (default: {spelled(index.capacity_tokens)})",
     )  # fmt: skip
     command.add_argument(
         "--draft-limit", type=int, default=draft.num_speculative_tokens, metavar="N",
-        help="most tokens of a draft (default: %(default)s)",
+        help="Maximum number of tokens of a draft (default: %(default)s)",
     )  # fmt: skip
-    command.add_argument("--class-by", metavar="FIELD", help="a field of the records that names their class; a.b nests")
-    command.add_argument("--json", action="store_true", help="print one JSON line alone")
+    command.add_argument(
+        "--class-by", metavar="FIELD", help="Field of the records that names their class, e.g. a.b for a nested field"
+    )
+    command.add_argument("--json", action="store_true", help="Print only one JSON line")
     command.add_argument(
         "--html", type=Path, metavar="FILE",
-        help="also write one HTML file to send on: the speed-up as the cache grows, by class, and its assumptions",
+        help="Also write a self-contained HTML report: the speed-up as the cache grows, by class, with assumptions",
     )  # fmt: skip
     add_log_arguments(command)
     add_cost_arguments(command)
-    group = command.add_argument_group("decoding", "with --measure: what is decoded with the model, one at a time")
+    group = command.add_argument_group("decoding", "Requests that --measure decodes, one at a time")
     group.add_argument(
         "--measure-requests", type=int, default=100, metavar="N",
-        help="the first N requests; 0 measures costs alone (default: %(default)s)",
+        help="Number of requests, from the first on; 0 measures only the costs (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--measure-tokens", type=int, default=128, metavar="N",
-        help="most tokens of an answer, which is no longer than the recorded one either (default: %(default)s)",
+        help="Maximum number of tokens of an answer; the recorded length is a limit too (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--measure-minutes", type=float, default=10.0, metavar="M",
-        help="begin no further request after that, of all temperatures together (default: %(default)s)",
+        help="Minutes after which no further request is started, over all temperatures (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--temperature", type=float, nargs="+", default=[0.0, 0.8], metavar="T",
-        help="each with an empty cache at first (default: 0 0.8)",
+        help="Sampling temperatures; the cache is emptied before each (default: 0 0.8)",
     )  # fmt: skip
 
 

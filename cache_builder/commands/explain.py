@@ -35,16 +35,16 @@ from ssd.retrieval.snapshot import SegmentTable, Snapshot
 from ssd.text.codec import TextCodec
 
 _DESCRIPTION = """\
-What would be drafted after a text from a cache: the draft of the servers' own drafter as a tree with the chance of
-every token, and the places in the cache where the end of the text stands.
+Show what a server drafts after a text: the draft as a tree with the acceptance probability of every token, and the
+occurrences of the end of the text in the cache.
 
-FILE is text; a name that ends in .json holds the body of a request, {"messages": [...]} or {"prompt": "..."}, or an
-array of token ids. A text is taken as it is, as /v1/completions does; a chat is what the model's template makes of
-messages, so the same words as text and as a chat end in other tokens, and other drafts.
+FILE contains text. If its name ends in .json, it contains the body of a request, {"messages": [...]} or
+{"prompt": "..."}, or an array of token ids. Text is encoded as by /v1/completions, and messages by the chat template,
+so the same words give other tokens and other drafts as text than as messages.
 """
 _UNKNOWN: Final = (
-    "A server knows more: text it has not sealed yet, what other requests say just now, what its model held likely "
-    "before, and its own price of a token, measured."
+    "A server has more information: text that is not in a segment yet, outputs that other requests are generating, its "
+    "model's earlier candidates, and the measured cost of a draft token."
 )
 _SHOWN_TOKENS: Final = 12
 _TAIL_TOKENS: Final = 24
@@ -55,21 +55,23 @@ _LARGEST_ID: Final = 2**31 - 2
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
-    command.add_argument("--prompt", metavar="FILE", required=True, help="the prompt; - is standard input")
-    command.add_argument("--output", metavar="FILE", help="text that was said after the prompt so far")
+    command.add_argument("--prompt", metavar="FILE", required=True, help="File with the prompt; - is standard input")
+    command.add_argument("--output", metavar="FILE", help="File with the output generated so far")
     command.add_argument(
-        "--tokenizer", metavar="DIR_OR_MODEL", help="the served model's (default: the bundled model's, none for ids)"
+        "--tokenizer",
+        metavar="DIR_OR_MODEL",
+        help="Tokenizer of the served model; none: show token ids (default: the bundled model's)",
     )
     add_chat_template(command)
     command.add_argument(
         "--draft-limit", type=int, default=DraftConfig().num_speculative_tokens, metavar="K",
-        help=f"most tokens of the draft, 1 to {MAX_SPECULATIVE_TOKENS} (default: %(default)s)",
+        help=f"Maximum number of tokens of the draft, 1 to {MAX_SPECULATIVE_TOKENS} (default: %(default)s)",
     )  # fmt: skip
     command.add_argument(
         "--shape", choices=("tree", "chain"), default="tree",
-        help="a server drafts trees for one sequence alone, chains for many (default: %(default)s)",
+        help="Shape of the draft. A server drafts trees for one sequence, chains for many (default: %(default)s)",
     )  # fmt: skip
-    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--json", action="store_true", help="Print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:

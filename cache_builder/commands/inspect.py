@@ -32,14 +32,14 @@ from ssd.retrieval.suffix_array import build_fence
 from ssd.text.codec import TextCodec
 
 _DESCRIPTION = """\
-What a directory holds, every byte of it against its checksum. Changes nothing. Ends with status 1 where there is a
+Show the contents of a cache directory and verify all checksums. Nothing is changed. The exit status is 1 if there is a
 fault.
 
-With --deep also what a checksum cannot see: that every segment is sorted right, that all token ids are the
-tokenizer's, that manifest and files agree, that what was learned can be used, and what else lies there.
+--deep also checks what checksums cannot show: that every segment is sorted, that all token ids belong to the tokenizer,
+that manifest and files agree, that learned.bin can be used, and which other files there are.
 
-Of a server's --cache-dir: its namespaces, and orphans among them, caches of tenants that were made with another secret
-than the one kept there. Nobody finds them, and no deletion removes them.
+For a server's --cache-dir, its namespaces are listed, and orphaned ones are marked: caches of tenants that were created
+with another secret than the one stored there. No request finds them, and no deletion removes them.
 """
 _MOST_SECRET_BYTES: Final = 1 << 16
 _REBUILD: Final = "build the directory again, or restore it from a copy"
@@ -48,22 +48,22 @@ _REBUILD: Final = "build the directory again, or restore it from a copy"
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
-    command.add_argument("--deep", action="store_true", help="look for what a checksum cannot see, too")
+    command.add_argument("--deep", action="store_true", help="Also check what checksums cannot show")
     one = command.add_mutually_exclusive_group()
-    one.add_argument("--json", action="store_true", help="print one JSON object")
+    one.add_argument("--json", action="store_true", help="Print one JSON object")
     one.add_argument(
-        "--sequences", action="store_true", help="print what it holds, a JSON line a sequence, which build reads"
+        "--sequences", action="store_true", help="Print each sequence as a JSON line, which build can read"
     )
     command.add_argument(
         "--secret-file",
         type=Path,
         metavar="FILE",
-        help="of a server's --cache-dir: the secret of its tenants' caches (default: the one kept there)",
+        help="Secret of the tenants' caches in a server's --cache-dir (default: the secret stored there)",
     )
     command.add_argument(
         "--tokenizer",
         metavar="DIR_OR_MODEL",
-        help="with --deep: whose ids it should hold; with --sequences: print text",
+        help="Tokenizer: with --deep, the cache must have been made with it; with --sequences, text is printed",
     )
 
 

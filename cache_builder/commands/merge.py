@@ -83,22 +83,24 @@ def merge(
 
 
 _DESCRIPTION = """\
-Write what several caches hold into one directory of few large segments: lookups take less time in fewer segments.
+Merge several caches into one with few large segments. Lookups are faster with fewer segments.
 
-Caches that `ssd-cache build` made and a server's own (CACHE_DIR/NAMESPACE) may be given, of one tokenizer. They stay as
-they are. Equal texts are kept as often as they are stored, since that is what drafts are ranked by.
+The caches may come from `ssd-cache build` or from a server (CACHE_DIR/NAMESPACE), and must have the same tokenizer.
+They are not changed. Repeated texts are kept, because drafts are ranked by how often a text occurs.
 """
 
 
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
+    command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="Cache directories, the newest last")
     command.add_argument(
-        "directories", nargs="+", type=Path, metavar="DIR", help="in order, what counts as newest last"
+        "--out", required=True, type=Path, metavar="DIR", help="Cache directory to write; created if missing"
     )
-    command.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write; created if missing")
-    command.add_argument("--namespace", help="name kept in the files (default: the caches' own, where it is one)")
-    command.add_argument("--force", action="store_true", help="replace the cache in the --out directory")
-    command.add_argument("--unique", action="store_true", help="of equal sequences keep the first only")
+    command.add_argument(
+        "--namespace", help="Namespace of the result (default: that of the caches, which must be the same)"
+    )
+    command.add_argument("--force", action="store_true", help="Replace an existing cache in --out")
+    command.add_argument("--unique", action="store_true", help="Keep only the first of equal sequences")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ssd.text.codec import TextCodec
 
 
-CACHE_DIRECTORY = "what `ssd-cache build` made, or CACHE_DIR/NAMESPACE of a server"
+CACHE_DIRECTORY = "Cache directory: from `ssd-cache build`, or CACHE_DIR/NAMESPACE of a server"
 """The help of an argument that names an existing cache directory."""
 
 
@@ -39,7 +39,9 @@ def token_count(text: str) -> int:
 
 def add_redis_argument(command: argparse.ArgumentParser) -> None:
     """Add ``--redis URL``, as the server has it."""
-    command.add_argument("--redis", metavar="URL", help=f"the servers' --redis (default: ${URL_VARIABLE})")
+    command.add_argument(
+        "--redis", metavar="URL", help=f"URL of Redis, as the servers' --redis (default: ${URL_VARIABLE})"
+    )
 
 
 def redis_url_from_options(options: argparse.Namespace) -> str:
@@ -67,7 +69,9 @@ def add_log_of_namespace(command: argparse.ArgumentParser, what: str) -> None:
     """Add ``--redis URL``, ``--namespace NAME`` and ``--fingerprint HEX``."""
     add_redis_argument(command)
     command.add_argument("--namespace", required=True, help=what)
-    command.add_argument("--fingerprint", metavar="HEX", help="of one tokenizer, where servers of several share")
+    command.add_argument(
+        "--fingerprint", metavar="HEX", help="Fingerprint of the tokenizer, if servers with several tokenizers share"
+    )
 
 
 _LONGEST_SHOWN: Final = 120
@@ -152,24 +156,30 @@ def add_log_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options that say how logs are read, which are those of ``ssd-cache build``."""
     command.add_argument(
         "--tokenizer", default=str(MODEL_PATH), metavar="DIR_OR_MODEL",
-        help="the served model's directory or id, or a tokenizer.json (default: the bundled model's)",
+        help="Tokenizer of the served model: directory, hub id or tokenizer.json (default: the bundled model's)",
     )  # fmt: skip
     add_chat_template(command)
     command.add_argument(
-        "--format", choices=FORMATS, default="auto", help="of all logs (default: by their names and first bytes)"
+        "--format",
+        choices=FORMATS,
+        default="auto",
+        help="Format of all inputs (default: detected from names and first bytes)",
     )
     command.add_argument(
         "--field", action="append", default=[], metavar="OURS=THEIRS",
-        help="what records call text, prompt, completion, messages, token_ids or prompt_length, a.b.0 for nested ones; "
-        "repeatable; THEIRS alone is the text",
+        help="The records' name of text, prompt, completion, messages, token_ids or prompt_length, e.g. a.b.0; "
+        "repeatable. THEIRS without OURS is the text",
     )  # fmt: skip
-    command.add_argument("--skip-invalid", action="store_true", help="count lines that cannot be used and go on")
+    command.add_argument("--skip-invalid", action="store_true", help="Skip lines that cannot be used, and count them")
 
 
 def add_chat_template(command: argparse.ArgumentParser) -> None:
     """Add ``--chat-template FILE``, as the server has it."""
     command.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="the server's --chat-template (default: the model's)"
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Chat template, as the server's --chat-template (default: the model's)",
     )
 
 

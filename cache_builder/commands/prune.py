@@ -24,11 +24,11 @@ from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.segment import Tokens
 
 _DESCRIPTION = """\
-Make a cache directory smaller: keep what recorded requests are seen to draft from, the most used first.
+Shrink a cache directory: keep the text from which recorded requests draft, the most used first.
 
-The logs are decoded over the directory as `ssd-cache evaluate` does; of its text the blocks of 64 tokens that accepted
-drafts came from are kept with a lead-in, as many as fit. What room is left goes to a part of all other text.
-Judge the result by logs that were not given here: `ssd-cache evaluate OTHERS --cache frozen --warm OUT`.
+The logs are replayed over the directory as by `ssd-cache evaluate`. Blocks of 64 tokens from which accepted drafts came
+are kept with the text before them, as many as fit. The remaining budget is filled evenly from all other text.
+Evaluate the result with other logs: `ssd-cache evaluate OTHERS --cache frozen --warm OUT`.
 """
 
 
@@ -36,13 +36,15 @@ def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     command.add_argument(
-        "--budget", type=token_count, required=True, metavar="TOKENS", help="how many are kept, 4M for instance"
+        "--budget", type=token_count, required=True, metavar="TOKENS", help="Maximum number of tokens to keep, e.g. 4M"
     )
     command.add_argument(
-        "--logs", nargs="+", required=True, metavar="LOG", help="recorded requests, as the inputs of build"
+        "--logs", nargs="+", required=True, metavar="LOG", help="Recorded requests, in the formats that build reads"
     )
-    command.add_argument("--out", type=Path, metavar="OUT", help="where to write (default: DIR itself, with --force)")
-    command.add_argument("--force", action="store_true", help="replace the cache that is there")
+    command.add_argument(
+        "--out", type=Path, metavar="OUT", help="Cache directory to write (default: DIR, which needs --force)"
+    )
+    command.add_argument("--force", action="store_true", help="Replace an existing cache")
     add_log_arguments(command)
 
 

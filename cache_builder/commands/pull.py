@@ -23,17 +23,19 @@ if TYPE_CHECKING:
     import redis
 
 _DESCRIPTION = """\
-Write what the shared log holds of a namespace into a cache directory: what servers said last, and what was pushed.
+Copy the Redis stream of a namespace to a cache directory: the latest text from servers and from `ssd-cache push`.
 
-The directory can be given to `ssd-serve --warm` and `ssd-cache merge`, pushed elsewhere, or kept.
+The directory can be used with `ssd-serve --warm`, merged, pushed to another Redis, or kept as a backup.
 """
 
 
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
-    add_log_of_namespace(command, "whose text")
-    command.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write; created if missing")
-    command.add_argument("--force", action="store_true", help="replace the cache in the --out directory")
+    add_log_of_namespace(command, "Namespace to read")
+    command.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="Cache directory to write; created if missing"
+    )
+    command.add_argument("--force", action="store_true", help="Replace an existing cache in --out")
 
 
 def run(options: argparse.Namespace) -> int:

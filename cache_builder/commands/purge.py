@@ -8,17 +8,17 @@ from cache_builder.commands.options import add_log_of_namespace, find_fingerprin
 from ssd.sharing.entry import stream_key
 
 _DESCRIPTION = """\
-Remove all that Redis holds of a namespace, and see that nothing is left: status 0 if nothing is, 1 if something is.
+Delete a namespace from Redis, and verify that nothing is left. The exit status is 1 if something is left.
 
-Servers that have it open, and their directories, keep what they learned, and write new text to the log again. Of a
-tenant, DELETE /admin/tenants/NAME/cache removes it everywhere; else stop the servers, delete CACHE_DIR/NAMESPACE on
-each machine and purge again. Backups and logs are not touched.
+Servers that have the namespace open keep their own caches and directories, and write new text to the stream again. To
+delete a tenant's cache everywhere, use DELETE /admin/tenants/NAME/cache. Otherwise stop the servers, delete
+CACHE_DIR/NAMESPACE on each machine, and purge again. Backups and logs are not changed.
 """
 
 
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
-    add_log_of_namespace(command, "what is to be gone")
+    add_log_of_namespace(command, "Namespace to remove")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -29,11 +29,11 @@ from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS
 from ssd.sharing.stream import append
 
 _DESCRIPTION = """\
-Write the text of a cache directory into the shared log, as if a server had said it: running servers draft from it
-within seconds, those that join from their start.
+Copy the text of a cache directory to a Redis stream, as if a server had generated it. Running servers draft from it
+within seconds, and new servers from their start.
 
-What the log still holds of an earlier push is not stored twice. The newest text that fits the log's bound is sent, and
-ages with what servers learn; text that is to stay is given to each server with --warm DIR.
+Text of an earlier push that the stream still contains is not stored again. If not all text fits into the stream, the
+newest is sent. It is evicted as servers add text; to keep text permanently, start each server with --warm DIR.
 """
 
 
@@ -41,10 +41,10 @@ def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     add_redis_argument(command)
-    command.add_argument("--namespace", help="whom it is for (default: whose the directory says it is)")
+    command.add_argument("--namespace", help="Namespace to write to (default: that of the directory)")
     command.add_argument(
         "--max-tokens", type=token_count, default=DEFAULT_MAX_TOKENS, metavar="N",
-        help=f"the log's bound: the servers' --cache-tokens (default: {spelled(DEFAULT_MAX_TOKENS)})",
+        help=f"Size of the stream in tokens, as the servers' --cache-tokens (default: {spelled(DEFAULT_MAX_TOKENS)})",
     )  # fmt: skip
 
 

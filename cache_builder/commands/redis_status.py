@@ -23,7 +23,7 @@ from ssd.sharing.stream import BEGINNING, RawEntry, entries_after, newest_entrie
 if TYPE_CHECKING:
     import redis
 
-_DESCRIPTION = "Look at a Redis that servers share through: what is there, how old it is, and what should be changed."
+_DESCRIPTION = "Show the contents of the Redis server through which servers share, their age, and settings to change."
 _MOST_KEYS: Final = 20_000
 _NAME: Final = re.compile(rb"ssd:%d:\{([0-9a-f]{32}):([A-Za-z0-9_.-]{1,64})\}" % KEYS_VERSION)
 _SAMPLE: Final = 64
@@ -35,7 +35,7 @@ Facts = dict[str, Any]
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     add_redis_argument(command)
-    command.add_argument("--json", action="store_true", help="print one JSON line")
+    command.add_argument("--json", action="store_true", help="Print one JSON line")
 
 
 def run(options: argparse.Namespace) -> int:

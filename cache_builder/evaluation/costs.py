@@ -131,15 +131,15 @@ Sample = Callable[[], Sequence[Sequence[int]]]
 
 def add_cost_arguments(command: argparse.ArgumentParser) -> None:
     """Add ``--measure`` and ``--cost``, which exclude each other."""
-    group = command.add_argument_group("costs", "what a pass of several tokens takes, in passes of one")
+    group = command.add_argument_group("costs", "Cost of a forward pass of several tokens, relative to one token")
     one = group.add_mutually_exclusive_group()
     one.add_argument(
         "--measure", metavar="MODEL",
-        help="measure it here, with this model, its directory or id; then decode requests of the log with it, with "
-        "drafts and without by turns, and compare every output",
+        help="Measure the costs on this machine with this model (directory or hub id), then decode requests of the log "
+        "alternately with and without drafts, and compare every output",
     )  # fmt: skip
-    one.add_argument("--cost", type=Path, metavar="FILE", help="read it from what --save-cost wrote")
-    group.add_argument("--save-cost", type=Path, metavar="FILE", help="keep what --measure measured")
+    one.add_argument("--cost", type=Path, metavar="FILE", help="Read the costs from a file that --save-cost wrote")
+    group.add_argument("--save-cost", type=Path, metavar="FILE", help="Write the measured costs to a file")
 
 
 def costs_from_options(options: argparse.Namespace, sample: Sample) -> StepCosts:

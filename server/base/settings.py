@@ -100,8 +100,10 @@ class PageOptions:
     """Disable the web UI at / and the draft details in streams."""
 
 
-_CALLS = "how the model writes tool calls: auto (as its chat template says), none, or one of " + ", ".join(TOOL_FORMATS)
-_THOUGHTS = "how it writes what it thinks before it answers: auto, none, or one of " + ", ".join(REASONING_FORMATS)
+_CALLS = "Format of tool calls: auto (detected from the chat template), none, or one of " + ", ".join(TOOL_FORMATS)
+_THOUGHTS = "Format of reasoning: auto (detected from the chat template), none, or one of " + ", ".join(
+    REASONING_FORMATS
+)
 
 
 @dataclass(frozen=True, kw_only=True)

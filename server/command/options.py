@@ -1,4 +1,4 @@
-"""Options of ``ssd-serve``, a field a flag; names and meanings are those of ``vllm serve`` where it has them."""
+"""Options of ``ssd-serve``, one field per flag; names and meanings are those of ``vllm serve`` if it has the option."""
 
 from __future__ import annotations
 
@@ -28,39 +28,43 @@ from ssd.numbers import number
 from ssd.text.load_tokenizer import HubOptions
 
 BUNDLED_NAME = "ssd-bundled"
-"""Name of the model that comes with the package."""
+"""The name of the model that comes with the package."""
 
 _ENGINE, _DRAFT, _INDEX, _CACHE = EngineConfig(), DraftConfig(), IndexConfig(), CacheConfig()
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,30}")
-"""It becomes part of a namespace's name and of module names, where a dot would be a level."""
+"""Becomes part of a namespace's name and of module names, in which a dot would be a level."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """Which model, from where, how it is read."""
+    """The model: its source, tokenizer and data type."""
 
     model: Annotated[str | None, Parameter(show=False)] = None
     revision: str | None = None
-    """branch, tag or commit of a model from the hub (default: main)"""
+    """Branch, tag or commit of a model from the Hugging Face hub (default: main)."""
     tokenizer: str | None = None
-    """directory, tokenizer.json or id of another tokenizer than the model's"""
+    """Directory, tokenizer.json or hub id of the tokenizer (default: that of the model)."""
     tokenizer_revision: str | None = None
-    """its branch, tag or commit (default: as --revision)"""
+    """Branch, tag or commit of the tokenizer (default: as --revision)."""
     chat_template: str | None = None
-    """chat template, a file or the text itself, in place of the tokenizer's"""
+    """Chat template, as a file or as text, that replaces the tokenizer's own."""
     download_dir: Path | None = None
-    """where models from the hub are kept (default: its own cache); $HF_TOKEN opens those that need it"""
+    """Directory for models downloaded from the hub (default: the hub's cache). Gated models need $HF_TOKEN."""
     trust_remote_code: bool = False
-    """run Python code that comes with a model; who wrote it can then do here what you can"""
+    """Run Python code that comes with a model. Its author can then do on this machine whatever you can."""
     lora_modules: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
-    """NAME=PATH of LoRA adapters, each a model name and a cache namespace of its own; JSON as for vLLM too"""
+    """LoRA adapters as NAME=PATH, or as JSON as for vLLM. Each adapter is a model name for requests and has its own
+    cache namespace.
+    """
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half", "float"] = "auto"
-    """of weights and activations; auto: the checkpoint's; on a CPU float32 if that is as fast"""
+    """Data type of weights and activations. auto: the checkpoint's; on a CPU float32 if it is as fast."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one"""
+    """Device that runs the model. auto: cuda if there is a GPU, else cpu."""
     generation_config: str = "auto"
-    """sampling defaults: the model's generation_config.json (auto), OpenAI's (vllm), or those of another directory"""
+    """Source of the sampling defaults: the model's generation_config.json (auto), OpenAI's defaults (vllm), or a
+    directory.
+    """
 
     @property
     def path(self) -> str:
@@ -70,7 +74,7 @@ class ModelOptions:
 
     @property
     def name(self) -> str:
-        """What it is called where the service says nothing else."""
+        """The model's name if the service gives no other."""
         return BUNDLED_NAME if self.model is None else self.model
 
     @property
@@ -79,7 +83,7 @@ class ModelOptions:
 
     @property
     def draft_hub(self) -> HubOptions:
-        """How models and heads that draft are fetched."""
+        """How draft models and heads are fetched."""
         return HubOptions(cache_dir=self.download_dir, trust_remote_code=self.trust_remote_code)
 
     @property
@@ -93,12 +97,12 @@ class ModelOptions:
 
     @property
     def torch_dtype(self) -> str:
-        """Without the names that ``vllm serve`` has besides."""
+        """The data type without the additional names of ``vllm serve``."""
         return _DTYPE_NAMES.get(self.dtype, self.dtype)
 
     @property
     def adapters(self) -> dict[str, str]:
-        """LoRA adapters, directories or ids, by their names."""
+        """The paths or ids of LoRA adapters, by name."""
         return read_adapters(self.lora_modules)
 
 
@@ -112,26 +116,26 @@ def _root_path(_type: object, tokens: Sequence[Token]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkOptions:
-    """Where the service listens, with which certificate, behind which proxy, for which pages."""
+    """The address to listen on, TLS, and a proxy's path."""
 
     host: str = "127.0.0.1"
-    """address to listen on; 0.0.0.0 for all"""
+    """Address to listen on; 0.0.0.0 for all interfaces."""
     port: int = 8000
-    """port to listen on; 0 takes a free one"""
+    """Port to listen on; 0 chooses a free port."""
     uds: Path | None = None
-    """listen on a Unix domain socket at this path instead"""
+    """Path of a Unix domain socket to listen on instead."""
     root_path: Annotated[str, Parameter(converter=_root_path)] = ""
-    """path that a proxy serves this server under, /llm for instance; requests are answered with and without it"""
+    """Path under which a proxy serves this server, e.g. /llm. Requests are answered with and without it."""
     ssl_certfile: Path | None = None
-    """certificate in PEM form: answer https alone"""
+    """TLS certificate in PEM form; the server then answers only https."""
     ssl_keyfile: Path | None = None
-    """its key, where it is not in the same file"""
+    """TLS private key in PEM form (default: read from --ssl-certfile)."""
     ssl_ca_certs: Path | None = None
-    """authorities that clients' certificates must be signed by"""
+    """Certificates of the authorities that must have signed the clients' certificates."""
     ssl_cert_reqs: Literal[0, 1, 2] = 0
-    """clients' certificates: 0 not asked for, 1 checked where sent, 2 required"""
+    """Clients' certificates: 0: not requested; 1: verified if sent; 2: required."""
     shutdown_timeout_s: Annotated[float, Parameter(name="--shutdown-timeout")] = 30.0
-    """after SIGTERM requests in flight have this long to end, in seconds; a second signal ends them at once"""
+    """Seconds that requests in flight have to finish after SIGTERM. A second signal ends them at once."""
 
     def check(self) -> None:
         require_within("--port: a port", self.port, 0, 65535)
@@ -145,23 +149,28 @@ class NetworkOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """What the service is called, whom it lets in, what requests may do."""
+    """The names of the model, API keys and tenants."""
 
     model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", consume_multiple=True)] = ()
-    """names requests call the model by (default: MODEL)"""
+    """Names by which requests may call the model (default: MODEL)."""
     api_key_file: Annotated[Path | None, Parameter(name=KEY_FILE_OPTION)] = None
-    """API keys, one a line; docs/tenants.md says what needs none"""
+    """File with API keys, one per line. docs/tenants.md lists the paths that need no key."""
     api_keys: Annotated[tuple[str, ...], Parameter(name=KEY_OPTION)] = field(default=(), repr=False)
-    """one more key; repeatable; it shows in the process list for the first moment (also: $SSD_API_KEY)"""
+    """One API key; repeatable. It is visible in the process list for a moment at the start; $SSD_API_KEY and
+    --api-key-file are not.
+    """
     tenants_file: Annotated[Path | None, Parameter(name=TENANTS_OPTION)] = None
-    """tenants, their keys and quotas, and who is an operator, see docs/tenants.md; read again when it changes"""
+    """File with tenants, their keys and quotas, and the operators, see docs/tenants.md. It is read again when it
+    changes.
+    """
     secret_file: Annotated[Path | None, Parameter(name=SECRET_OPTION)] = None
-    """what names tenants' caches and coupled noise, one for all servers of a --redis (also: $SSD_SECRET; default: made
-    once and kept in --cache-dir)"""
+    """File with the secret from which the names of tenants' caches and shared noise are derived. All servers of one
+    --redis need the same secret (also: $SSD_SECRET; default: created once and kept in --cache-dir).
+    """
     secret: Annotated[str | None, Parameter(parse=False)] = field(default=None, repr=False)
 
     def with_environment(self, environment: Mapping[str, str]) -> ServiceOptions:
-        """With keys and secret that come by other ways than the command line; raises ConfigError."""
+        """Add the keys and the secret from environment variables. Raises ConfigError."""
         if not all(name.strip() for name in self.model_names):
             raise ConfigError("--served-model-name must not be empty: requests could not name the model")
         keys = checked_keys(self.api_keys, KEY_OPTION)
@@ -183,37 +192,48 @@ def _seed(_type: object, tokens: Sequence[Token]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How many sequences at once, how long, in how much memory."""
+    """The number and length of sequences, and their memory."""
 
     max_num_seqs: int = _ENGINE.max_num_seqs
-    """slots"""
+    """Number of slots: the maximum number of sequences that are decoded at once."""
     max_model_len: Annotated[int | None, Parameter(converter=_length)] = None
-    """prompt and output tokens together, 32k for instance (default: the model's limit, or less where memory lacks)"""
+    """Maximum number of prompt and output tokens of a sequence, e.g. 32k (default: the model's limit, or less if memory
+    is short).
+    """
     max_waiting: int = _ENGINE.max_waiting
-    """requests that may wait for a slot; more are answered 503"""
+    """Maximum number of requests that wait for a slot; further requests are rejected with 503."""
     max_num_batched_tokens: int = _ENGINE.prefill_chunk_tokens
-    """prompt tokens computed in one step beside running requests"""
+    """Maximum number of prompt tokens that are computed in one step alongside running requests."""
     kv_cache_memory_bytes: int | None = None
-    """memory for keys and values, 4GiB for instance; fewer slots where not all fit (default: half of what is free)"""
+    """Memory for the KV cache, e.g. 4GiB. The number of slots is reduced if they do not fit (default: half of the free
+    memory).
+    """
     gpu_memory_utilization: float | None = None
-    """or: share of the device's memory (on a CPU: main memory) that may be in use once keys and values have theirs"""
+    """Alternatively, the share of the device's memory (on a CPU: main memory) that may be in use including the KV
+    cache.
+    """
     scheduling_policy: SchedulingPolicy = _ENGINE.scheduling_policy
-    """fcfs: first come, first served; priority: by the field `priority` of requests, lower is earlier"""
+    """Order of waiting requests. fcfs: first come, first served; priority: by the request's field `priority`, lower
+    first.
+    """
     enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
-    """keep the keys and values of ended requests for those that begin alike"""
+    """Keep the KV cache of finished requests for requests with the same prefix."""
     exact: Exact = _ENGINE.exact
-    """outputs equal to the bit. auto: where they can be; on: or the model is not served"""
+    """Bit-identical outputs with and without drafts. auto: if the model allows it; on: refuse to serve the model
+    otherwise; off: not required.
+    """
     enforce_eager: bool = False
-    """record no CUDA graphs: slower steps, less memory (default: graphs where there is a GPU)"""
+    """Do not record CUDA graphs: slower steps, less memory (default: graphs are recorded on a GPU)."""
     seed: Annotated[int | None, Parameter(converter=_seed)] = None
-    """where the seeds of requests without one begin, so that a run can be repeated (default: drawn at random)"""
+    """First of the seeds of requests that set none, which makes a run repeatable (default: drawn at random)."""
     coupled_sampling: int = _ENGINE.coupled_streams
-    """streams of noise that sampled requests without a seed share, so that earlier answers can be drafted, and come
-    again; 0: none"""
+    """Number of noise streams that sampled requests without a seed share, so that earlier answers recur and can be
+    drafted; 0 disables sharing.
+    """
 
     @property
     def config(self) -> EngineConfig:
-        """Raises ConfigError."""
+        """The engine's configuration. Raises ConfigError."""
         require_within("--coupled-sampling", self.coupled_sampling, 0, MAX_COUPLED_STREAMS)
         same = {each.name: getattr(self, each.name) for each in fields(EngineConfig) if hasattr(self, each.name)}
         return EngineConfig(
@@ -223,67 +243,72 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
-    """How drafts are made and by what."""
+    """The sources and the length of drafts."""
 
     num_speculative_tokens: int = _DRAFT.num_speculative_tokens
-    """most draft tokens per step"""
+    """Maximum number of draft tokens per step."""
     draft_model: str | None = None
-    """smaller model with the same tokenizer that drafts where the cache does not"""
+    """Smaller model with the same tokenizer that drafts when the cache has no draft."""
     draft_head: str | None = None
-    """draft head (EAGLE, EAGLE-3, Medusa, multi-token prediction) that drafts where the cache does not"""
+    """Draft head (EAGLE, EAGLE-3, Medusa, multi-token prediction) that drafts when the cache has no draft."""
     no_speculation: bool = False
-    """plain decoding: no drafts"""
+    """Disable speculative decoding."""
 
     @property
     def draft(self) -> DraftConfig:
-        """Raises ConfigError."""
+        """The drafting configuration. Raises ConfigError."""
         return DraftConfig(num_speculative_tokens=0 if self.no_speculation else self.num_speculative_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """How large the retrieval cache is, where it is kept, whom it is shared with."""
+    """The retrieval cache: its size, directory, and sharing."""
 
     cache_tokens: int = _INDEX.capacity_tokens
-    """capacity in tokens, 16M for instance"""
+    """Capacity of the retrieval cache in tokens, e.g. 16M."""
     rebuild_interval: float = _INDEX.rebuild_interval_s
-    """new text is indexed at the latest after this time, in seconds"""
+    """Maximum time in seconds until new text is in the index."""
     cache_dir: Path | None = None
-    """keep the cache here (default: nothing outlives the process)"""
+    """Directory in which the cache is stored (default: the cache is lost when the process ends)."""
     warm_directories: Annotated[tuple[Path, ...], Parameter(name="--warm")] = ()
-    """draft from what `ssd-cache build` wrote; repeatable"""
+    """Prebuilt cache directory from `ssd-cache build` to draft from; repeatable."""
     redis: str | None = field(default=None, repr=False)
-    """learn from other servers, and they from this one (default: $SSD_REDIS_URL, not in the process list)"""
+    """URL of the Redis server through which replicas share their caches (default: $SSD_REDIS_URL, which the process
+    list does not show).
+    """
     namespace: str = "default"
-    """what this server's cache is called"""
+    """Name of this server's cache; replicas with the same name share it."""
 
     @property
     def config(self) -> CacheConfig:
-        """Raises ConfigError."""
+        """The cache's configuration. Raises ConfigError."""
         index = IndexConfig(capacity_tokens=self.cache_tokens, rebuild_interval_s=self.rebuild_interval)
         return CacheConfig(index=index, directory=self.cache_dir, redis_url=self.redis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveOptions:
-    """What an operator sees: logs, spans, what answers tell of their drafts."""
+    """Logs, traces and draft statistics."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """what is logged"""
+    """Minimum level of log messages."""
     log_format: LogFormat = "text"
-    """lines for people, or one JSON object a line; neither holds any text of a request"""
+    """Format of log messages: text, or one JSON object per line. Neither contains text of requests."""
     no_access_log: Annotated[bool, Parameter(name=("--no-access-log", "--disable-log-requests"))] = False
-    """no line for each request (default: one; of probes, metrics and the page's counters at --log-level debug)"""
+    """Disable the access log (default: one line per request; probes, metrics and the web UI's counters at --log-level
+    debug).
+    """
     otlp_traces_endpoint: str | None = None
-    """send a span of each generation to this OpenTelemetry collector, by HTTP; needs the extra telemetry"""
+    """URL of an OpenTelemetry collector that receives a span of each generation by HTTP. Needs the extra "telemetry".
+    """
     spec_decode_metrics: Annotated[
         Literal["none", "summary", "detailed"], Parameter(name="--per-request-spec-decode-metrics")
     ] = "none"
-    """answers of one choice say how their drafts fared, detailed: each draft"""
+    """Include draft statistics in answers with one choice; detailed: for each draft."""
 
 
 def read_adapters(words: Collection[str], *, model_names: Collection[str] = ()) -> dict[str, str]:
-    """Paths by name, of words ``NAME=PATH`` or JSON objects of ``name`` and ``path``, or a list. Raises ConfigError."""
+    """Parse words ``NAME=PATH``, or JSON objects of ``name`` and ``path``. Raises ConfigError."""
     found: dict[str, str] = {}
     for word in words:
         for name, path in _adapters(word):
