@@ -1,1 +1,1 @@
-"""The HTTP service: OpenAI's endpoints over the engine."""
+"""The HTTP service: the APIs of OpenAI and Anthropic over the engine."""

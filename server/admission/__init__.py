@@ -1,6 +1,7 @@
-"""Admission: what a request costs before it has a slot, who pays, and whose turn it is.
+"""Admission: authenticate requests, count what they use before they have a slot, and take turns between tenants.
 
-``connections`` and ``gate`` let in, and read within a budget. A key leads to an account, `Tenants.find`, and to
-no other: ``account`` counts what it uses of what all share and of its own quotas, ``lanes`` give turns. ``rules`` say
-who there is, ``registry`` holds them and says which cache is whose, ``opening`` makes and reloads them.
+``connections`` reads requests within limits, and ``gate`` authenticates them. A key leads to one account only, see
+`Tenants.find`. ``account`` counts the use of shared budgets and of a tenant's quotas, ``lanes`` run work in turns,
+``rules`` parses the operator's file, ``registry`` holds the tenants and names their caches, and ``opening`` creates and
+reloads them.
 """

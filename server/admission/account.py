@@ -1,4 +1,4 @@
-"""What a request costs before it has a slot, and who pays: of what all share, and of what its own tenant may use."""
+"""Admission control: shared budgets and per-tenant quotas for requests that do not have a slot yet."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _MINUTE_S: Final = 60.0
 RATE_HEADERS: Final = tuple(
     f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")
 )
-"""What answers say of an account's rates."""
+"""The response headers with an account's rate limits."""
 
 REFUSALS: Final = ("queue", "requests", "tokens")
-"""Why a tenant's request is refused: too many in flight, too many requests or tokens a minute."""
+"""The reasons for which a tenant's request is rejected: too many in flight, too many requests or tokens per minute."""
 
 
 class Share:
-    """What one request has taken of a budget; ``give_back`` may be called more than once."""
+    """The part of a budget that one request has reserved. ``give_back`` may be called more than once."""
 
     def __init__(self, budget: Budget, tenant: str | None) -> None:
         self._budget, self._tenant = budget, tenant
         self.amount = 0
 
     def grow(self, amount: int) -> None:
-        """Take more; raises QueueFull, with nothing more taken, where the tenant may not have it now."""
+        """Reserve more. Raises QueueFull, without a change, if the tenant may not have it now."""
         self._budget.take(self._tenant, amount, self.amount)
         self.amount += amount
 
@@ -45,10 +45,11 @@ class Share:
 
 
 class Budget:
-    """``limit`` of something, ``what`` in the words of the refusal. Safe to use from several threads.
+    """A shared budget of ``limit`` units, with ``what`` as its name in messages. Thread-safe.
 
-    A tenant may have half of what others leave, so that there is always room for one more (Choudhury and Hahne,
-    "Dynamic queue length thresholds", 1998); one request of a tenant that has no other may have all of it.
+    A tenant may reserve half of what others leave, so that there is always room for another tenant (Choudhury and
+    Hahne, "Dynamic queue length thresholds", 1998). A single request of a tenant without other requests may reserve all
+    of it.
     """
 
     def __init__(self, limit: int, what: str) -> None:
@@ -61,11 +62,17 @@ class Budget:
         return self._used.total()
 
     def share(self) -> Share:
-        """An empty share for the request that is worked on."""
+        """Return an empty share for the current request."""
         return Share(self, current_record().tenant)
 
     def take(self, tenant: str | None, amount: int, held: int) -> None:
-        """Raises QueueFull where less is left. ``held`` : what the same share has; an amount below 0 gives back."""
+        """Reserve ``amount``, or release it if negative. Raises QueueFull.
+
+        Args:
+            tenant: The tenant. None: there are no tenants.
+            amount: The amount.
+            held: The amount that the share has reserved already.
+        """
         with self._lock:
             own = self._used[tenant]
             room = self._limit - (self._used.total() - own)
@@ -80,38 +87,37 @@ class Budget:
 
 
 class Allowance:
-    """A token bucket, full at first; None holds any amount. What is taken may leave a debt. ``now`` never goes back."""
+    """A token bucket that starts full; None is unlimited. It may go into debt. ``now`` must never decrease."""
 
     def __init__(self, per_minute: int | None, now: float) -> None:
         self.per_minute = per_minute
         self._left, self._at = float(per_minute or 0), now
 
     def left(self, now: float) -> float:
-        """How much may be taken; below 0 what was taken too much."""
+        """Return the amount that may be taken; negative if there is a debt."""
         if self.per_minute is None:
             return math.inf
         return min(float(self.per_minute), self._left + (now - self._at) * self.per_minute / _MINUTE_S)
 
     def take(self, amount: float, now: float) -> None:
-        """Take ``amount``, whether it is there or not; below 0 gives back."""
+        """Take ``amount`` even if it is not available; return it if negative."""
         if self.per_minute is not None:
             self._left, self._at = min(float(self.per_minute), self.left(now) - amount), now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until ``amount``, at most a minute's worth, is there."""
+        """Return the seconds until ``amount``, at most a minute's allowance, is available."""
         if self.per_minute is None:
             return 0.0
         return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)
 
     def change(self, per_minute: int | None, now: float) -> None:
-        """Another amount from now on; what was used of the old one is used of the new one, a minute's worth at most
-        unless more was owed."""
+        """Change the allowance and keep the amount used, at most a minute's worth unless there was a larger debt."""
         used = 0.0 if self.per_minute is None else self.per_minute - self.left(now)
         owed = max(0.0, used - (self.per_minute or 0))
         self._left, self._at, self.per_minute = max((per_minute or 0) - used, -owed), now, per_minute
 
     def headers(self, name: str, now: float) -> dict[str, str]:
-        """As OpenAI says it, of ``name``: the limit, what is left of it, and when all of it is there again."""
+        """Return OpenAI's headers for ``name``: limit, remaining amount, and the time until it is full again."""
         if self.per_minute is None:
             return {}
         return {
@@ -122,7 +128,7 @@ class Allowance:
 
 
 def duration(seconds: float) -> str:
-    """A time as OpenAI writes it: ``12ms``, ``7s``, ``1m30s``; never too short."""
+    """Format a time like OpenAI, ``12ms``, ``7s``, ``1m30s``, rounded up."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)
@@ -131,7 +137,7 @@ def duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class Use:
-    """Counts of one tenant since the server began; ``num_in_flight`` is of now: choices that wait or run."""
+    """The counts of one tenant since the start. ``num_in_flight`` is current: choices that wait or run."""
 
     num_in_flight: int = 0
     num_requests: int = 0
@@ -141,7 +147,7 @@ class Use:
 
 
 class Account:
-    """One tenant's use, kept while its rules change; or everybody's, where there are no keys. Safe from any thread."""
+    """The use of one tenant, which outlives changes of its rules, or of all clients without keys. Thread-safe."""
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float] = time.monotonic) -> None:
         self.tenant = tenant
@@ -158,11 +164,11 @@ class Account:
 
     @property
     def payer(self) -> str | None:
-        """The name that what all share is divided by; None where it is everybody's."""
+        """The name under which shared budgets are divided. None: there are no keys."""
         return self.tenant.name or None
 
     def change(self, tenant: Tenant) -> None:
-        """Other rules from now on; who is in flight stays."""
+        """Apply new rules. Requests in flight continue."""
         with self._lock:
             now = self._clock()
             self.tenant = tenant
@@ -170,7 +176,7 @@ class Account:
             self._tokens.change(tenant.quotas.tokens_per_minute, now)
 
     def enter(self) -> None:
-        """Count a request before any work is done for it; raises ApiError, with nothing counted, if none is left."""
+        """Count a request before any work is done for it. Raises ApiError, without counting, if no request is left."""
         with self._lock:
             now = self._clock()
             if (wait_s := self._requests.wait_s(1, now)) > 0:
@@ -180,7 +186,7 @@ class Account:
             self._requests.take(1, now)
 
     def require_place(self, num_choices: int, num_slots: int) -> None:
-        """Raises what ``admit`` would for so many choices; before prompts are tokenised. ``num_slots`` : as there."""
+        """Raise the error that `admit` would raise for this number of choices, before prompts are tokenized."""
         quotas = self.tenant.quotas
         if quotas.max_waiting is None:
             return
@@ -197,7 +203,17 @@ class Account:
                 raise self._refused("queue", message, _QUEUE_RETRY_S)
 
     def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int, share: Share | None = None) -> Ticket:
-        """Let in what has entered; what comes back must be ended. Where it raises, ``share`` is given back."""
+        """Admit a request that has entered, and return its ticket, which must be ended.
+
+        Args:
+            num_choices: The number of choices.
+            num_prompt_tokens: The number of prompt tokens over all choices.
+            num_slots: The number of slots of the engine.
+            share: The request's share of a budget. It is released if an exception is raised.
+
+        Raises:
+            ApiError: A quota is exhausted.
+        """
         try:
             with self._lock:
                 self.require_place(num_choices, num_slots)
@@ -218,7 +234,7 @@ class Account:
         return Ticket(self, num_choices, num_prompt_tokens, share)
 
     def headers(self) -> dict[str, str]:
-        """What is left of this minute, for every answer; empty where there are no rates."""
+        """Return the rate limit headers for an answer; empty without limits."""
         with self._lock:
             now = self._clock()
             return self._requests.headers("requests", now) | self._tokens.headers("tokens", now)
@@ -247,7 +263,7 @@ class Account:
 
 
 class Ticket:
-    """What one request holds of its account and of what all share until ``end``, which may be called more than once."""
+    """The resources that a request holds until ``end``, which may be called more than once."""
 
     def __init__(self, account: Account, num_choices: int, num_prompt_tokens: int, share: Share | None) -> None:
         self._account: Account | None = account
@@ -255,13 +271,13 @@ class Ticket:
         self._was_begun = False
 
     def begin(self) -> None:
-        """The engine took it: it counts. What was refused before that counts for nobody."""
+        """Count the request when the engine accepts it. Requests that were rejected before count for nobody."""
         self._was_begun = True
         if self._account is not None:
             self._account.begin(self._num_prompt_tokens)
 
     def end(self, num_output_tokens: int) -> None:
-        """Its choices have ended, with so many tokens in all."""
+        """Release everything when the choices have ended with this number of tokens in total."""
         if self._share is not None:
             self._share.give_back()
         account, self._account = self._account, None

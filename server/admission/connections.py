@@ -1,9 +1,9 @@
-"""Connections and bodies that harm nobody: what uvicorn's protocol waits for without end, this one gives up.
+"""Connections and bodies with limits on everything for which uvicorn's protocol would wait forever.
 
-A client may keep a connection open and send nothing, send the head of a request byte by byte, go on with a body that
-was answered already, or not read what it asked for. Each takes a file and some memory, and has a limit here. What
-arrives is parsed in slices, between which the event loop serves others. A body that is still wanted is timed where
-it is read, within a budget of memory and with nothing long on the event loop.
+A client may keep a connection open and send nothing, send the headers of a request byte by byte, continue a body that
+was answered already, or not read its answer. Each of these uses a file descriptor and some memory, and has a limit
+here. Received bytes are parsed in slices, and the event loop serves other connections in between. A body is received
+within time limits and within a memory budget, and large bodies are parsed on another thread.
 """
 
 from __future__ import annotations
@@ -32,49 +32,52 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TOO_MANY = "too_many_connections"
-"""Set in ``scope["state"]`` of requests that came on a connection beyond the limit: it ends with their answer, since
-few are kept for those that are to be told so."""
+"""Set in ``scope["state"]`` for requests on a connection beyond the limit, which are answered 503. The connection is
+closed after the answer, because only few such connections are kept.
+"""
 
 BODY_FAULT = "body_fault"
-"""Set in ``scope["state"]`` to the ApiError that refuses a body in chunks, of which no more is parsed."""
+"""Set in ``scope["state"]`` to the ApiError that rejects a chunked body, whose remaining bytes are not parsed."""
 
 _MOST_BEYOND = 256
 _BEYOND_IDLE_S = 5.0
 _MOST_LOOK_S = 5.0
-"""A connection is looked at this often, or more where the limits are shorter. Looking takes about a microsecond."""
+"""The maximum interval in seconds between two checks of a connection. A check takes about a microsecond."""
 _HEAD_BYTES = 64 << 10
-"""Longest head of a request; httptools has no limit."""
+"""The maximum size of a request's headers in bytes; httptools has no limit."""
 _MOST_AHEAD = 8
-"""Requests that a client may send before it has the answer of the one before them; uvicorn has no limit."""
+"""The maximum number of pipelined requests without an answer; uvicorn has no limit."""
 _UNSENT_BYTES = 64 << 10
-"""Of an answer that waits to be sent; asyncio holds eight times as much where connections are encrypted."""
+"""The maximum number of bytes of an answer that are buffered; asyncio buffers eight times as much with TLS."""
 
 _RECEIVED_BYTES = 256 << 10
 _SLICE_BYTES = 4 << 10
-"""The number of bytes that are received and parsed at once where a few bytes may be a chunk or a header, and a call of
-Python each: at worst 0.3 ms of the event loop, which others have between."""
+"""The number of bytes that are received and parsed at once if a few bytes may be a chunk or a header, each of which is
+a Python call. Parsing a slice blocks the event loop for at most 0.3 ms.
+"""
 _FREE_CHUNKS = 1024
 _CHUNK_BYTES = 64
-"""After the first ``_FREE_CHUNKS`` chunks, a body whose chunks are smaller than this on average is refused."""
+"""After the first ``_FREE_CHUNKS`` chunks, a body is rejected if its chunks are smaller than this on average."""
 _LINGER_S = 1.0
-"""A client that is still sending the body of a refused request has this long to notice the answer: the answer would
-be lost if the connection were closed at once."""
+"""The time in seconds that a client has to read the answer while it still sends the body of a rejected request. The
+answer would be lost if the connection were closed at once.
+"""
 
 
 def num_beyond(limits: Limits) -> int:
-    """Connections beyond the limit that are told so; more are closed without a word."""
+    """Return how many connections beyond the limit are answered 503; further ones are closed at once."""
     return max(1, min(_MOST_BEYOND, limits.max_connections // 8))
 
 
 class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """One connection: uvicorn's protocol, given few bytes at once and looked at now and then."""
+    """One connection: uvicorn's protocol, which receives few bytes at once and is checked regularly."""
 
     limits: ClassVar[Limits]
     received: ClassVar[memoryview]
-    """What one connection receives in one round of the event loop."""
+    """The buffer for the bytes that a connection receives in one iteration of the event loop."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has come; beyond the limit it is answered 503 by whoever reads ``TOO_MANY``."""
+        """Accept a connection. Beyond the limit, ``TOO_MANY`` marks its requests."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNSENT_BYTES)
         # What answers are written to: it leaves the end of the connection to this object.
@@ -111,16 +114,16 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
                 cycle.message_event.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: only few at once, but for a body of known length, which the parser leaves whole."""
+        """Return the buffer for the next bytes: a slice, or more for the rest of a body of known length."""
         return self.received[: max(_SLICE_BYTES, self._expected_bytes)]
 
     def buffer_updated(self, num_bytes: int) -> None:
-        """Parse what has come."""
+        """Parse the received bytes."""
         if not self._is_discarding:
             self.data_received(bytes(self.received[:num_bytes]))
 
     def data_received(self, data: bytes) -> None:
-        """Bytes that do not belong to a request under way begin a head, or are the rest of a body nobody wants."""
+        """Parse bytes, and time them as headers if they do not belong to the body of a running request."""
         self._head_bytes += len(data)
         if self._is_chunked:
             self._body_bytes += len(data)
@@ -138,7 +141,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """A request is under way; raises ValueError, at which uvicorn gives the connection up, for one too many."""
+        """Start a request. Raises ValueError, for which uvicorn closes the connection, if there are too many."""
         self._head_bytes, self._is_head = 0, False
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
         if len(self._unanswered) > _MOST_AHEAD:
@@ -172,7 +175,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_message_complete()
 
     def _take_pieces(self) -> None:
-        """Append the pieces that have come to the body; refuse it where chunks are too small, or too long in all."""
+        """Append the received chunks to the body, and reject it if chunks are too small or the body is too large."""
         if self._pieces:
             pieces, self._pieces = self._pieces, []
             content = b"".join(pieces)
@@ -197,7 +200,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.cycle.message_event.set()
 
     def _end(self) -> None:
-        """Close after an answer; if its request's body is still coming, discard that for a while first."""
+        """Close the connection after an answer; discard the rest of the request's body for a while first."""
         if not self._has_body or self.transport.is_closing():
             self.transport.close()
             return
@@ -216,7 +219,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._looking = self.loop.call_later(delay, self._look)
 
     def _look(self) -> None:
-        """Give it up where it has waited, or been waited for, too long."""
+        """Close the connection if the client or the connection has been idle for too long."""
         now = self.loop.time()
         if self._takes_nothing(now):
             log.debug("gave up a connection: it takes nothing of what was sent")
@@ -230,7 +233,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._look_later()
 
     def _takes_nothing(self, now: float) -> bool:
-        """Whether the client took too little for too long of what waits to be sent, while nothing is added."""
+        """Return whether the client read too little of the buffered answer for too long."""
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or (self._is_busy() and not self.flow.write_paused):
             self._sending = None
@@ -250,12 +253,12 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
 
 def protocol_within(limits: Limits) -> type[asyncio.Protocol]:
-    """What uvicorn is to make for each connection."""
+    """Return the protocol class for uvicorn with these limits."""
     return type("Protocol", (GuardedProtocol,), {"limits": limits, "received": memoryview(bytearray(_RECEIVED_BYTES))})
 
 
 class BodyReader:
-    """Reads the bodies of all requests; those that are not small share a budget of memory and a thread."""
+    """Reads the bodies of all requests. Bodies that are not small share a memory budget and a thread."""
 
     def __init__(self, limits: Limits, lanes: Lanes) -> None:
         self._limits, self._lanes = limits, lanes
@@ -263,7 +266,10 @@ class BodyReader:
         self._memory = Budget(most, "large bodies")
 
     async def read(self, request: Request, check: Callable[[Any], T], *, max_values: int) -> T:
-        """What ``check`` makes of the decoded body; raises RequestError, ApiError (413, 408) or QueueFull."""
+        """Receive and decode a body, and return the result of ``check``.
+
+        Raises RequestError, ApiError (413, 408) or QueueFull.
+        """
         share = self._memory.share()
         try:
             content = await self._receive(request, share)

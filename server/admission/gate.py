@@ -1,4 +1,4 @@
-"""What every request passes first: whether it is let in, its id, whose key it brings; the last resort for errors."""
+"""The first stage of every request: admission, request id, authentication, and the handling of unexpected errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ssd.errors import QueueFull, RequestError, shown
 
 
 def path_below_root(scope: Scope) -> str:
-    """The path that the router reads, in which no proxy's is left."""
+    """Return the path that the router uses, without a proxy's prefix."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
@@ -28,27 +28,28 @@ def path_below_root(scope: Scope) -> str:
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ALWAYS = frozenset({"/live", "/health", "/ping", "/version", "/metrics"})
-"""Whoever supervises the server is answered to the end."""
+"""The paths that are answered until the end of a shutdown, for supervisors of the server."""
 OPEN_PATHS = frozenset({*_ALWAYS, "/openapi.json"})
-"""Where there are keys, everything else needs one: an endpoint is closed until it is named here."""
+"""The paths that need no key. All other endpoints need one if there are keys."""
 
 
 @dataclass(slots=True)
 class Gate:
-    """ASGI middleware: ``x-request-id`` on every response, keys, a JSON body for unforeseen errors.
+    """ASGI middleware: ``x-request-id`` on every response, authentication, and a JSON body for unexpected errors.
 
-    ``scope["state"]["account"]`` is the account of who is let in; answers under /v1 say what is left of its rates. Who
-    is let in is counted until it has its answer; a server that is full, or stops, refuses and closes the connection.
+    ``scope["state"]["account"]`` is the account of an admitted request, and answers under /v1 report its rate limits.
+    Admitted requests are counted until they are answered. A server that is full or shutting down rejects requests and
+    closes the connection.
     """
 
     app: ASGIApp
     tenants: Tenants = field(kw_only=True)
     sites: KnownSites = field(kw_only=True)
-    """Who may call where there are no keys."""
+    """The hosts and origins that may call a server without keys."""
     open_paths: Collection[str] = field(default=(), kw_only=True)
-    """Beside the paths that always are."""
+    """Further paths that need no key."""
     let_in: Callable[[], None] = field(default=lambda: None, kw_only=True)
-    """Raises ServerNotReady once nobody is."""
+    """Counts a request. Raises ServerNotReady during a shutdown."""
     let_out: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,7 +116,7 @@ class Gate:
             self.let_out()
 
     def _account(self, headers: Headers) -> Account | None:
-        """Whose key a request brings; None without a right one where there are keys."""
+        """Return the account of a request's key; None if there are keys and the request has no valid one."""
         if not self.tenants.is_closed:
             return self.tenants.everybody
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -124,7 +125,7 @@ class Gate:
 
 
 def account_of(scope: Scope) -> Account:
-    """Who pays for a request that the gate let in to what needs a key."""
+    """Return the account of a request that the gate admitted."""
     account: Account = scope["state"]["account"]
     return account
 
@@ -134,7 +135,7 @@ _KEEP_OUT, _TAKE_IN = ("1", "true"), ("", "0", "false")
 
 
 def may_learn(headers: Headers) -> bool:
-    """False where the header keeps the request out of the cache, for clients that cannot send ``store``."""
+    """Return False if the header excludes the request from the cache, for clients that cannot send ``store``."""
     value = headers.get(NO_LEARN_HEADER, "").strip().lower()
     if value not in (*_KEEP_OUT, *_TAKE_IN):
         raise RequestError(f"{NO_LEARN_HEADER} must be 1 or 0, got {shown(value)}", param=NO_LEARN_HEADER)

@@ -1,4 +1,4 @@
-"""Whose turn it is: threads beside the event loop. Each kind of work has its own, nobody waits behind another kind."""
+"""Fair thread pools next to the event loop. Each kind of work has its own, so no kind waits for another."""
 
 from __future__ import annotations
 
@@ -16,24 +16,31 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LONG_CHARACTERS = 1 << 14
-"""Text beyond this is tokenised among the long ones: about 10 ms of work."""
+"""Longer texts are tokenized by the pool for long ones; this length takes about 10 ms."""
 
 LONG_GRAMMAR = 1 << 12
-"""A grammar that is expected to cost more is compiled among the long ones: 10 ms of work and more."""
+"""Grammars with a higher expected cost are compiled by the pool for long ones, from 10 ms on."""
 
 LARGE_BODY_BYTES = 1 << 20
-"""A body beyond this is parsed among the large ones: up to 0.2 s of work."""
+"""Larger bodies are parsed by the pool for large ones, in up to 0.2 s."""
 
 
 class Lane:
-    """A few threads, and a line of limited length before them for each tenant. To be used from one event loop.
+    """A thread pool with a queue of limited length for each tenant. For use from one event loop.
 
-    Tenants are served in turn, one place at a time for each; so are requests where there are no tenants, and all
-    their lines are one. So who sends much waits behind nobody's work but its own.
+    Tenants are served in round-robin order, one call at a time. So a tenant with many calls only waits for itself.
+    Without tenants all calls share one queue, in which requests take turns.
     """
 
     def __init__(self, name: str, *, num_threads: int, max_waiting: int, unit: int = 1) -> None:
-        """``unit`` : of what calls cost; ``num_threads + max_waiting`` calls of that cost fill a line."""
+        """Start the threads.
+
+        Args:
+            name: The kind of work, for messages.
+            num_threads: The number of threads.
+            max_waiting: The number of calls of cost ``unit`` that a queue holds in addition to ``num_threads``.
+            unit: The unit of the costs.
+        """
         self._name = name
         self._most = (num_threads + max_waiting) * unit
         self._unit = unit
@@ -43,11 +50,11 @@ class Lane:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``call`` returns or raises, or QueueFull; once begun it goes on, and keeps its place, if cancelled."""
+        """Return or raise what ``call`` does, or raise QueueFull. A call that has started is not cancelled."""
         return await self.run_priced(self._unit, partial(call, *args, **kwargs))
 
     async def run_priced(self, cost: int, call: Callable[[], T]) -> T:
-        """The same of a call that costs so much, a unit at least; one alone always has room."""
+        """Run a call of the given cost, at least one unit. A single call always fits."""
         record, cost = current_record(), max(self._unit, cost)
         if self._costs[record.tenant] and self._costs[record.tenant] + cost > self._most:
             raise QueueFull(f"too many requests wait for {self._name}: try again later")
@@ -66,7 +73,7 @@ class Lane:
         return await waiting
 
     async def _turn(self, whose: str | None) -> None:
-        """Until a thread is free for one call of theirs."""
+        """Wait until a thread is free for a call of this tenant."""
         if self._num_idle:  # then nobody waits
             self._num_idle -= 1
             return
@@ -80,7 +87,7 @@ class Lane:
             raise
 
     def _pass_on(self) -> None:
-        """A thread is free: whose turn is it?"""
+        """Give the free thread to the next tenant in round-robin order."""
         while self._lines:
             whose, line = next(iter(self._lines.items()))
             turn = line.popleft()
@@ -113,7 +120,7 @@ def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 
 
 class Lanes:
-    """The lanes of a server. Short texts have two threads, so that one can be at the edge of what is short."""
+    """The thread pools of a server. Short texts have two threads, as some take nearly as long as long ones."""
 
     def __init__(self) -> None:
         self._bodies = Lane("reading bodies", num_threads=1, max_waiting=256)
@@ -123,13 +130,13 @@ class Lanes:
         self._short_grammars = Lane("compiling grammars", num_threads=1, max_waiting=64)
         self._long_grammars = Lane("compiling long grammars", num_threads=1, max_waiting=16)
         self.tools = Lane("/tokenize and /detokenize", num_threads=1, max_waiting=16)
-        """What belongs to no generation."""
+        """For /tokenize and /detokenize."""
         self.management = Lane("managing tenants", num_threads=1, max_waiting=16)
-        """What waits for files and for Redis: deletions."""
+        """For deletions, which wait for files and for Redis."""
         self.metrics = Lane("reading metrics", num_threads=1, max_waiting=16)
-        """Anybody may ask for them: they keep nobody waiting who has a key."""
+        """For metrics, which need no key and must not delay clients with a key."""
         self.answers = Lane("writing answers", num_threads=2, max_waiting=4096)
-        """Submits many choices, counts predictions, writes whole answers."""
+        """For submitting many choices, counting accepted predictions, and serializing long answers."""
 
     async def run_on_text(self, num_characters: int, call: Callable[[], T]) -> T:
         if num_characters <= LONG_CHARACTERS:
@@ -137,11 +144,11 @@ class Lanes:
         return await self._long_texts.run_priced(num_characters, call)
 
     def grammar(self, cost: int) -> Lane:
-        """Where a grammar of this expected cost is compiled."""
+        """Return the pool for a grammar of this expected cost."""
         return self._short_grammars if cost <= LONG_GRAMMAR else self._long_grammars
 
     def body(self, num_bytes: int) -> Lane:
-        """Where a body of this length is parsed and checked."""
+        """Return the pool for a body of this length."""
         return self._bodies if num_bytes <= LARGE_BODY_BYTES else self._large_bodies
 
     def close(self) -> None:

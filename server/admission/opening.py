@@ -1,4 +1,4 @@
-"""A server's tenants from what its operator gave, keys, files and a secret; files are looked at every second."""
+"""Create a server's tenants from the operator's keys, files and secret, and reload them when a file changes."""
 
 from __future__ import annotations
 
@@ -43,17 +43,19 @@ _MOST_BYTES: Final = 4096
 
 
 def given_secret(path: Path | None, text: str | None) -> bytes | None:
-    """The secret of a file, or ``text``, of ``$SSD_SECRET``, without blanks and line ends around it; None where neither
-    is given. Raises ConfigError."""
+    """Return the secret from a file or from ``$SSD_SECRET``, without surrounding white space; None without both.
+
+    Raises ConfigError.
+    """
     if path is not None:
         return _checked(read_private(path, SECRET_OPTION).strip(), f"{SECRET_OPTION} {path}")
     return _checked(text.encode("utf-8", "surrogateescape").strip(), f"${SECRET_VARIABLE}") if text else None
 
 
 def own_secret(cache_directory: Path | None) -> bytes:
-    """The secret that is kept in a cache directory, or made there now; else one of this process.
+    """Return the secret in a cache directory, creating it if needed; without a directory, a random secret.
 
-    Raises ConfigError, also where caches of tenants are there and the secret that explains them is lost or damaged.
+    Raises ConfigError, also if there are tenants' caches whose secret is missing or damaged.
     """
     if cache_directory is None:
         return secrets.token_bytes(32)
@@ -107,7 +109,7 @@ def open_tenants(
     cache_directory: Path | None = None,
     counters: RedisCounters | None = None,
 ) -> Tenants:
-    """The tenants of ``keys``, of a file's keys as they are now, and of rules at ``path``. Raises ConfigError."""
+    """Create the tenants from ``keys``, a file's current keys, and the rules at ``path``. Raises ConfigError."""
     names = NamespaceNames(secret)
 
     def read() -> tuple[Tenant, ...]:
@@ -161,7 +163,7 @@ INTERVAL_S: Final = 1.0
 
 
 class Watch:
-    """Reloads tenants when a file has changed, where it can be used, and sweeps up after deletions, on two threads."""
+    """Reloads tenants when a file has changed and is valid, and completes deletions, on two threads."""
 
     def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:
         self._tenants = tenants
@@ -179,7 +181,7 @@ class Watch:
             thread.start()
 
     def stop(self) -> None:
-        """Stop it, at the latest after what it is at."""
+        """Stop the threads after their current work."""
         self._stopping.set()
 
     def _reload(self) -> None:
@@ -201,7 +203,7 @@ class Watch:
                 log.exception("what is left of deleted caches is looked for again")
 
     def _look(self) -> list[tuple[int, ...] | None]:
-        """What of each file tells that it was changed or replaced, or may be read by others."""
+        """Return the state of each file that shows whether it was changed, replaced, or made readable for others."""
         found: list[tuple[int, ...] | None] = []
         for path in self._paths:
             try:

@@ -1,4 +1,4 @@
-"""All tenants of a server: found by their keys, reloaded while it runs, and their caches named and deleted."""
+"""All tenants of a server: lookup by key, reloading, and the names and the deletion of their caches."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NamespaceNames:
-    """Names by HMAC with the server's ``secret``. Servers with one secret find the same names."""
+    """Derives names by HMAC with the server's ``secret``. Servers with the same secret derive the same names."""
 
     secret: bytes
 
     def tenant(self, base: str, seed: str, generation: int) -> str:
-        """The namespace of a tenant: of what is served under ``base``, after it was deleted ``generation`` times."""
+        """Return a tenant's namespace for the model namespace ``base`` after ``generation`` deletions."""
         return "t" + self._digest("tenant", base, seed, generation)
 
     def salted(self, namespace: str, salt: str) -> str:
-        """The namespace of one ``cache_salt`` inside another namespace."""
+        """Return the namespace of a ``cache_salt`` within another namespace."""
         return "s" + self._digest("salt", namespace, salt)
 
     def counter(self, base: str, seed: str) -> str:
-        """What a tenant's number of deletions is kept under, of what is served under ``base``."""
+        """Return the name under which a tenant's number of deletions is stored for ``base``."""
         return self._digest("counter", base, seed)
 
     def owner(self, seed: str) -> Owner:
-        """What the manifests of a tenant's caches say of whose they are."""
+        """Return the owner that the manifests of a tenant's caches name."""
         return Owner(mark_of(self.secret), self._digest("owner", seed))
 
     def short(self, digest: str) -> str:
-        """A name for a key that has no other: 8 digits that nobody can try keys against."""
+        """Return a name for a key without a tenant: 8 digits, too few to test guessed keys against."""
         return self._digest("name", digest)[:8]
 
     def _digest(self, *parts: str | int) -> str:
@@ -72,7 +72,7 @@ class NamespaceNames:
 
 
 def few(names: list[str]) -> str:
-    """How many caches there are, and what the first are called."""
+    """Return the number of caches and the first of their names."""
     return f"{len(names)} cache(s) of tenants ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
@@ -81,9 +81,9 @@ _MOST_FILE_BYTES: Final = 1 << 22
 
 
 class Generations:
-    """How often each tenant's cache was deleted: part of its name, so that what was deleted is never found again.
+    """How often each tenant's cache was deleted: part of the cache's name, so a deleted cache is never found.
 
-    A number for each name, which only grows, in a file before anybody is told. Safe from any thread; may wait.
+    Each number only increases, and is stored in a file before it is used. Thread-safe; may block.
     """
 
     def __init__(self, path: Path | None, shared: RedisCounters | None) -> None:
@@ -101,7 +101,7 @@ class Generations:
         return self._numbers.get(name, 0)
 
     def advance(self, name: str) -> tuple[int, bool]:
-        """Count one more. Returns the new number, and whether replicas have been told; raises OSError of the file."""
+        """Increment a number. Returns it, and whether replicas have been told. Raises OSError of the file."""
         with self._counting:
             number, is_told = self.of(name) + 1, self._shared is None
             if self._shared is not None:
@@ -114,12 +114,12 @@ class Generations:
             return number, is_told
 
     def adopt(self, name: str, number: int) -> None:
-        """A cache of this number was found, so that it was not deleted since. Raises OSError of the file."""
+        """Set the number of a cache that was found and therefore not deleted since. Raises OSError of the file."""
         with self._counting:
             self._set({name: number})
 
     def absorb(self, names: Iterable[str]) -> dict[str, int]:
-        """Take over what replicas have counted, and tell them what they missed; returns former numbers of changed."""
+        """Apply the replicas' numbers, and send them newer ones; returns the former numbers of those that changed."""
         with self._counting:
             asked = list(names)
             if self._shared is None or not asked:
@@ -160,7 +160,7 @@ class Generations:
 
 
 def _write(path: Path, numbers: Mapping[str, int]) -> None:
-    """Add to what the file holds: servers of other namespaces may keep theirs in one directory. Raises OSError."""
+    """Merge numbers into the file, which servers of other namespaces may share. Raises OSError."""
     make_directory(path.parent)
     with open_lock(path.with_suffix(".lock")) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -171,9 +171,9 @@ def _write(path: Path, numbers: Mapping[str, int]) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, int], bool]:
-    """What a file holds, and False where that has no checksum, as of former versions.
+    """Return the numbers in a file, and False if it has no checksum, as written by former versions.
 
-    Nothing where there is none, or a damaged one.
+    Returns no numbers if the file is missing or damaged.
     """
     try:
         with open_file(path) as file:
@@ -195,29 +195,32 @@ def _read(path: Path) -> tuple[dict[str, int], bool]:
 
 
 SALTED_TOKENS: Final = 1 << 18
-"""Capacity of the cache of one ``cache_salt``; of a tenant's own where that is less."""
+"""The capacity of the cache of a ``cache_salt`` in tokens, at most that of the tenant's own cache."""
 
 SALTS_AT_ONCE: Final = 8
-"""Caches of salts that one tenant has open."""
+"""The maximum number of a tenant's caches of salts that are open at once."""
 
 _RETIRED_S: Final = 60.0
-"""For so long after a deletion its old names are swept: a request may just have been on its way, here or elsewhere."""
+"""The time in seconds for which old names are removed again after a deletion, because a request may have been in
+flight.
+"""
 _MOST_RETIRED: Final = 1024
 _NEAR: Final = 256
-"""Numbers of deletions that are tried, up and down, for a directory that none of a tenant's names leads to."""
+"""How many deletion counts, up and down, are tried for a directory to which no current name leads."""
 
 
 class CacheUse(NamedTuple):
-    """Which cache a request uses, on what terms; None neither drafts from one nor learns."""
+    """The cache that a request uses and the policy for it. None: nothing is drafted from a cache or added to it."""
 
     namespace: str | None
     terms: NamespaceTerms
 
 
 class Tenants:
-    """Who may come in, and with what. Safe from any thread; finding one waits for nobody.
+    """The tenants and their keys. Thread-safe; lookups never block.
 
-    A server that has none is open to everybody, and stays so; one that has some is never open, whatever is reloaded.
+    A server without tenants is open to everybody and stays open. A server with tenants is never open, whatever is
+    reloaded.
     """
 
     def __init__(
@@ -230,9 +233,15 @@ class Tenants:
         share_cache: bool,
         directory: Path | None = None,
     ) -> None:
-        """``read`` : the tenants as written now; raises ConfigError. ``bases`` : namespaces that are served.
+        """Read the tenants.
 
-        ``directory`` : where their caches are kept.
+        Args:
+            read: Returns the current tenants of the files. Raises ConfigError.
+            names: Derives the names of namespaces.
+            generations: The numbers of deletions.
+            bases: The namespaces of the served models.
+            share_cache: Whether all tenants share one cache.
+            directory: The directory of their caches. None: they are in memory.
         """
         self._directory = directory
         self._read = read
@@ -247,24 +256,24 @@ class Tenants:
         self._retired: list[tuple[float, str]] = []
         self._left_in_redis: set[str] = set()
         self.everybody = Account(EVERYBODY)
-        """Who pays where no key is needed."""
+        """The account of all clients if no key is needed."""
         self.caches: Callable[[], CacheSet | None] = lambda: None
-        """The caches, once they are open; told by whoever has them."""
+        """Returns the caches once they are open."""
         self.sharing: Callable[[], RedisLog | None] = lambda: None
-        """The log that replicas share, if there is one."""
+        """Returns the Redis stream that replicas share, if there is one."""
         self._replace(read())
         self.is_closed: Final = bool(self._accounts)
         """Whether a key is needed."""
 
     def find(self, key: str) -> Account | None:
-        """Whose key it is. How long it takes tells nothing about the keys: what is looked up is a keyed digest."""
+        """Return the account of a key. The time reveals nothing about keys, because a keyed digest is looked up."""
         return self._by_key.get(self._keyed(digest_of(key)))
 
     def accounts(self) -> list[Account]:
         return sorted(self._accounts.values(), key=lambda account: account.name)
 
     def cache_use(self, account: Account, base: str | None, salt: str | None) -> CacheUse:
-        """The cache of a tenant's request to what is served under ``base``."""
+        """Return the cache for a tenant's request to the model namespace ``base``."""
         if base is None:
             return CacheUse(None, DEFAULT_TERMS)
         main, terms = base, DEFAULT_TERMS
@@ -290,7 +299,7 @@ class Tenants:
         return CacheUse(self._names.salted(main, salt), salted)
 
     def labels(self) -> Mapping[str, str]:
-        """What metrics call namespaces that are tenants' own: the names of those. O(tenants)."""
+        """Return the labels of tenants' namespaces in metrics, which are the tenants' names. O(tenants)."""
         return {
             self._namespace(account.tenant, base): (
                 name if base == self._bases[0] and name not in self._bases else f"{name}/{base}"
@@ -301,7 +310,7 @@ class Tenants:
         }
 
     def describe(self) -> list[dict[str, Any]]:
-        """Every tenant, its rules and use; never a key."""
+        """Return every tenant with its rules and use, without keys."""
         found = []
         for account in self.accounts():
             tenant, use = account.tenant, account.use
@@ -326,7 +335,7 @@ class Tenants:
         return found
 
     def reload(self) -> int:
-        """Read the rules again; returns the number of tenants. Raises ConfigError, and then all stays as it was."""
+        """Read the rules again and return the number of tenants. Raises ConfigError without a change."""
         tenants = self._read()
         if self.is_closed and not tenants:
             raise ConfigError("there would be no key left: a server that needs keys keeps those it has")
@@ -351,7 +360,7 @@ class Tenants:
             }
 
     def delete_cache(self, name: str) -> dict[str, Any]:
-        """Forget what a tenant's requests have taught, here at once, at replicas within seconds. Raises ApiError."""
+        """Delete a tenant's cache, here at once, on replicas within seconds. Raises ApiError."""
         account = self._accounts.get(name)
         if account is None:
             raise ApiError(404, f"there is no tenant {shown(name)}", code="tenant_not_found")
@@ -384,9 +393,9 @@ class Tenants:
         return {"object": "cache", "tenant": name, "deleted": True, "replicas_told": all(told)}
 
     def take_stock(self) -> list[str]:
-        """Find caches again whose number of deletions was lost, and sweep deleted ones that newer ones stand beside.
+        """Recover lost deletion counts from the directories, and remove deleted caches next to newer ones.
 
-        Returns the names of those that no tenant and no secret here explains. O(directories), raises OSError.
+        Returns the names of the caches that belong to no known tenant or secret. O(directories). Raises OSError.
         """
         unknown = self._unknown()
         owners = set(unknown.values())
@@ -414,25 +423,25 @@ class Tenants:
         return self._strangers(unknown)
 
     def _unknown(self) -> dict[str, Owner | None]:
-        """Directories of tenants' caches that no name here leads to, and whose they say they are. Raises OSError."""
+        """Return the directories of tenants' caches to which no name leads, with their owners. Raises OSError."""
         if self._directory is None:
             return {}
         known = self.labels()
         return {path.name: owner_of(path) for path in tenant_directories(self._directory) if path.name not in known}
 
     def _strangers(self, unknown: Mapping[str, Owner | None]) -> list[str]:
-        """Those of another secret, and those that name none."""
+        """Return the directories of another secret, and those without an owner."""
         ours = mark_of(self._names.secret)
         return [name for name, owner in unknown.items() if owner is None or owner.secret != ours]
 
     def _near(self, tenant: Tenant, base: str) -> dict[str, int]:
-        """Names of a tenant's caches that were deleted about as often as we know, with how often."""
+        """Return the names of a tenant's caches for similar deletion counts, with these counts."""
         number = self._generations.of(self._names.counter(base, tenant.seed))
         near = range(max(0, number - _NEAR), number + _NEAR)
         return {self._names.tenant(base, tenant.seed, other): other for other in near}
 
     def sweep(self) -> None:
-        """What is to be done every second or so: deletions at replicas, and what came late of those here. May wait."""
+        """Apply replicas' deletions and remove late text of deleted caches, about once a second. May block."""
         counted = {
             self._names.counter(base, account.tenant.seed): (account.tenant, base)
             for account in self.accounts()
@@ -459,7 +468,7 @@ class Tenants:
         return [failure for name in namespaces if (failure := self._remove(name)) is not None]
 
     def _remove(self, namespace: str) -> str | None:
-        """Remove all of a namespace that nobody asks for any more; returns what is left over of it."""
+        """Remove a namespace that no request uses any more; returns what could not be removed."""
         failure = None
         caches, sharing = self.caches(), self.sharing()
         try:

@@ -1,4 +1,4 @@
-"""Who the tenants are and what each may use: an operator's TOML, read whole, and refused whole in one line."""
+"""The operator's TOML file of tenants and quotas, which is accepted or rejected as a whole."""
 
 from __future__ import annotations
 
@@ -25,28 +25,32 @@ _Count = Annotated[int | None, Field(ge=1, le=_MOST)]
 
 
 class Quotas(BaseModel):
-    """What one tenant may use; None leaves it to the server's own limits."""
+    """The limits of one tenant. None: only the server's limits apply."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     max_running: _Count = None
-    """Slots that its requests hold at once; further ones wait for their turn."""
+    """Maximum number of slots that the tenant's requests hold at once; further requests wait."""
     max_waiting: Annotated[int | None, Field(ge=0, le=_MOST)] = None
-    """Requests beyond its slots; more are answered 429."""
+    """Maximum number of waiting requests; further requests are answered 429."""
     requests_per_minute: _Count = None
-    """HTTP requests for text; unused ones are kept for a minute."""
+    """HTTP requests for text per minute; unused ones are kept for a minute."""
     tokens_per_minute: _Count = None
-    """Prompt and output tokens; unused ones are kept for a minute."""
+    """Prompt and output tokens per minute; unused ones are kept for a minute."""
     cache_tokens: Annotated[int | None, Field(ge=8192, le=_MOST)] = None
-    """Capacity of its cache."""
+    """Capacity of the tenant's cache in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One of those that share a server.
+    """A client, or a group of clients, of a shared server.
 
-    ``name`` : what logs and metrics call it. ``digests`` : of its keys, see ``digest_of``. ``seed`` : what the name of
-    its cache is derived from; as long as it stays the same, so does the cache. ``reads_shared`` : its drafts come from
-    the shared namespace too. ``is_operator`` : its requests teach the shared namespace, and it may manage the others.
+    Attributes:
+        name: The name in logs and metrics.
+        seed: The text from which the cache's name is derived. The cache stays the same while the seed does.
+        digests: The SHA-256 digests of the keys, see `digest_of`.
+        reads_shared: Whether drafts also come from the shared namespace.
+        is_operator: Whether requests add to the shared namespace and may manage other tenants.
+        quotas: The limits.
     """
 
     name: str
@@ -58,25 +62,25 @@ class Tenant:
 
 
 EVERYBODY: Final = Tenant(name="", seed="", digests=frozenset())
-"""Whoever comes in where there are no keys."""
+"""The tenant of all clients if there are no keys."""
 
 
 def digest_of(key: str) -> str:
-    """SHA-256 of a key, 64 hexadecimal characters: what a file may hold in place of the key."""
+    """Return the SHA-256 digest of a key in 64 hexadecimal characters, which a file may contain instead of the key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 KEY_OPTION: Final = "--api-key"
 KEY_FILE_OPTION: Final = "--api-key-file"
 KEY_VARIABLE: Final = "SSD_API_KEY"
-"""Keys, one a line."""
+"""The environment variable with keys, one per line."""
 TENANTS_OPTION: Final = "--tenants"
 SECRET_OPTION: Final = "--secret-file"
 SECRET_VARIABLE: Final = "SSD_SECRET"
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
-"""What a header can carry as it is."""
+"""The characters that a header can carry unchanged."""
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _MOST_BYTES: Final = 1 << 20
 
@@ -114,7 +118,7 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RulesFile:
-    """What a file says. ``defaults`` : of its tenants, and of keys that are given elsewhere."""
+    """The content of a file. ``defaults`` apply to its tenants and to keys that are given elsewhere."""
 
     defaults: Tenant
     tenants: tuple[Tenant, ...]
@@ -124,7 +128,7 @@ NO_FILE: Final = RulesFile(Tenant(name="defaults", seed="", digests=frozenset())
 
 
 def read_private(path: Path, option: str, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> bytes:
-    """What an operator's file, or pipe, holds; warns where others may read it. Raises ConfigError."""
+    """Read an operator's file or pipe, and warn if others can read it. Raises ConfigError."""
     try:
         with opened(path) as file:
             content, mode = file.read(_MOST_BYTES + 1), os.fstat(file.fileno()).st_mode
@@ -138,7 +142,7 @@ def read_private(path: Path, option: str, opened: Callable[[Path], BinaryIO] = l
 
 
 def checked_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
-    """The keys; raises ConfigError, which never shows a key, where one of them could not be sent in a header."""
+    """Return the keys. Raises ConfigError, which never shows a key, if a key could not be sent in a header."""
     found = tuple(keys)
     for number, key in enumerate(found, 1):
         if not _KEY.fullmatch(key):
@@ -148,7 +152,7 @@ def checked_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
 
 
 def read_key_file(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one a line, comments left out; warns where others may read it. Raises ConfigError."""
+    """Read the keys of a file, one per line, without comments; warn if others can read it. Raises ConfigError."""
     content = read_private(path, KEY_FILE_OPTION)
     try:
         lines = [line.strip() for line in content.decode().splitlines()]
@@ -161,12 +165,12 @@ def read_key_file(path: Path) -> tuple[str, ...]:
 
 
 def read_rules(path: Path) -> RulesFile:
-    """The rules of a file. Raises ConfigError, which never shows a key."""
+    """Read the rules of a file. Raises ConfigError, which never shows a key."""
     return parse_rules(read_private(path, TENANTS_OPTION), f"{TENANTS_OPTION} {path}")
 
 
 def parse_rules(content: bytes, source: str) -> RulesFile:
-    """The rules of a file's bytes; ``source`` : what it is called in errors. Raises ConfigError."""
+    """Parse the rules in a file's bytes; ``source`` is its name in messages. Raises ConfigError."""
     try:
         file = _File.model_validate(tomllib.loads(content.decode()))
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The sites that may use a server without keys: a browser sends requests for every page that its user looks at."""
+"""The hosts and origins that may call a server without keys, as a browser sends requests for any page it shows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class KnownSites:
-    """Refuses requests that a page of another site makes, also if that page's name leads to this server."""
+    """Rejects requests from pages of other sites, even if that site's name resolves to this server (DNS rebinding)."""
 
     def __init__(self, hosts: Iterable[str], origins: Iterable[str]) -> None:
-        """``hosts`` : names of this server besides IP addresses and localhost. ``origins`` : sites that may call."""
+        """Store the allowed names.
+
+        Args:
+            hosts: The server's names in addition to IP addresses and localhost.
+            origins: The origins whose pages may call the server.
+        """
         self._hosts = frozenset(map(_name, hosts))
         self._suffixes = tuple(host[1:] for host in self._hosts if host.startswith("*."))
         self._origins = frozenset(origins)
 
     def check(self, method: str, headers: Headers) -> None:
-        """Raise ApiError (403, 415) for the headers of a request that another site may have caused."""
+        """Raise ApiError (403, 415) if another site may have caused the request with these headers."""
         host, origin, kind = headers.get("host", ""), headers.get("origin"), headers.get("content-type")
         if not self._knows(_name(host)):
             raise ApiError(
@@ -62,6 +67,6 @@ class KnownSites:
 
 
 def _name(host: str) -> str:
-    """The name or address in a Host header, without the port."""
+    """Return the name or address in a Host header, without the port."""
     found = _HOST.fullmatch(host)
     return (host if found is None else found[1] or found[2] or "").rstrip(".").lower()

@@ -1,1 +1,1 @@
-"""The command line, and what starts and stops the process."""
+"""The command line, and the start and the end of the process."""

@@ -1,4 +1,4 @@
-"""What can be known to fail before anything is loaded, in about a second; a model's files among it."""
+"""Checks, in about a second, of everything that would make a start fail later, including a model's files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ENCODERS = (
     "ErnieModel", "Esm", "Eurobert", "Flaubert", "Longformer", "MPNet", "ModernBert", "NomicBert", "Roberta",
     "RoFormer", "SqueezeBert", "XLMRoberta", "XLNetModel",
 )  # fmt: skip
-"""What the names of classes of encoders begin with."""
+"""The beginnings of encoders' class names."""
 _ENCODER_HEADS = (
     "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
     "ForNextSentencePrediction",
@@ -41,7 +41,7 @@ _ADVICE = "give a Hugging Face model directory, or the id of a model, which is O
 
 
 def find_config(model: str, hub: HubOptions) -> Path:
-    """A model's config.json: in its directory, in the hub's cache, or fetched now. Raises ModelError in seconds."""
+    """Return a model's config.json from its directory, the hub's cache or the hub. Raises ModelError."""
     directory = Path(model)
     if directory.is_dir():
         path = directory / "config.json"
@@ -57,7 +57,7 @@ def find_config(model: str, hub: HubOptions) -> Path:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """A config.json; raises ModelError where it is none."""
+    """Read a config.json. Raises ModelError if it is invalid."""
     _require_no_pointer(path)
     try:
         content = json.loads(path.read_bytes())
@@ -69,7 +69,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def context_of(config: Mapping[str, Any]) -> int | None:
-    """Longest text that a configuration allows, in tokens; None where it does not say, or not in a way known here."""
+    """Return the maximum context length of a configuration in tokens; None if it has no known field for it."""
     text = config.get("text_config")
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = (text if isinstance(text, dict) else config).get(name)
@@ -102,7 +102,7 @@ def _other_kind(directory: Path) -> str:
 
 
 def check_generates(model: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelError for an encoder, a classifier, or an encoder with a decoder: these models continue no text."""
+    """Raise ModelError for an encoder, a classifier, or an encoder-decoder model, which cannot continue text."""
     kinds = config.get("architectures")
     named = [kind for kind in kinds if isinstance(kind, str)] if isinstance(kinds, list) else []
     if not named or config.get("is_decoder") is True or any(kind.endswith(_DECODER_HEADS) for kind in named):
@@ -117,10 +117,7 @@ def check_generates(model: str, config: Mapping[str, Any]) -> None:
 
 
 def check_weights_are_there(model: str) -> None:
-    """Raise ModelError where a directory has no weights, or not all files that its index names. Ids pass.
-
-    Raises it, too, for files that are Git LFS pointers.
-    """
+    """Raise ModelError if a model directory lacks weights or contains Git LFS pointers. Hub ids are not checked."""
     directory = Path(model)
     if not directory.is_dir():
         return
@@ -177,13 +174,13 @@ def _fetched(model: str, name: str, hub: HubOptions) -> Path:
 
 
 _CUDA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvmap")
-"""One of them is there where torch can find a device: NVIDIA's, AMD's, of Windows' Linux, of Jetson boards."""
+"""Device files, one of which exists if torch can find a GPU: NVIDIA's, AMD's, WSL's, and those of Jetson boards."""
 _BYTES_PER_CACHED_TOKEN = 9
-"""At least: four of text, five and more of order."""
+"""The minimum size of a cached token in bytes: four for text, five or more for the suffix array."""
 
 
 def check_before_loading(options: Options) -> None:
-    """Raise ConfigError, ModelError or CacheError for what would fail later; warn of what may yet become good."""
+    """Raise ConfigError, ModelError or CacheError for what would fail later; warn of what may recover."""
     _check_model(options)
     _check_template(options.model)
     if options.model.device == "cuda" and not any(Path(name).exists() for name in _CUDA_DEVICES):
@@ -236,7 +233,7 @@ def _check_template(model: ModelOptions) -> None:
 
 
 def check_own_templates(codec: TextCodec) -> None:
-    """Raise ModelError for a chat template of the model that cannot be compiled."""
+    """Raise ModelError if the model's own chat template cannot be compiled."""
     import jinja2
 
     from ssd.text.load_tokenizer import parse_template
@@ -273,7 +270,7 @@ def _check_cache(cache: CacheOptions) -> None:
 
 
 def check_directory(directory: Path) -> str:
-    """Write and remove a file in the directory, or in the nearest one above it that exists; return what is free."""
+    """Write and remove a file in the directory, or in its nearest existing parent; return the free space as text."""
     nearest = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
     try:
         with tempfile.TemporaryFile(dir=nearest):
@@ -286,7 +283,7 @@ def check_directory(directory: Path) -> str:
 
 
 def _check_size(cache: CacheOptions) -> None:
-    """Text is kept in files below the cache's directory, without one in memory."""
+    """Check that the cache fits on the disk of its directory, or in memory without one."""
     needed = cache.config.index.capacity_tokens * _BYTES_PER_CACHED_TOKEN
     directory = cache.config.directory
     if directory is None:
@@ -303,7 +300,7 @@ def _check_size(cache: CacheOptions) -> None:
 
 
 def _check_redis(url: str) -> None:
-    """Raise ConfigError for what is no URL. A server that does not answer may come later: a warning."""
+    """Raise ConfigError for an invalid URL. A server that does not answer causes a warning: it may come later."""
     from ssd.sharing.connection import address_of, connect, hide_password
 
     client = connect(url)

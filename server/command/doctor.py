@@ -1,4 +1,4 @@
-"""``ssd-serve doctor``: whether a server with these options would draft on this machine, in at most 25 lines."""
+"""``ssd-serve doctor``: report in at most 25 lines whether a server with these options would draft on this machine."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
     from ssd.engine import Engine
 
 _FEATURES = ("avx2", "fma", "bmi2", "avx512f", "avx512bf16", "amx-bf16", "neon", "sve")
-"""The CPU features that kernels or torch's products make use of."""
+"""The CPU features that our kernels or torch's matrix products use."""
 _MOST_PASS_COST = 10.0
-"""The cost of a 16-token pass, in single-token passes, above which drafts rarely gain anything."""
+"""The cost of a 16-token pass, relative to a single-token pass, above which drafts rarely gain anything."""
 _OUTPUT_TOKENS = 32
 _WIDEST = 65
-"""The most tokens of each sequence in the passes that are timed."""
+"""The maximum number of tokens per sequence in timed passes."""
 
 
 class Report:
-    """Prints a line for each check. ``num_failed`` : the number of checks that failed."""
+    """Prints one line per check, and counts failed checks in ``num_failed``."""
 
     def __init__(self) -> None:
         self.num_failed = 0
 
     def line(self, name: str, text: str, *, is_ok: bool = True) -> None:
-        """Print what a check found."""
+        """Print the result of a check."""
         self.num_failed += not is_ok
         print(f"{'ok  ' if is_ok else 'FAIL'}  {name:<11} {' '.join(text.split())}", flush=True)
 
     def check(self, name: str, find: Callable[[], str]) -> None:
-        """Print what ``find`` returns, or why it failed."""
+        """Print the result of ``find``, or the reason of its failure."""
         try:
             self.line(name, find())
         except Exception as error:  # of libraries, of Redis, of the system: whatever it is, it is the finding
@@ -91,7 +91,7 @@ def _cpu() -> str:
 
 
 def _check_redis(url: str) -> str:
-    """Do what replicas do with a stream of its own, which is deleted again."""
+    """Write, read and delete a stream, with the commands that replicas use."""
     from ssd.sharing.connection import address_of, connect, hide_password
 
     client, key = connect(url), f"ssd:doctor:{secrets.token_hex(8)}"
@@ -110,7 +110,7 @@ def _check_redis(url: str) -> str:
 
 
 def _load(options: Options, resources: ExitStack, engines: list[Engine]) -> str:
-    """Load the model as a server does, but with an empty cache in memory. The engine is added to ``engines``."""
+    """Load the model as a server does, but with an empty cache in memory, and append the engine to ``engines``."""
     alone = replace(options, cache=replace(options.cache, cache_dir=None, redis=None, warm_directories=()))
     began = time.perf_counter()
     engine = EngineLoader(alone)(resources)
@@ -155,7 +155,7 @@ def _report_engine(report: Report, engine: Engine, namespace: str) -> None:
 
 
 def _repeat(engine: Engine, namespace: str) -> str:
-    """Request the same greedy output twice; raise ConfigError if the second one is not drafted."""
+    """Send the same greedy request twice. Raises ConfigError if the second output is not drafted."""
     sampling = SamplingParams(max_tokens=_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     passes = [
         list(engine.generate([[1, 2, 3]], sampling, namespace=namespace))[-1].stats.num_verify_steps for _ in "12"

@@ -1,4 +1,4 @@
-"""Flags out of typed fields: read by cyclopts from a command line and a file, numbers as people write them."""
+"""Command line flags from typed fields, parsed by cyclopts from the command line and a file, with readable numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG_OPTION = "--config"
 
 
 def shown_default(value: object) -> str | None:
-    """A default as help shows it; None for those that say nothing."""
+    """Return a default value for the help; None if it should not be shown."""
     if isinstance(value, bool) or value in ((), "", None):
         return "on" if value is True else None
     if isinstance(value, tuple):
@@ -38,22 +38,22 @@ def shown_default(value: object) -> str | None:
 
 
 DEFAULTS = Parameter(negative="", show_default=shown_default, allow_repeating=True)
-"""No option has a ``--no-`` of its own, and the last one given counts."""
+"""No option has a ``--no-`` form by default, and if an option is repeated, the last one counts."""
 
 
 def group(title: str, *, show: bool = True) -> Parameter:
-    """Fields that help shows below one title, without the title in their names."""
+    """Group the fields of a class under a title in the help, without the title in their names."""
     return Parameter(name="*", group=Group.create_ordered(title, show=show))
 
 
 def require_within(option: str, value: float, least: int, most: int, unit: str = "") -> None:
-    """Raise ConfigError."""
+    """Raise ConfigError if a value is out of range."""
     if not least <= value <= most:  # as a NaN is not
         raise ConfigError(f"{option} must be within {least}..{most}{unit}, got {value}")
 
 
 def parsed(app: App, words: Sequence[str]) -> Any:
-    """What the command of ``app`` returns, None for help. Raises ConfigError in one line that names the flag."""
+    """Return the result of the command, or None for help. Raises ConfigError in one line that names the flag."""
     try:
         return app(words, exit_on_error=False, print_error=False)
     except UnusedCliTokensError as error:
@@ -63,7 +63,7 @@ def parsed(app: App, words: Sequence[str]) -> Any:
 
 
 def show_help(console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-    """For ``App.help_formatter``: a block a flag, its whole name first, without a frame."""
+    """Print the help of a group, one block per flag; used as ``App.help_formatter``."""
     if not panel.entries:
         return
     lines = [f"{panel.title}:"]
@@ -77,7 +77,7 @@ def show_help(console: Console, options: ConsoleOptions, panel: HelpPanel) -> No
 
 
 def read_values(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """For ``App.config``: adds what the file of ``--config`` says, and makes all whole numbers plain digits."""
+    """Add the values from the file of ``--config``, and convert readable numbers to digits; used as ``App.config``."""
     filed = next((argument for argument in arguments if CONFIG_OPTION in argument.names), None)
     if filed is not None and filed.tokens:
         path = Path(filed.tokens[-1].value)

@@ -1,4 +1,4 @@
-"""The port, the open files behind it, and the HTTP server that serves there and leaves in order."""
+"""The listening socket, the limit of open files, and the HTTP server with its shutdown."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def _drafting(engine: Engine) -> str:
 
 
 BACKLOG = 2048
-"""Connections that the system holds until they are accepted."""
+"""The number of connections that the system queues until they are accepted."""
 
 
 def listen(options: NetworkOptions) -> socket.socket:
-    """A listening socket, so that two servers cannot both believe the place is theirs. Raises ConfigError."""
+    """Return a listening socket, which no other server can share. Raises ConfigError."""
     return _listen_at_port(options.host, options.port) if options.uds is None else _listen_at_path(options.uds)
 
 
 def url_of(listener: socket.socket, options: NetworkOptions) -> str:
-    """Where the service is, as a client or a browser is told."""
+    """Return the URL of the service for clients and browsers."""
     scheme = "http" if options.ssl_certfile is None else "https"
     if options.uds is not None:
         return f"{scheme}+unix://{options.uds}"
@@ -56,7 +56,7 @@ def url_of(listener: socket.socket, options: NetworkOptions) -> str:
 
 
 def tls_arguments(options: NetworkOptions) -> dict[str, Any]:
-    """Keyword arguments of ``uvicorn.Config``; none where the service answers http."""
+    """Return the TLS arguments of ``uvicorn.Config``; empty for http."""
     if options.ssl_certfile is None:
         return {}
     return {
@@ -68,7 +68,7 @@ def tls_arguments(options: NetworkOptions) -> dict[str, Any]:
 
 
 def check_tls(options: NetworkOptions) -> None:
-    """Raise ConfigError where files are given that do not make a TLS server; warn of a certificate nobody accepts."""
+    """Raise ConfigError if the files do not make a TLS server; warn of a certificate that clients would reject."""
     if options.ssl_certfile is None:
         return
     named = {
@@ -83,7 +83,7 @@ def check_tls(options: NetworkOptions) -> None:
     reasons: list[str] = []
 
     def password() -> str:
-        """Answer OpenSSL's question, which would hold up a start that nobody watches."""
+        """Return an empty password instead of letting OpenSSL ask for it on the terminal."""
         reasons.append("the key has a password")
         return ""
 
@@ -102,7 +102,7 @@ def check_tls(options: NetworkOptions) -> None:
 
 
 def _fault_for_clients(context: ssl.SSLContext, certificate: Path) -> str | None:
-    """What a client that trusts a certificate finds wrong with it, its dates for instance: a handshake in memory."""
+    """Return why clients that trust the certificate would reject it, e.g. its dates, found by a handshake in memory."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -120,7 +120,7 @@ def _fault_for_clients(context: ssl.SSLContext, certificate: Path) -> str | None
 
 
 def give_up(options: NetworkOptions) -> None:
-    """Remove the path of a Unix domain socket, as the last thing."""
+    """Remove the path of the Unix domain socket at the end of the process."""
     if options.uds is not None:
         with contextlib.suppress(OSError):
             options.uds.unlink()
@@ -157,7 +157,7 @@ def _listen_at_path(path: Path) -> socket.socket:
 
 
 def _remove_left_behind(path: Path) -> None:
-    """A socket that nobody listens on any more would keep its path; anything else stays, and is in the way."""
+    """Remove a socket file without a listener, which would block its path. Other files are kept."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.lstat().st_mode):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -169,11 +169,11 @@ def _remove_left_behind(path: Path) -> None:
 
 
 _OWN_FILES = 1024
-"""Open files that are not for connections."""
+"""The number of open files that are reserved for the cache, Redis and logs."""
 
 
 def within_files(settings: ServerSettings) -> ServerSettings:
-    """Allow as many files as the system does, of which connections must leave some to the cache and Redis."""
+    """Raise the limit of open files, and reduce the maximum number of connections to fit it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -186,18 +186,19 @@ def within_files(settings: ServerSettings) -> ServerSettings:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that stop this process, all in the same order: a hang-up only where nobody had it ignored (``nohup``)."""
+    """Return the signals that stop the server. SIGHUP is one of them unless it was ignored at the start (``nohup``)."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
 
 
 _LOADING_GC_THRESHOLD = 50_000
 """The number of new objects between two garbage collections until the server is ready. Importing torch and transformers
-makes 400,000 objects that stay; with Python's threshold, collections took a fifth of the imports' time."""
+creates 400,000 permanent objects; with Python's threshold, collections took a fifth of the imports' time.
+"""
 
 
 class HttpServer(uvicorn.Server):
-    """Ends running requests when it is told to stop, and ends itself when there is no engine, or none any more."""
+    """Finishes running requests when it is stopped, and stops itself if the engine cannot be loaded or dies."""
 
     def __init__(
         self,
@@ -217,29 +218,29 @@ class HttpServer(uvicorn.Server):
         self._gc_thresholds = gc.get_threshold()
         gc.set_threshold(_LOADING_GC_THRESHOLD)
         self.drained: Drained | None = None
-        """How requests ended, once they have."""
+        """How the requests in flight ended, when they have."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; the event loop sets how many connections wait to how many it accepts at once, which is too few."""
+        """Listen with our own backlog; the event loop would set it to the number of connections accepted at once."""
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A first signal lets requests in flight end; a second one ends them."""
+        """Let requests in flight finish after the first signal, and cancel them after the second."""
         self.force_exit = self.should_exit
         self._worker.take_no_more()
         self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals, but do not raise them again at the end: having been told to stop is no failure."""
+        """Handle signals without raising them again at the end, because a requested stop is not a failure."""
         for number in stop_signals():
             signal.signal(number, self.handle_exit)
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        """Several times a second: say once that the server is ready, or stop when there is no engine."""
+        """Log once that the server is ready, or stop if there is no engine; called several times a second."""
         if not self._announced and self._worker.state is WorkerState.READY:
             self._announced = True
             gc.freeze()  # libraries and model stay: collections need not look at them again
@@ -250,7 +251,7 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter) or self._worker.state is WorkerState.FAILED
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests finish for a while and end the others; new ones are answered 503 meanwhile, then nobody is."""
+        """Let requests finish for a while, answering new ones 503, then cancel the rest and close."""
         for connection in list(self.server_state.connections):
             cycle = getattr(connection, "cycle", None)
             if cycle is not None and not cycle.response_complete:

@@ -1,7 +1,7 @@
-"""Prebuild the kernels that a server compiles at its start: ``python -m server.command.prebuild``.
+"""Compile the kernels that a server needs at its start ahead of time: ``python -m server.command.prebuild``.
 
-The machine code is written into the package that Python imports, which is a copy about to be shipped: see `make wheel`
-and deploy/Containerfile. Kernels of the CPU layers are left out, see `ssd.compiled.machine_code`.
+The machine code is written into the imported package, which is a copy to be shipped, see `make wheel` and
+deploy/Containerfile. Kernels of the CPU layers are not included, see `ssd.compiled.machine_code`.
 """
 
 from __future__ import annotations

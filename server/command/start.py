@@ -1,4 +1,4 @@
-"""``ssd-serve``: take the port, load everything beside it, serve, and leave in order."""
+"""``ssd-serve``: open the port, load everything, serve, and shut down in order."""
 
 from __future__ import annotations
 
@@ -58,14 +58,19 @@ log = logging.getLogger(__name__)
 
 
 class OpenNoise(NamedTuple):
-    """``root`` : None where nothing is coupled. ``shared`` : keeps it the replicas', None where they have no say."""
+    """The noise of coupled sampling.
+
+    Attributes:
+        root: The root of the noise. None: sampling is not coupled.
+        shared: Keeps the root equal to the replicas' root. None: it does not depend on them.
+    """
 
     root: NoiseRoot | None = None
     shared: SharedRoot | None = None
 
 
 def open_noise(options: Options, secret: bytes | None, on_close: Callable[..., object]) -> OpenNoise:
-    """The root of the secret; or the seed; or what replicas agree on; or the cache directory's, or random."""
+    """Return the root of the noise from the secret, the seed, the replicas, or the cache directory, or a random one."""
     cache = options.cache.config
     if not options.engine.config.coupled_streams:
         return OpenNoise()
@@ -84,11 +89,11 @@ def open_noise(options: Options, secret: bytes | None, on_close: Callable[..., o
 
 
 _LONGEST_LOOK_S = 4.0
-"""Redis has this long to say which noise replicas use, beside the loading of the model."""
+"""The timeout in seconds for reading the replicas' noise root from Redis, while the model is loading."""
 
 
 def make_settings(options: Options) -> ServerSettings:
-    """What the endpoints need; raises ConfigError or ModelError when the model is not there."""
+    """Return the endpoints' settings. Raises ConfigError, or ModelError if the model does not exist."""
     groups = (options.requests, options.cors, options.streams, options.page, options.tools)
     return ServerSettings(
         **{each.name: getattr(group, each.name) for group in groups for each in fields(group)},
@@ -106,7 +111,7 @@ def make_settings(options: Options) -> ServerSettings:
 
 
 def make_tenants(options: Options, settings: ServerSettings, secret: bytes | None = None) -> Tenants:
-    """Who may come in; raises ConfigError when a file of keys or tenants, or a secret of its own is of no use."""
+    """Create the tenants. Raises ConfigError if a file of keys or tenants, or the secret, cannot be used."""
     service, cache = options.service, options.cache.config
     key_file, redis_url, directory = service.api_key_file, cache.redis_url, cache.directory
     has_keys = bool(service.api_keys) or key_file is not None or service.tenants_file is not None
@@ -135,19 +140,19 @@ def make_tenants(options: Options, settings: ServerSettings, secret: bytes | Non
 
 
 class EngineLoader:
-    """Loads an engine; made to be a worker's ``load``."""
+    """Loads an engine; used as a worker's ``load``."""
 
     def __init__(self, options: Options, secret: bytes | None = None) -> None:
-        """``secret`` : what was given."""
+        """Store the options and the configured secret."""
         self._options = options
         self._secret = secret
         self.log: RedisLog | None = None
-        """What replicas share through, once it is open."""
+        """The Redis stream that replicas share, once it is open."""
         self.noise = OpenNoise()
-        """What coupled noise is made of, once it is known."""
+        """The noise of coupled sampling, once it is known."""
 
     def __call__(self, resources: ExitStack) -> Engine:
-        """The engine, read with the model last; what is left to close goes to ``resources``. Raises SSDError."""
+        """Load the engine, with the model last, and register what must be closed in ``resources``. Raises SSDError."""
         from transformers.utils import logging as transformers_logging
 
         from ssd.text.codec import TextCodec
@@ -197,7 +202,7 @@ class EngineLoader:
         return engine
 
     def sharing_stats(self) -> Mapping[str, SharingStats]:
-        """Counts by namespace; empty where nothing is shared."""
+        """Return the sharing statistics by namespace; empty without Redis."""
         if self.log is None:
             return {}
         stats, shared = self.log.stats(), self.noise.shared
@@ -248,7 +253,7 @@ def _sampling_defaults(options: ModelOptions) -> dict[str, float]:
 def summary_of(
     engine: Engine, options: Options, settings: ServerSettings, num_tenants: int, noise_root: NoiseRoot | None
 ) -> dict[str, object]:
-    """Model, device, slots, noise, cache, store and tenants, by name."""
+    """Return a summary of model, device, slots, noise, cache, Redis and tenants for the log."""
     target, draft, cache = engine.target, options.speculation, options.cache.config
     drafting: dict[str, object] = {"drafts": "none"}
     if engine.caches is not None and target.can_roll_back:
@@ -280,23 +285,24 @@ def summary_of(
 
 
 _CONNECTIONS_S = 3
-"""Once all requests have ended or were cut, connections have this long to take what was sent."""
+"""The time in seconds that connections have to send remaining data after all requests have ended."""
 _ACCEPTED_AT_ONCE = 64
-"""Connections that are accepted before others have their turn on the event loop."""
+"""The number of connections that are accepted before the event loop serves others."""
 _CLOSE_S = 10.0
-"""Time for the engine's thread to seal what every namespace has not sealed yet."""
+"""The time in seconds for the engine's thread to flush all namespaces to segments."""
 
 _SWITCH_S = 0.0005
-"""How long a thread that computes in Python may keep the interpreter from the others. The engine gives it up at every
-operation of torch and waits so long to have it back: with Python's 5 ms an answer of many log-probabilities, written
-on a thread of its own, kept other streams waiting for a second."""
+"""The time in seconds for which a thread may keep the interpreter's lock. The engine releases it at every torch
+operation and waits this long to get it back. With Python's 5 ms, an answer with many log-probabilities, serialized on
+its own thread, delayed other streams by a second.
+"""
 
 OK, FAILED, UNUSABLE = 0, 1, 2
 """Exit statuses: told to stop; the engine ended while serving; could not be started."""
 
 
 def main(options: Options) -> int:
-    """Run the server; returns the exit status."""
+    """Run the server and return the exit status."""
     for number in stop_signals():
         if number is not signal.SIGINT:
             signal.signal(number, lambda *_: sys.exit(OK))
@@ -329,7 +335,16 @@ def serve(
     secret: bytes | None = None,
     spans: Spans | None = None,
 ) -> int:
-    """Serve on a listening socket until a signal comes; returns the exit status. ``secret`` : that was given."""
+    """Serve on a listening socket until a signal arrives, and return the exit status.
+
+    Args:
+        options: The command line.
+        settings: The endpoints' settings.
+        listener: The listening socket.
+        tenants: The tenants.
+        secret: The configured secret.
+        spans: The exporter of trace spans.
+    """
     loader = EngineLoader(options, secret)
     tenants.sharing = lambda: loader.log
     files = options.service.api_key_file, options.service.tenants_file
@@ -387,7 +402,7 @@ def serve(
 
 
 def _refuse(error: BaseException) -> int:
-    """One line that says what to do; the traceback only for those who ask for it."""
+    """Log one line that says what to do; the traceback only at level DEBUG."""
     logging.getLogger(__name__).debug("could not start", exc_info=error)
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message.lower():
