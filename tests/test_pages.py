@@ -120,24 +120,6 @@ def test_default_that_changed_without_a_word_is_refused() -> None:
             constants_section([Choice(changed, "haste", "a run")])
 
 
-def test_figures_older_than_the_code_under_them_are_named(tmp_path: Path) -> None:
-    from benchmarks.report.__main__ import old_figures
-    from benchmarks.run import git
-
-    first = (git("rev-list", "--max-parents=0", "HEAD") or "").split("\n")[0]
-    head = git("rev-parse", "HEAD")
-    for name, commit in (("new", head), ("old", first), ("strange", "0123456"), ("changed", f"{head}+")):
-        # Not code: what is being worked on here makes figures old too.
-        result = {"date": "2026-01-01", "environment": {"commit": commit}, "under": ["pyproject.toml"]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    found = list(old_figures(tmp_path, ("new", "old", "strange", "changed", "absent")))
-    if not first:
-        assert len(found) == 1 and "cannot be told" in found[0]
-    else:
-        assert [line.split(":")[0] for line in found] == ["old", "strange", "changed"]
-        assert "changed since: pyproject" in found[0] and "cannot be told" in found[1] and "not committed" in found[2]
-
-
 def test_nothing_is_shown_of_a_run_that_was_cut_or_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from benchmarks.report import __main__ as report
 
@@ -146,26 +128,3 @@ def test_nothing_is_shown_of_a_run_that_was_cut_or_wrong(monkeypatch: pytest.Mon
         (tmp_path / "growth.json").write_text(json.dumps({name: True, "rows": []}))
         with pytest.raises(SystemExit, match=f"growth {name}: no figure"):
             list(report._results("growth"))
-
-
-def test_a_docstring_or_a_comment_makes_no_figure_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.report import __main__ as report
-
-    texts = {"a": 'def f():\n    """One."""\n    return 1  # one', "b": "def f():\n    return 1", "c": "f = 1"}
-    monkeypatch.setattr(report, "git", lambda _show, place: texts.get(place.split(":")[0]))
-    assert report._code("a", "f.py") == report._code("b", "f.py") != report._code("c", "f.py")
-    assert report._code("gone", "f.py") != report._code("c", "f.py")
-
-
-def test_what_a_gpu_alone_runs_makes_no_figure_of_a_cpu_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.report import __main__ as report
-
-    texts = {
-        "a": "if x.is_cuda:\n    wait(1)\nelse:\n    go()",
-        "b": "if x.is_cuda:\n    wait(2)\nelse:\n    go()",
-        "c": "if x.is_cuda:\n    wait(1)\nelse:\n    stay()",
-    }
-    monkeypatch.setattr(report, "git", lambda _show, place: texts[place.split(":")[0]])
-    for has_cuda in (False, True):
-        one, other, third = (report._code(commit, "f.py", has_cuda) for commit in "abc")
-        assert (one == other) != has_cuda and third not in (one, other)

@@ -3,30 +3,27 @@
 Reads the results in ``benchmarks/results`` and rewrites what stands between the markers ``<!-- growth:begin -->`` ...
 ``<!-- growth:end -->`` (and so on): a row of a result in the columns that its program declares, and the program's note.
 No figure in these tables is typed by hand, but for the runs that chose constants (``benchmarks/report/choices.py``).
-Figures under which code, not only what it says of itself, has changed since their commit are named; with ``--strict``
-nothing is written while there is one, and the status is 1. What CUDA devices alone run is not under a figure that a
-build of torch for CPUs gave.
+Stale figures are named: those that depend on code whose behaviour has changed since they were measured
+(``benchmarks/report/staleness.py``). With ``--strict`` nothing is written while there is one, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from itertools import islice
-from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import gpu_check
 from benchmarks.child import ROOT
 from benchmarks.report import replay
 from benchmarks.report.code import api_section, constants_section, flags_section
-from benchmarks.run import cells_of, git, table
+from benchmarks.report.staleness import stale_figures
+from benchmarks.run import cells_of, table
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -65,13 +62,13 @@ _REPLAYS: Final[Mapping[tuple[str, str], tuple[Callable[..., str], str]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the figures; what has no result stays as it is. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--strict", action="store_true", help="refuse figures that are older than the code under them")
+    parser.add_argument("--strict", action="store_true", help="write nothing if a figure is stale")
     strict = parser.parse_args(argv).strict
     words = [names for sections in SECTIONS.values() for _, names in sections.values()]
     words += [names for _, names in _REPLAYS.values()]
-    old = list(old_figures(RESULTS, dict.fromkeys(" ".join(words).split())))
-    print(*old, sep="\n", file=sys.stderr)
-    if strict and old:
+    stale = list(stale_figures(RESULTS, dict.fromkeys(" ".join(words).split())))
+    print(*stale, sep="\n", file=sys.stderr)
+    if strict and stale:
         return 1
     for name, text in pages().items():
         (ROOT / name).write_text(text)
@@ -160,62 +157,6 @@ def spliced(text: str, name: str, section: str) -> str:
     if not pattern.search(text):
         raise SystemExit(f"there are no markers for {name!r}")
     return pattern.sub(lambda match: f"{match[1]}{section.strip()}\n{match[2]}", text)
-
-
-_ALL: Final = ("ssd", "server", "cache_builder")
-"""Under a result that does not say what lies under it."""
-
-
-def old_figures(directory: Path, names: Iterable[str]) -> Iterator[str]:
-    """A line for each of the results below ``directory`` that is not of this code, or of which git cannot tell."""
-    if git("rev-parse", "HEAD") is None:
-        yield "not in a git checkout: it cannot be told whether figures are of this code"
-        return
-    for name in names:
-        path = directory / f"{name}.json"
-        result = json.loads(path.read_text()) if path.exists() else None
-        if result is not None and (why := _why_old(result)):
-            commit = result["environment"]["commit"]
-            yield f"{name}: of {result.get('date', 'an unknown date')}, commit {commit}: {why}"
-
-
-def _why_old(result: Result) -> str:
-    under = result.get("under", _ALL)
-    commit = result["environment"]["commit"]
-    if commit.endswith("+"):
-        return "code under it was not committed"
-    names = git("diff", "--name-only", "--no-renames", commit, "--", *under)
-    if names is None:
-        return "this checkout does not know it, so it cannot be told what has changed since"
-    has_cuda = not str(result["environment"].get("versions", {}).get("torch")).endswith("+cpu")
-    changed = (name for name in names.splitlines() if _code(commit, name, has_cuda) != _code(None, name, has_cuda))
-    few = list(islice(changed, 4))
-    return f"changed since: {', '.join(few[:3])}{', ...' * (len(few) > 3)}" if few else ""
-
-
-def _code(commit: str | None, name: str, has_cuda: bool = True) -> str:
-    """What a Python file does in a commit, or as it lies here, whatever it says beside that; of another its text.
-
-    Without ``has_cuda`` whatever it does ``if tensor.is_cuda:``, too, and nothing of kernels in Triton.
-    """
-    path = ROOT / name
-    if not has_cuda and path.name.startswith("triton_"):
-        return ""
-    text = git("show", f"{commit}:{name}") if commit else path.read_text() if path.is_file() else None
-    if text is None or not name.endswith(".py"):
-        return text or ""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        for part, value in ast.iter_fields(node):
-            if isinstance(value, list):
-                setattr(node, part, [each for each in value if not _is_docstring(each)])
-        if not has_cuda and isinstance(node, ast.If) and getattr(node.test, "attr", "") == "is_cuda":
-            node.body = []
-    return ast.dump(tree)
-
-
-def _is_docstring(node: object) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,194 @@
+"""Find the published results that were measured with code that behaves differently from the code of this checkout.
+
+A result names the paths that its figures depend on (``under``) and the commit at which it was measured. It is stale if
+the code below these paths has changed since that commit in a way that a computer could notice.
+
+The comparison therefore ignores comments, docstrings, formatting and import statements, and it survives refactoring:
+files may be renamed, definitions may move to another file, and identifiers may be renamed. It works on *statements*:
+every statement of a module, and every statement in the body of a class, is reduced to a text in which renamed
+identifiers are replaced by numbers in order of their first appearance. A result is fresh if both versions consist of
+the same texts, in any order.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.child import ROOT
+from benchmarks.run import git
+
+Result = Mapping[str, Any]
+
+_ALL: Final = ("ssd", "server", "cache_builder")
+"""The paths that a result depends on if it does not name any."""
+
+_EXPORTS: Final = {"__all__", "__slots__"}
+"""Assignments that are ignored, because they list identifiers in alphabetical order."""
+
+
+def stale_figures(directory: Path, names: Iterable[str]) -> Iterator[str]:
+    """Describe each stale result in one line: its name, date, commit and the reason.
+
+    Args:
+        directory: The directory with the results.
+        names: The file names of the results, without ``.json``. Names without a file are skipped.
+
+    Yields:
+        A line for each stale result, and for each result that git cannot compare.
+    """
+    if git("rev-parse", "HEAD") is None:
+        yield "not in a git checkout, so it cannot be told whether the figures were measured with this code"
+        return
+    for name in names:
+        path = directory / f"{name}.json"
+        result = json.loads(path.read_text()) if path.exists() else None
+        if result is not None and (why := _why_stale(result)):
+            commit = result["environment"]["commit"]
+            yield f"{name}: measured on {result.get('date', 'an unknown date')} at commit {commit}: {why}"
+
+
+def _why_stale(result: Result) -> str:
+    """Return the reason why a result is stale; an empty string if it is fresh."""
+    environment, under = result["environment"], result.get("under", _ALL)
+    commit = environment["commit"]
+    if commit.endswith("+"):
+        return "the code that it depends on was not committed"
+    renames = _renames_since(commit)
+    if renames is None:
+        return "this checkout does not know the commit, so it cannot be told what has changed since"
+    pairs = [pair for pair in renames if any(_is_below(path, under) for path in pair)]
+    # What only CUDA devices run does not influence figures that a build of torch for CPUs produced.
+    has_cuda = not str(environment.get("versions", {}).get("torch")).endswith("+cpu")
+    before = {old: _text_at(commit, old) for old, _ in pairs}
+    after = {new: path.read_text() if (path := ROOT / new).is_file() else "" for _, new in pairs}
+    changed = list(islice(changed_files(before, after, has_cuda=has_cuda), 4))
+    return f"changed since: {', '.join(changed[:3])}{', ...' * (len(changed) > 3)}" if changed else ""
+
+
+def _is_below(path: str, directories: Collection[str]) -> bool:
+    return any(path == each or path.startswith(f"{each}/") for each in directories)
+
+
+@cache
+def _renames_since(commit: str) -> list[tuple[str, str]] | None:
+    """Return the old and the new path of every file that differs from ``commit``; None if git does not know it."""
+    listed = git("diff", "--name-status", "-M40%", "-l0", commit)
+    if listed is None:
+        return None
+    paths = [line.split("\t")[1:] for line in listed.splitlines()]
+    return [(each[0], each[-1]) for each in paths]
+
+
+@cache
+def _text_at(commit: str, path: str) -> str:
+    """Return the text of a file in a commit; an empty string if it is not there."""
+    return git("show", f"{commit}:{path}") or ""
+
+
+def changed_files(before: Mapping[str, str], after: Mapping[str, str], *, has_cuda: bool = True) -> Iterator[str]:
+    """Compare two versions of some files.
+
+    An identifier counts as renamed if the versions bind it in a different number of places. All others are compared as
+    they are, so that a call of another function that exists in both versions is a change.
+
+    Args:
+        before: The texts of the older version by path.
+        after: The texts of the newer version by path.
+        has_cuda: Whether to compare Triton kernels and the bodies of ``if tensor.is_cuda:`` too.
+
+    Yields:
+        The paths of files with a statement that the other version does not have.
+    """
+    sides = [
+        [(path, each) for path, text in texts.items() for each in _statements(path, text, has_cuda)]
+        for texts in (before, after)
+    ]
+    old, new = (Counter(name for _, statement in side for name in _bound_names(statement)) for side in sides)
+    renamed = {name for name in old | new if old[name] != new[name]}
+    shapes = [[(path, _shape(statement, renamed, {})) for path, statement in side] for side in sides]
+    counts = [Counter(shape for _, shape in side) for side in shapes]
+    only = [counts[0] - counts[1], counts[1] - counts[0]]
+    yield from dict.fromkeys(
+        path for side, left in zip(shapes, only, strict=True) for path, shape in side if left[shape]
+    )
+
+
+@cache
+def _statements(path: str, text: str, has_cuda: bool) -> list[ast.AST]:
+    """Split a file into its statements, without those that cannot change what the program does.
+
+    The body of a class is split too. A file in another language than Python is one statement.
+    """
+    if not has_cuda and Path(path).name.startswith("triton_"):
+        return []
+    if not path.endswith(".py"):
+        return [ast.Constant(text.rstrip("\n"))] if text else []
+    module = ast.parse(text)
+    for node in ast.walk(module):
+        for field, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                setattr(node, field, [each for each in value if not _is_irrelevant(each)])
+        if not has_cuda and isinstance(node, ast.If) and getattr(node.test, "attr", "") == "is_cuda":
+            node.body = []
+    found: list[ast.AST] = []
+    waiting: list[ast.AST] = [*module.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.ClassDef):
+            waiting += node.body
+            node.body = []
+        found.append(node)
+    return found
+
+
+def _is_irrelevant(node: object) -> bool:
+    """Return whether a statement is a docstring, an import, ``pass``, or a list of exported identifiers."""
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    if isinstance(node, ast.Assign):
+        return any(isinstance(target, ast.Name) and target.id in _EXPORTS for target in node.targets)
+    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_constant or isinstance(node, ast.Import | ast.ImportFrom | ast.Pass)
+
+
+def _bound_names(statement: ast.AST) -> Iterator[str]:
+    """Yield the identifiers that a statement defines, assigns or takes as parameters, once for each place."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def _shape(node: object, renamed: Collection[str], numbers: dict[tuple[bool, str], int]) -> str:
+    """Write a syntax tree as a text in which renamed identifiers are numbered in order of their first appearance.
+
+    Args:
+        node: A node of the tree, or the value of a field.
+        renamed: The identifiers to number. A string that equals one of them is numbered too, as it probably names it.
+        numbers: The numbers given so far, by whether the identifier is a member (an attribute or a keyword) and by
+            the identifier. A member and a variable may have the same old name and different new ones.
+    """
+    if isinstance(node, list):
+        return f"[{', '.join(_shape(each, renamed, numbers) for each in node)}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    is_member = isinstance(node, ast.Attribute | ast.keyword | ast.Constant)
+    parts = [
+        f"#{numbers.setdefault((is_member, value), len(numbers))}"
+        if isinstance(value, str) and value in renamed
+        else _shape(value, renamed, numbers)
+        for _, value in ast.iter_fields(node)
+    ]
+    return f"{type(node).__name__}({', '.join(parts)})"
