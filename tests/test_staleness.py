@@ -76,6 +76,11 @@ def test_one_word_may_become_two() -> None:
     before = "def keep(row):\n    row.kept = row\n\ndef keep_all(row):\n    keep(row.kept)\n\nkept = 1\n"
     after = "def save(entry):\n    entry.saved = entry\n\ndef keep_all(row):\n    save(row.saved)\n\npinned = 1\n"
     assert changed({"a.py": before}, {"a.py": after}) == []
+    before, after = (
+        "class A:\n    price: int\n\na.price, b.price = 1, 2\n",
+        "class A:\n    cost: int\n\na.cost, b.price = 1, 2\n",
+    )
+    assert changed({"a.py": before}, {"a.py": after}) == []
 
 
 def test_moved_and_split_files_are_ignored() -> None:

@@ -5,9 +5,8 @@ the code below these paths has changed since that commit in a way that a compute
 
 The comparison therefore ignores comments, docstrings, formatting and import statements, and it survives refactoring:
 files may be renamed, definitions may move to another file, and identifiers may be renamed. It works on *statements*:
-every statement of a module, and every statement in the body of a class, is reduced to a text in which renamed
-identifiers are replaced by numbers in order of their first appearance. A result is fresh if both versions consist of
-the same texts, in any order.
+every statement of a module, and every statement in the body of a class. A result is fresh if both versions consist of
+the same statements, in any order, and the identifiers of each statement were renamed consistently.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import ast
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -110,14 +109,31 @@ def changed_files(before: Mapping[str, str], after: Mapping[str, str], *, has_cu
         [(path, each) for path, text in texts.items() for each in _statements(path, text, has_cuda)]
         for texts in (before, after)
     ]
-    old, new = (Counter(name for _, statement in side for name in _bound_names(statement)) for side in sides)
-    renamed = {name for name in old | new if old[name] != new[name]}
-    shapes = [[(path, _shape(statement, renamed, {})) for path, statement in side] for side in sides]
-    counts = [Counter(shape for _, shape in side) for side in shapes]
-    only = [counts[0] - counts[1], counts[1] - counts[0]]
-    yield from dict.fromkeys(
-        path for side, left in zip(shapes, only, strict=True) for path, shape in side if left[shape]
-    )
+    counts = [Counter(name for _, statement in side for name in _bound_names(statement)) for side in sides]
+    renamed = {name for name in counts[0] | counts[1] if counts[0][name] != counts[1][name]}
+    unmatched: dict[str, list[tuple[str, list[str]]]] = {}
+    for path, statement in sides[1]:
+        names: list[str] = []
+        unmatched.setdefault(_shape(statement, renamed, names), []).append((path, names))
+    found: list[str] = []
+    for path, statement in sides[0]:
+        names = []
+        candidates = unmatched.get(_shape(statement, renamed, names), [])
+        match = next((each for each in candidates if _is_renaming(names, each[1])), None)
+        if match is None:
+            found.append(path)
+        else:
+            candidates.remove(match)
+    yield from dict.fromkeys([*found, *(path for each in unmatched.values() for path, _ in each)])
+
+
+def _is_renaming(old: Sequence[str], new: Sequence[str]) -> bool:
+    """Return whether the names of a statement were renamed consistently.
+
+    One word may become several, or several words one, but not both: that could be another order of the operands.
+    """
+    pairs = set(zip(old, new, strict=True))
+    return len(pairs) in (len({name for name, _ in pairs}), len({name for _, name in pairs}))
 
 
 @cache
@@ -171,24 +187,16 @@ def _bound_names(statement: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-def _shape(node: object, renamed: Collection[str], numbers: dict[tuple[bool, str], int]) -> str:
-    """Write a syntax tree as a text in which renamed identifiers are numbered in order of their first appearance.
+def _shape(node: object, renamed: Collection[str], names: list[str]) -> str:
+    """Write a syntax tree as a text without its renamed identifiers, and append these to ``names`` in order.
 
-    Args:
-        node: A node of the tree, or the value of a field.
-        renamed: The identifiers to number. A string that equals one of them is numbered too, as it probably names it.
-        numbers: The numbers given so far, by whether the identifier is a member (an attribute or a keyword) and by
-            the identifier. A member and a variable may have the same old name and different new ones.
+    A string that equals a renamed identifier counts as one, because it probably names it.
     """
+    if isinstance(node, str) and node in renamed:
+        names.append(node)
+        return "#"
     if isinstance(node, list):
-        return f"[{', '.join(_shape(each, renamed, numbers) for each in node)}]"
+        return f"[{', '.join(_shape(each, renamed, names) for each in node)}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    is_member = isinstance(node, ast.Attribute | ast.keyword | ast.Constant)
-    parts = [
-        f"#{numbers.setdefault((is_member, value), len(numbers))}"
-        if isinstance(value, str) and value in renamed
-        else _shape(value, renamed, numbers)
-        for _, value in ast.iter_fields(node)
-    ]
-    return f"{type(node).__name__}({', '.join(parts)})"
+    return f"{type(node).__name__}({', '.join(_shape(value, renamed, names) for _, value in ast.iter_fields(node))})"
