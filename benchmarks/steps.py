@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from benchmarks.workloads import snippets
 from ssd.compiled.addresses import Int64s, kernel
 from ssd.config import EngineConfig, SamplingParams
-from ssd.drafting.ask import clear
+from ssd.drafting.draft_records import clear_draft
 from ssd.drafting.drafter import Group, KeptRow, SuffixDrafter
 from ssd.drafting.propose import DraftRow, row_at
 from ssd.drafting.protocol import Drafter, DraftRequest
@@ -79,10 +79,10 @@ def _draft_known(  # pragma: no cover - compiled
 ) -> None:
     for i in range(len(rows)):
         row, place = row_at(rows[i]), places[i]
-        done = row.ask.context_length - row.ask.prompt_length
-        clear(row.draft)
-        row.draft.estimated = 0
-        row.draft.size = max(0, min(most, row.ask.limit, lengths[place] - done))
+        done = row.params.context_length - row.params.prompt_length
+        clear_draft(row.draft)
+        row.draft.has_estimates = 0
+        row.draft.size = max(0, min(most, row.params.limit, lengths[place] - done))
         for j in range(row.draft.size):
             row.draft.tokens[j] = texts[place, done + j]
 

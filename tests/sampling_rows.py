@@ -22,7 +22,7 @@ def make_row(
     seed: int = 0,
     choice_index: int = 0,
     window: int = 0,
-    held_back_ids: tuple[int, ...] = (),
+    forbidden_ids: tuple[int, ...] = (),
 ) -> SamplingRow:
     """A row at the end of ``output``.
 
@@ -32,7 +32,7 @@ def make_row(
     return SamplingRow(
         params=params,
         noise=SequenceNoise.coupled(seed, choice_index, window) if window else SequenceNoise.seeded(seed, choice_index),
-        held_back_ids=held_back_ids,
+        forbidden_ids=forbidden_ids,
         context=np.array([*prompt, *output], np.int32),
         prompt_length=len(prompt),
         draft=Draft(np.array(draft, np.int32), parents=tree),

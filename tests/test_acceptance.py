@@ -52,14 +52,14 @@ def check_draft(
 
     What is looked up again, where no place goes on, is not compared.
     """
-    assert request.prices is not None
-    price, limit, model = float(request.prices[0]), request.limit, slow.SlowModel()
+    assert request.token_costs is not None
+    price, limit, model = float(request.token_costs[0]), request.limit, slow.SlowModel()
     tokens = draft.token_ids.tolist()
 
     def is_known(path: list[int]) -> bool:
         return not path or slow.goes_on(levels, path) or known.choices(path) is not None
 
-    if request.tree:
+    if request.allow_tree:
         products: list[float] = []
         open_paths: list[tuple[float, list[int]]] = [(1.0, [])]
         while open_paths:
@@ -71,7 +71,7 @@ def check_draft(
                 if product * chance >= price and len(path) < limit:
                     products.append(product * chance)
                     open_paths.append((product * chance, [*path, token]))
-        chances = [] if draft.probabilities is None else draft.chances().tolist()
+        chances = [] if draft.probabilities is None else draft.path_probabilities().tolist()
         assert chances == pytest.approx(sorted(products, reverse=True)[:limit], rel=1e-9)
         siblings = list(zip(draft.parents_of_all(), tokens, strict=True))
         assert len(set(siblings)) == len(siblings)
@@ -98,7 +98,9 @@ def check_draft(
 def test_a_draft_is_carried_on_past_the_end_of_all_it_was_drawn_from(tree: bool) -> None:
     """A long text is stored in pieces that overlap, as the shared log cuts it."""
     snapshot = reference.make_snapshot([[*range(60), SEPARATOR], [*range(40, 100), SEPARATOR]])
-    request = DraftRequest("a", np.arange(30, dtype=np.int32), 0, snapshot, 60, prices=np.array([1e-6]), tree=tree)
+    request = DraftRequest(
+        "a", np.arange(30, dtype=np.int32), 0, snapshot, 60, token_costs=np.array([1e-6]), allow_tree=tree
+    )
     assert sorted(SuffixDrafter().propose([request])[0].token_ids.tolist()) == [*range(30, 90)]
 
 

@@ -269,7 +269,9 @@ class Repeating(NoDrafter):
         drafts = []
         for request in requests:
             tokens = np.full(max(0, request.limit), request.context[-1], np.int32)
-            parents = np.arange(-1, len(tokens) - 1, dtype=np.int32) // 2 if request.tree and len(tokens) else None
+            parents = (
+                np.arange(-1, len(tokens) - 1, dtype=np.int32) // 2 if request.allow_tree and len(tokens) else None
+            )
             drafts.append(Draft(tokens, source="repeating", parents=parents))
         return drafts
 

@@ -43,7 +43,7 @@ def test_suffix_says_in_which_part_of_the_index_it_found_a_draft(tree: bool) -> 
     snapshot = Snapshot(1, SegmentTable(segments), ring, 51, 61)
     for first, source in ((0, "warm"), (100, "segment"), (200, "tail")):
         request = ask([*range(first, first + 5)], snapshot, 4)
-        request.tree = tree
+        request.allow_tree = tree
         draft = SuffixDrafter(price=1e-4).propose([request])[0]
         assert (draft.token_ids[0], draft.source) == (first + 5, source)
 
@@ -98,8 +98,8 @@ def some_requests(random: np.random.Generator, count: int) -> list[DraftRequest]
                 int(random.integers(0, len(context) + 1)),
                 snapshots[int(random.integers(3))],
                 int(random.integers(0, 12)),
-                prices=[None, np.array([0.02]), np.array([0.01, 0.05, 0.3])][int(random.integers(3))],
-                tree=bool(random.random() < 0.3),
+                token_costs=[None, np.array([0.02]), np.array([0.01, 0.05, 0.3])][int(random.integers(3))],
+                allow_tree=bool(random.random() < 0.3),
                 prediction=np.array(some_text(random, 50), np.int32) if random.random() < 0.3 else None,
             )
         )

@@ -119,7 +119,7 @@ def test_drafts_are_taken_cut_prepared_and_counted_as_by_the_twin(seed: int) -> 
             found = list[Draft]()
             for sequence, row in zip(batch.sequences, slow.rows, strict=True):
                 most = row.most_drafted(len(row.verified.token_ids) + PASSES_AHEAD * (1 + LIMIT))
-                assert not row.is_wanted or sequence.row.drafting.ask.limit == most
+                assert not row.is_wanted or sequence.row.drafting.params.limit == most
                 beginning = [*row.verified.token_ids.tolist(), *[1] * 20]
                 found.append(some_draft(random, most, is_tree=False, beginning=beginning))
                 write_draft(found[-1], sequence.row.drafting.draft)

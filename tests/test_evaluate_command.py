@@ -24,7 +24,7 @@ from cache_builder.evaluation.evaluate import Plan, count_replayed_tokens, evalu
 from cache_builder.evaluation.log import Log, RecordedOutput
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
-from ssd.drafting.ask import SOURCES
+from ssd.drafting.draft_records import SOURCES
 from ssd.pricing.calibration import SURE
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from tests.reference.decoding import SlowDecoder

@@ -144,7 +144,15 @@ def asked(
     slot: int, name: str, context: Sequence[int], sampling: SamplingRow | None = None, limit: int = 5
 ) -> DraftRequest:
     return DraftRequest(
-        name, np.array(context, np.int32), 1, None, limit, prices=np.zeros(1), sampling=sampling, slot=slot, tree=True
+        name,
+        np.array(context, np.int32),
+        1,
+        None,
+        limit,
+        token_costs=np.zeros(1),
+        sampling=sampling,
+        slot=slot,
+        allow_tree=True,
     )
 
 
@@ -367,7 +375,9 @@ def test_a_draft_is_a_chain_with_the_leaves_that_pay(weights: list[list[float]],
     draft = comb(list(ids), list(chances), prices, limit)
     found: dict[tuple[int, ...], float] = {}
     by_node: list[tuple[int, ...]] = []
-    for token, parent, chance in zip(draft.token_ids.tolist(), draft.parents_of_all(), draft.chances(), strict=True):
+    for token, parent, chance in zip(
+        draft.token_ids.tolist(), draft.parents_of_all(), draft.path_probabilities(), strict=True
+    ):
         by_node.append((*(by_node[parent] if parent >= 0 else ()), token))
         found[by_node[-1]] = float(chance)
     depth = min(len(chances), limit)

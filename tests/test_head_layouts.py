@@ -267,7 +267,7 @@ def test_the_first_drafted_token_is_what_the_twin_says_next(name: str, tmp_path:
     for length in (9, 10, 14, 30):
         target.forward([1], text[None, fed : length - 1], [length - 1 - fed])
         fed = length - 1
-        request = DraftRequest("a", text[:length].astype(np.int32), 1, None, 3, prices=np.zeros(1), slot=1)
+        request = DraftRequest("a", text[:length].astype(np.int32), 1, None, 3, token_costs=np.zeros(1), slot=1)
         (draft,), chances = drafter.propose([request]), torch.softmax(twin(torch.from_numpy(text[:length])), -1)
         assert draft.token_ids[0] == int(chances.argmax())
         assert draft.probabilities is not None

@@ -56,17 +56,17 @@ class Judge:
 
     def _draft(self, request: DraftRequest) -> Draft:
         own = self.table.get(int(request.context[-1]), EMPTY_DRAFT)
-        offers = request.offers
-        if offers is None:
+        proposals = request.proposals
+        if proposals is None:
             return own.cut(request.limit)
         chances: dict[tuple[int, ...], tuple[float, float]] = {}
-        for each in (own, Draft(offers.token_ids, probabilities=offers.chances, parents=offers.parents)):
+        for each in (own, Draft(proposals.token_ids, probabilities=proposals.probabilities, parents=proposals.parents)):
             assert each.probabilities is not None or not len(each.token_ids)
             paths: list[tuple[int, ...]] = []
             for node, parent in enumerate(each.parents_of_all()):
                 paths.append((*(paths[parent] if parent >= 0 else ()), int(each.token_ids[node])))
                 assert each.probabilities is not None
-                chances.setdefault(paths[-1], (float(each.probabilities[node]), float(each.chances()[node])))
+                chances.setdefault(paths[-1], (float(each.probabilities[node]), float(each.path_probabilities()[node])))
         order = sorted(chances, key=lambda path: -chances[path][1])[: request.limit]
         parents = [order.index(path[:-1]) if len(path) > 1 else -1 for path in order]
         return tree([path[-1] for path in order], parents, [chances[path][0] for path in order])
@@ -114,8 +114,8 @@ class Costly:
 
 
 def ask(name: str = "a", limit: int = 16, price: float | None = 0.01, *, is_tree: bool = True) -> DraftRequest:
-    prices = None if price is None else np.array([price])
-    return DraftRequest(name, np.array([1], np.int32), 1, None, limit, prices=prices, tree=is_tree)
+    token_costs = None if price is None else np.array([price])
+    return DraftRequest(name, np.array([1], np.int32), 1, None, limit, token_costs=token_costs, allow_tree=is_tree)
 
 
 def verdict(draft: Draft, said: Sequence[int]) -> tuple[Draft, int]:
@@ -138,10 +138,12 @@ def test_what_is_offered_and_what_is_known_go_into_one_tree() -> None:
     costly = Costly(chain([7, 8], [0.8, 0.8]))
     draft = Arbiter([judge, costly]).propose([ask()])[0]
     assert sorted(draft.token_ids.tolist()) == [5, 6, 7, 8]
-    assert draft.token_ids[0] == 7 and draft.chances().tolist() == sorted(draft.chances().tolist(), reverse=True)
-    offers = judge.asked[1].offers
-    assert offers is not None and offers.token_ids.tolist() == [7, 8] and offers.kinds.tolist() == [HEAD, HEAD]
-    assert offers.parents.tolist() == [-1, 0] and offers.chances.tolist() == [0.8, 0.8]
+    assert draft.token_ids[0] == 7 and draft.path_probabilities().tolist() == sorted(
+        draft.path_probabilities().tolist(), reverse=True
+    )
+    proposals = judge.asked[1].proposals
+    assert proposals is not None and proposals.token_ids.tolist() == [7, 8] and proposals.kinds.tolist() == [HEAD, HEAD]
+    assert proposals.parents.tolist() == [-1, 0] and proposals.probabilities.tolist() == [0.8, 0.8]
 
 
 def test_a_draft_without_estimates_is_offered_at_its_sources_rate_and_each_is_told_its_own() -> None:
@@ -150,8 +152,10 @@ def test_a_draft_without_estimates_is_offered_at_its_sources_rate_and_each_is_to
     arbiter = Arbiter([judge, costly])
     draft = arbiter.propose([ask(limit=4)])[0]
     assert draft.token_ids.tolist() == [5, 7, 6, 9]
-    offers = judge.asked[1].offers
-    assert offers is not None and len(set(offers.chances.tolist())) == 1 and 0 < offers.chances[0] < 1
+    proposals = judge.asked[1].proposals
+    assert (
+        proposals is not None and len(set(proposals.probabilities.tolist())) == 1 and 0 < proposals.probabilities[0] < 1
+    )
     arbiter.observe("a", *verdict(draft, [5, 7]))
     assert judge.told == [("a", [5, 7, 6, 9], [0, 1], 2)]
     assert costly.told == [([5, 7, 9], 2)]
@@ -213,7 +217,7 @@ def test_a_drafter_that_costs_little_is_asked_and_told_its_cost() -> None:
     arbiter = Arbiter([Judge(), costly], clock=clock)
     assert all(seen(arbiter, clock, 50))
     # Retrieval brings nothing, so a token saves a step of 0.1 s: 2 ms are worth 0.02 of a token.
-    assert costly.asked[-1].prices == pytest.approx([0.01 + 0.02])
+    assert costly.asked[-1].token_costs == pytest.approx([0.01 + 0.02])
 
 
 def test_whom_to_ask_is_considered_ever_more_rarely_while_nobody_is_worth_it() -> None:

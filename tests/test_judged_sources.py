@@ -16,14 +16,14 @@ from ssd.config import SamplingParams
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import (
-    GUESS,
     HEAD,
-    KINDS,
-    MAX_OFFERED,
+    LOOKAHEAD,
+    MAX_PROPOSED_TOKENS,
     MODEL,
+    NUM_PROPOSER_KINDS,
     Draft,
     DraftRequest,
-    Offers,
+    ExternalProposals,
     SamplingRow,
     ScoredPass,
 )
@@ -43,16 +43,16 @@ Offered = list[tuple[int, int, float, int]]
 FOREIGN = (1 << 31) - 1
 TOKENS = st.sampled_from([*range(5), FOREIGN, -1])
 CHANCES = st.sampled_from([0.0, 0.01, 0.1, 0.3, 0.5, 0.9, 1.0, -1.0, float("nan")])
-offers = st.lists(st.tuples(TOKENS, st.integers(-2, 9), CHANCES, st.integers(0, KINDS - 1)), max_size=10)
+offers = st.lists(st.tuples(TOKENS, st.integers(-2, 9), CHANCES, st.integers(0, NUM_PROPOSER_KINDS - 1)), max_size=10)
 told = st.lists(
     st.tuples(st.integers(-1, 4), st.integers(0, 4), st.lists(st.integers(0, 5), min_size=1, unique=True)), max_size=12
 )
 few_snapshots = st.builds(reference.make_snapshot, st.lists(sequences, max_size=2), st.one_of(st.just([]), sequences))
 
 
-def offers_of(offered: Offered) -> Offers:
+def offers_of(offered: Offered) -> ExternalProposals:
     tokens, parents, chances, kinds = (list(each) for each in zip(*offered, strict=True)) if offered else ([],) * 4
-    return Offers(
+    return ExternalProposals(
         np.array(tokens, np.int32), np.array(parents, np.int32), np.array(chances, float), np.array(kinds, np.int32)
     )
 
@@ -78,7 +78,7 @@ def asked(
         prompt_length,
         snapshot,
         limit,
-        offers=offers_of(offered),
+        proposals=offers_of(offered),
         sampling=SamplingRow(params=SamplingParams(temperature=temperature), noise=SequenceNoise.seeded(0)),
         **more,
     )
@@ -101,9 +101,9 @@ def situation(
         drafter.learn_scores(scored)
         for b in range(len(positions)):
             successors |= dict(entries_of_row(scored, b))
-    warmth = 0 if temperature == 0 else 1 if temperature <= 0.5 else 2
+    temperature_bucket = 0 if temperature == 0 else 1 if temperature <= 0.5 else 2
     by_path = slow.offers_by_path([(t, p, max(c, 0.0) if c == c else 0.0, k) for t, p, c, k in offered])
-    more: dict[str, Any] = {"offers": by_path, "successors": successors, "warmth": warmth}
+    more: dict[str, Any] = {"offers": by_path, "successors": successors, "temperature_bucket": temperature_bucket}
     if temperature:
         more |= {"noise": partial(noise_behind, len(context)), "temperature": temperature}
     return asked_of(snapshot, context, **more)
@@ -135,16 +135,18 @@ def test_drafts_of_all_sources_are_those_of_the_slow_twin(
 ) -> None:
     levels, drafter = levels_of(snapshot, context, limit + 1, least), SuffixDrafter(min_match_length=least)
     known = situation(drafter, snapshot, context, offered, positions, seed, temperature)
-    prices = np.array([price])
-    request = asked(snapshot, context, limit, offered, temperature, prompt_length, prices=prices, tree=tree)
+    token_costs = np.array([price])
+    request = asked(
+        snapshot, context, limit, offered, temperature, prompt_length, token_costs=token_costs, allow_tree=tree
+    )
     check_draft(drafter.propose([request])[0], request, levels, replace(known, prompt_length=prompt_length))
 
 
 def drafted(drafter: SuffixDrafter, context: list[int], offered: Offered, **more: Any) -> Draft:
-    return drafter.propose([asked(None, context, 8, offered, 0.0, prices=np.array([0.02]), **more)])[0]
+    return drafter.propose([asked(None, context, 8, offered, 0.0, token_costs=np.array([0.02]), **more)])[0]
 
 
-@pytest.mark.parametrize(("kind", "name"), [(HEAD, "head"), (MODEL, "model"), (GUESS, "guess")])
+@pytest.mark.parametrize(("kind", "name"), [(HEAD, "head"), (MODEL, "model"), (LOOKAHEAD, "guess")])
 def test_an_offer_is_drafted_where_nothing_was_said_before(kind: int, name: str) -> None:
     chain: Offered = [(7, -1, 0.9, kind), (8, 0, 0.9, kind), (9, 1, 0.8, kind)]
     draft = drafted(SuffixDrafter(), [1, 2, 3], chain)
@@ -166,15 +168,15 @@ def test_what_a_head_began_is_carried_on_by_places_that_say_it(tree: bool) -> No
     """The text stands in the index, but behind other tokens: nothing is found before the head has said some of it."""
     snapshot = reference.make_snapshot([[*range(90, 120), SEPARATOR]])
     began: Offered = [(token, token - 101, 0.95, HEAD) for token in range(100, 105)]
-    request = asked(snapshot, [1, 2, 3], 16, began, 0.0, prices=np.array([0.01]), tree=tree)
+    request = asked(snapshot, [1, 2, 3], 16, began, 0.0, token_costs=np.array([0.01]), allow_tree=tree)
     assert SuffixDrafter().propose([request])[0].token_ids.tolist() == [*range(100, 116)]
-    request.offers = offers_of(began[:2])
+    request.proposals = offers_of(began[:2])
     assert SuffixDrafter().propose([request])[0].token_ids.tolist() == [100, 101]
 
 
 def scored(fed: list[int], parents: list[int] | None, chosen: list[int], path: list[int]) -> ScoredPass:
     told = scored_pass([("a", None, True, [1, *fed], [])], parents=None if parents is None else np.array([parents]))
-    return replace(told, chosen=np.array([chosen]), ends=np.array(path[-1:], np.int64))
+    return replace(told, sampled_ids=np.array([chosen]), last_accepted=np.array(path[-1:], np.int64))
 
 
 @pytest.mark.parametrize(
@@ -199,10 +201,10 @@ def test_what_was_said_behind_a_wrong_token_is_offered_at_its_place(
 ) -> None:
     drafter = SuffixDrafter()
     context = np.array([1, 2], np.int32)
-    drafter.propose([DraftRequest("a", context, 2, None, 4, tree=tree)])
+    drafter.propose([DraftRequest("a", context, 2, None, 4, allow_tree=tree)])
     drafter.observe_scores(told := scored(*row))
     drafter.learn_scores(told)
-    request = DraftRequest("a", np.array(text, np.int32), 2, None, 8, tree=tree, prices=np.array([0.001]))
+    request = DraftRequest("a", np.array(text, np.int32), 2, None, 8, allow_tree=tree, token_costs=np.array([0.001]))
     for _ in range(2):  # asked again in the same step, with what others offer
         draft = drafter.propose([request])[0]
         assert draft.token_ids.tolist() == guessed
@@ -224,7 +226,7 @@ def test_guesses_of_any_pass_are_tokens_that_the_target_chose(seed: int) -> None
     drafter.observe_scores(told := scored(fed, parents if seed % 2 else None, chosen, [0, end] if end else [0]))
     drafter.learn_scores(told)
     text = np.array([fed[end], chosen[end]], np.int32)
-    draft = drafter.propose([DraftRequest("a", text, 2, None, 64, prices=np.array([1e-9]))])[0]
+    draft = drafter.propose([DraftRequest("a", text, 2, None, 64, token_costs=np.array([1e-9]))])[0]
     assert set(draft.token_ids.tolist()) <= set(chosen)
 
 
@@ -234,7 +236,7 @@ def test_without_lookups_only_what_others_say_is_drafted() -> None:
     snapshot = reference.make_snapshot([[*text, SEPARATOR]])
     for requests in (1, 3):
         for tree in (False, True):
-            each = [asked(snapshot, text, 8, [(9, -1, 0.9, HEAD)], 0.0, tree=tree) for _ in range(requests)]
+            each = [asked(snapshot, text, 8, [(9, -1, 0.9, HEAD)], 0.0, allow_tree=tree) for _ in range(requests)]
             for number, request in enumerate(each):
                 request.request_id = str(number)
             drafts = drafter.propose(each)
@@ -242,10 +244,12 @@ def test_without_lookups_only_what_others_say_is_drafted() -> None:
 
 
 def test_more_offers_than_are_taken_are_cut() -> None:
-    many: Offered = [(100 + i, -1, 0.9 if i == MAX_OFFERED else 0.1, HEAD) for i in range(2 * MAX_OFFERED)]
+    many: Offered = [
+        (100 + i, -1, 0.9 if i == MAX_PROPOSED_TOKENS else 0.1, HEAD) for i in range(2 * MAX_PROPOSED_TOKENS)
+    ]
     for tree in (False, True):
-        draft = drafted(SuffixDrafter(), [1], many, tree=tree)
-        assert all(100 <= token < 100 + MAX_OFFERED for token in draft.token_ids.tolist())
+        draft = drafted(SuffixDrafter(), [1], many, allow_tree=tree)
+        assert all(100 <= token < 100 + MAX_PROPOSED_TOKENS for token in draft.token_ids.tolist())
 
 
 def test_an_offered_chance_learns_what_it_is_worth() -> None:
@@ -253,8 +257,10 @@ def test_an_offered_chance_learns_what_it_is_worth() -> None:
     drafter, random, late = SuffixDrafter(price=0.02), np.random.default_rng(2), []
     for number in range(400):
         context = random.integers(0, 30_000, 6).astype(np.int32)
-        offer = Offers(np.array([50_000], np.int32), np.array([-1], np.int32), np.array([0.9]), np.zeros(1, np.int32))
-        draft = drafter.propose([DraftRequest(str(number), context, 6, None, 4, offers=offer)])[0]
+        offer = ExternalProposals(
+            np.array([50_000], np.int32), np.array([-1], np.int32), np.array([0.9]), np.zeros(1, np.int32)
+        )
+        draft = drafter.propose([DraftRequest(str(number), context, 6, None, 4, proposals=offer)])[0]
         came = random.random() < 1 / 3
         text = np.append(context, 50_000 if came else 60_000).astype(np.int32)
         drafter.propose([DraftRequest(str(number), text, 6, None, 4)])

@@ -103,9 +103,9 @@ def teach(
     prompt_length: int,
     window: int,
     learned: LearnedState,
-    may_teach: bool = True,
+    allow_caching: bool = True,
 ) -> None:
-    request = asked("t", text, noise_of(text, prompt_length, window), 0, learned=learned, may_teach=may_teach)
+    request = asked("t", text, noise_of(text, prompt_length, window), 0, learned=learned, allow_caching=allow_caching)
     drafter.propose([request])
     drafter.finish("t")
 
@@ -169,7 +169,7 @@ def situation(
     positions: list[Any],
     number: int,
     window: int,
-    may_teach: bool,
+    allow_caching: bool,
     temperature: float,
 ) -> tuple[SuffixDrafter, DraftRequest, slow.Asked]:
     """A drafter that other requests of the stream have taught, a request of it, and what the twin knows."""
@@ -198,14 +198,14 @@ def situation(
         context,
         prompt_length=prompt_length,
         successors=successors,
-        warmth=1 if temperature <= 0.5 else 2,
+        temperature_bucket=1 if temperature <= 0.5 else 2,
         noise=noise_behind,
         temperature=temperature,
         choices=lambda draft: choices.get(key_of(list(draft))),
         said_before=run,
     )
     noise = noise_of(context, prompt_length, window)
-    request = asked("a", context, noise, 6, learned=learned, temperature=temperature, may_teach=may_teach)
+    request = asked("a", context, noise, 6, learned=learned, temperature=temperature, allow_caching=allow_caching)
     return drafter, replace(request, snapshot=snapshot, prompt_length=prompt_length), known
 
 
@@ -216,14 +216,14 @@ def test_drafts_know_the_noise_behind_every_token(
 ) -> None:
     levels = levels_of(snapshot, context, limit + 1)
     drafter, request, known = situation(snapshot, context, *taught)
-    request = replace(request, limit=limit, prices=np.array([price]), tree=tree)
+    request = replace(request, limit=limit, token_costs=np.array([price]), allow_tree=tree)
     check_draft(drafter.propose([request])[0], request, levels, known)
 
 
 def drafted(drafter: SuffixDrafter, text: list[int], learned: LearnedState, **more: Any) -> Draft:
     name, stream = more.pop("name", "a"), more.pop("stream", STREAM)
     noise = noise_of(text, 4, 4, stream)
-    return drafter.propose([asked(name, text, noise, 64, learned=learned, prices=np.array([1e-9]), **more)])[0]
+    return drafter.propose([asked(name, text, noise, 64, learned=learned, token_costs=np.array([1e-9]), **more)])[0]
 
 
 ANSWER = [1, 2, 3, 4, *range(100, 200)]
@@ -235,14 +235,14 @@ def test_what_a_stream_said_is_drafted_to_its_end_without_any_place_that_says_so
     drafter, learned = SuffixDrafter(retrieval=retrieval), LearnedState()
     for _ in range(3):
         teach(drafter, ANSWER, 4, 4, learned)
-    draft = drafted(drafter, ANSWER[:10], learned, tree=tree)
+    draft = drafted(drafter, ANSWER[:10], learned, allow_tree=tree)
     assert (draft.token_ids.tolist(), draft.source) == (ANSWER[10:74], "coupled")
-    assert len(drafted(SuffixDrafter(keyed=False), ANSWER[:10], learned, name="b", tree=tree).token_ids) == 0
+    assert len(drafted(SuffixDrafter(keyed=False), ANSWER[:10], learned, name="b", allow_tree=tree).token_ids) == 0
 
 
 def test_what_may_not_teach_teaches_nobody_and_namespaces_are_apart() -> None:
     drafter, learned, other = SuffixDrafter(retrieval=False), LearnedState(), LearnedState()
-    teach(drafter, ANSWER, 4, 4, learned, may_teach=False)
+    teach(drafter, ANSWER, 4, 4, learned, allow_caching=False)
     assert len(drafted(drafter, ANSWER[:10], learned, name="b").token_ids) == 0
     teach(drafter, ANSWER, 4, 4, learned)
     assert len(drafted(drafter, ANSWER[:10], learned, name="c").token_ids) > 0
@@ -253,8 +253,8 @@ def test_what_may_not_teach_teaches_nobody_and_namespaces_are_apart() -> None:
 def test_a_table_that_is_only_read_is_in_use() -> None:
     tables, namespaces = NamespaceChoices(), [LearnedState() for _ in range(MOST_TABLES + 1)]
 
-    def table_of(learned: LearnedState, may_teach: bool) -> int:
-        return tables.of(asked("a", ANSWER, noise_of(ANSWER, 4, 4), 0, learned=learned, may_teach=may_teach))
+    def table_of(learned: LearnedState, allow_caching: bool) -> int:
+        return tables.of(asked("a", ANSWER, noise_of(ANSWER, 4, 4), 0, learned=learned, allow_caching=allow_caching))
 
     for learned in namespaces[:-1]:
         table_of(learned, True)
@@ -267,7 +267,7 @@ def test_a_table_that_is_only_read_is_in_use() -> None:
 def test_what_is_said_while_a_request_runs_is_known_at_its_next_step() -> None:
     drafter, learned = SuffixDrafter(retrieval=False), LearnedState()
     noise = noise_of(ANSWER[:40], 4, 4)
-    drafter.propose([asked("running", ANSWER[:40], noise, 4, learned=learned, may_teach=True)])
+    drafter.propose([asked("running", ANSWER[:40], noise, 4, learned=learned, allow_caching=True)])
     assert drafted(drafter, ANSWER[:10], learned).token_ids.tolist() == ANSWER[10:40]
     noise.advance(int32(ANSWER))
     drafter.finish("running")
@@ -277,5 +277,5 @@ def test_what_is_said_while_a_request_runs_is_known_at_its_next_step() -> None:
 def test_noise_that_has_not_taken_note_of_the_text_is_not_foreseen() -> None:
     drafter, learned = SuffixDrafter(retrieval=False), LearnedState()
     teach(drafter, ANSWER, 4, 4, learned)
-    request = asked("a", ANSWER[:12], noise_of(ANSWER[:10], 4, 4), 64, learned=learned, prices=np.array([1e-9]))
+    request = asked("a", ANSWER[:12], noise_of(ANSWER[:10], 4, 4), 64, learned=learned, token_costs=np.array([1e-9]))
     assert len(drafter.propose([request])[0].token_ids) == 0

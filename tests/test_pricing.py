@@ -218,31 +218,31 @@ class Repeats:
         self.prices, self.law, self.num_rows = prices, law, num_rows
         self.random = np.random.default_rng(seed)
 
-    def width(self, num_offered: int) -> tuple[int, float]:
+    def width(self, num_proposed: int) -> tuple[int, float]:
         """How much of a draft is verified, and the tokens of each row that the pass is expected to put out."""
-        chances = np.cumprod(np.full(num_offered, self.CHANCE))
+        chances = np.cumprod(np.full(num_proposed, self.CHANCE))
         chances = chances[chances >= self.prices.price(self.num_rows)]
         width = self.prices.paying_width(self.num_rows * chances, self.num_rows) if len(chances) else 0
         return width, 1.0 + float(chances[:width].sum())
 
     def request(self) -> None:
         """Decode a request. Its first pass has no draft, and some passes are interrupted."""
-        length, num_offered = 0, 0
+        length, num_proposed = 0, 0
         while length < self.LENGTH:
-            width, tokens = self.width(num_offered)
+            width, tokens = self.width(num_proposed)
             positions = self.num_rows * (1 + width)
             noise = 10.0 if self.random.random() < 0.005 else float(self.random.normal(1, 0.02))
             took = noise * float(self.law @ (1, positions, width > 0))
             self.prices.observe(positions, self.num_rows * round(tokens), took, is_wide=width > 0)
-            length, num_offered = length + round(tokens), min(64, int(self.random.geometric(self.NO_DRAFT)))
+            length, num_proposed = length + round(tokens), min(64, int(self.random.geometric(self.NO_DRAFT)))
 
     def rates(self) -> Floats:
         """Tokens per step and tokens per second from now on, without probes: float64[2]."""
         self.prices._costs.since_probe = 0
         tokens = seconds = 0.0
-        for num_offered in range(65):
-            width, expected = self.width(num_offered)
-            weight = (1 - self.NO_DRAFT) ** num_offered
+        for num_proposed in range(65):
+            width, expected = self.width(num_proposed)
+            weight = (1 - self.NO_DRAFT) ** num_proposed
             tokens += weight * expected
             seconds += weight * float(self.law @ (1, self.num_rows * (1 + width), width > 0))
         return np.array([tokens, tokens / seconds])
@@ -354,7 +354,7 @@ def test_chances_are_the_products_of_those_before(estimates: list[float], data: 
             probabilities=np.array(estimates),
             parents=np.array(parents, np.int32) if tree else None,
         )
-        for i, found in enumerate(draft.chances().tolist()):
+        for i, found in enumerate(draft.path_probabilities().tolist()):
             chance, node = 1.0, i
             while node >= 0:
                 chance *= estimates[node]
@@ -407,7 +407,7 @@ def draft_lengths(shares: KeptShares, prices: PriceList, promised: float, true: 
     random, lengths = np.random.default_rng(0), []
     for _ in range(passes):
         draft = Draft(np.zeros(8, np.int32), probabilities=np.full(8, promised))
-        draft = draft.cut(prices.paying_width(shares.share(1.0) * draft.chances()))
+        draft = draft.cut(prices.paying_width(shares.share(1.0) * draft.path_probabilities()))
         length = len(draft.token_ids)
         accepted = int((np.cumprod(random.random(length) < true)).sum())
         shares.observe(1.0, promise_tested(draft, range(accepted)), accepted)

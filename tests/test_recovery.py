@@ -64,7 +64,9 @@ def undrafted(
     """Passes of one request without a draft, and all its passes; ``text`` is what the target says."""
     length, num_passes, num_without = _PROMPT_TOKENS, 0, 0
     while length < len(text):
-        request = DraftRequest(name, text[:length], _PROMPT_TOKENS, NOTHING_STORED, 16, tree=tree, learned=learned)
+        request = DraftRequest(
+            name, text[:length], _PROMPT_TOKENS, NOTHING_STORED, 16, allow_tree=tree, learned=learned
+        )
         draft = drafter.propose([request])[0]
         num_passes += 1
         num_without += len(draft.token_ids) == 0
@@ -164,7 +166,7 @@ def test_a_tree_that_is_not_grown_teaches() -> None:
     """Nothing is worth half of such a price."""
     text, drafter = repeating(np.arange(7) + 10), SuffixDrafter()
     for length in range(_PROMPT_TOKENS, _PROMPT_TOKENS + 3):
-        request = DraftRequest("a", text[:length], 7, None, 16, prices=np.array([2.0]), tree=True)
+        request = DraftRequest("a", text[:length], 7, None, 16, token_costs=np.array([2.0]), allow_tree=True)
         assert len(drafter.propose([request])[0].token_ids) == 0
         assert drafter.model_of(None).num_learned == length - _PROMPT_TOKENS
 
@@ -172,8 +174,8 @@ def test_a_tree_that_is_not_grown_teaches() -> None:
 def test_what_would_follow_a_leaf_of_a_tree_teaches() -> None:
     """One token is drafted of text that repeats; the next one, which is not worth its price, came as well."""
     text, drafter = repeating(np.arange(7) + 10), SuffixDrafter()
-    prices = np.array([0.01, 2.0])
+    token_costs = np.array([0.01, 2.0])
     for length in (_PROMPT_TOKENS, _PROMPT_TOKENS + 2):
-        request = DraftRequest("a", text[:length], 7, None, 16, prices=prices, tree=True)
+        request = DraftRequest("a", text[:length], 7, None, 16, token_costs=token_costs, allow_tree=True)
         assert len(drafter.propose([request])[0].token_ids) == 1
     assert drafter.model_of(None).num_learned == 2

@@ -49,7 +49,7 @@ def test_prefix_rules_see_each_positions_own_prefix(
     expected = [
         slow.penalised(logits[t].tolist(), params, prompt, output + draft[:t], (3, 5)) for t in range(len(draft) + 1)
     ]
-    apply_prefix_rules(logits, make_row(params, draft=draft, prompt=prompt, output=output, held_back_ids=(3, 5)))
+    apply_prefix_rules(logits, make_row(params, draft=draft, prompt=prompt, output=output, forbidden_ids=(3, 5)))
     assert np.allclose(logits.numpy(), np.array(expected, np.float32), rtol=1e-5, atol=1e-5)
 
 
@@ -121,7 +121,7 @@ def test_truncation_is_that_of_transformers(
 )
 def test_a_weaker_rule_that_would_leave_nothing_is_not_applied(params: dict[str, object], left: set[int]) -> None:
     scores = torch.zeros(1, VOCAB)
-    apply_prefix_rules(scores, make_row(SamplingParams(**params), prompt=[1], held_back_ids=(3, 5)))  # type: ignore[arg-type]
+    apply_prefix_rules(scores, make_row(SamplingParams(**params), prompt=[1], forbidden_ids=(3, 5)))  # type: ignore[arg-type]
     assert set(torch.isfinite(scores[0]).nonzero()[:, 0].tolist()) == left
 
 
@@ -166,7 +166,7 @@ def test_rules_are_made_once_a_request_and_anew_for_another() -> None:
 def test_tokens_that_were_held_back_cost_nothing_once_there_are_enough() -> None:
     logits = torch.zeros(1, 1, 8)
     for output, is_held in (([5], True), ([5, 6], False)):
-        row = make_row(SamplingParams(min_tokens=2), prompt=[1], output=output, held_back_ids=(3,))
+        row = make_row(SamplingParams(min_tokens=2), prompt=[1], output=output, forbidden_ids=(3,))
         ruled = with_prefix_rules(logits, [row])
         assert ruled[0, 0, 3].isinf() if is_held else ruled is logits
 

@@ -69,13 +69,13 @@ def scored_pass(
     return ScoredPass(
         request_ids=[row[0] for row in rows],
         learned=[row[1] for row in rows],
-        may_keep=np.array([row[2] for row in rows]),
-        before=np.array([row[3][0] for row in rows], np.int32),
-        fed=fed,
-        counts=np.array([len(row[3]) - 1 for row in rows]),
+        allow_caching=np.array([row[2] for row in rows]),
+        previous_ids=np.array([row[3][0] for row in rows], np.int32),
+        input_ids=fed,
+        num_positions=np.array([len(row[3]) - 1 for row in rows]),
         parents=parents,
-        chosen=np.maximum(top_ids[..., 0], 0).astype(np.int64),
-        ends=np.zeros(count, np.int64),
+        sampled_ids=np.maximum(top_ids[..., 0], 0).astype(np.int64),
+        last_accepted=np.zeros(count, np.int64),
         top_ids=top_ids,
         top_logits=logits.astype(np.float32),
     )
@@ -96,13 +96,15 @@ def passes(draw: st.DrawFn) -> ScoredPass:
     return ScoredPass(
         request_ids=[str(b) for b in range(num_rows)],
         learned=[NAMESPACE] * num_rows,
-        may_keep=np.ones(num_rows, np.bool_),
-        before=np.array(draw(st.lists(TOKENS | st.just(-1), min_size=num_rows, max_size=num_rows)), np.int32),
-        fed=np.array([draw(st.lists(TOKENS | st.just(-5), min_size=width, max_size=width)) for _ in range(num_rows)]),
-        counts=random.integers(0, width + 1, num_rows),
+        allow_caching=np.ones(num_rows, np.bool_),
+        previous_ids=np.array(draw(st.lists(TOKENS | st.just(-1), min_size=num_rows, max_size=num_rows)), np.int32),
+        input_ids=np.array(
+            [draw(st.lists(TOKENS | st.just(-5), min_size=width, max_size=width)) for _ in range(num_rows)]
+        ),
+        num_positions=random.integers(0, width + 1, num_rows),
         parents=parents if draw(st.booleans()) else None,
-        chosen=np.zeros(grid, np.int64),
-        ends=np.zeros(num_rows, np.int64),
+        sampled_ids=np.zeros(grid, np.int64),
+        last_accepted=np.zeros(num_rows, np.int64),
         top_ids=top_ids,
         top_logits=logits,
     )
@@ -117,7 +119,7 @@ def test_a_table_knows_what_was_said_last_after_every_token_and_pair(told: list[
     successors, expected = NamespaceSuccessors(), dict[tuple[int, ...], Entry]()
     for scored in told:
         successors.learn(scored)
-        for b in range(len(scored.counts)):
+        for b in range(len(scored.num_positions)):
             expected |= dict(entries_of_row(scored, b))
     table = successors.of(NAMESPACE, "any")
     known = [key for key in expected if entry(table, key)]

@@ -98,17 +98,21 @@ class Witness:
         self.told.append("scores")
         assert self.engine is not None
         running = {sequence.request.request_id: sequence for sequence in self.engine._scheduler.running}
-        for array in (scored.before, scored.fed, scored.chosen, scored.top_ids, scored.top_logits):
+        for array in (scored.previous_ids, scored.input_ids, scored.sampled_ids, scored.top_ids, scored.top_logits):
             assert array.flags.c_contiguous
         for b, name in enumerate(scored.request_ids):
-            context, count, path = running[name].context, int(scored.counts[b]), [int(scored.ends[b])]
-            assert scored.fed[b, 0] == context[-1] and scored.before[b] == (context[-2] if len(context) > 1 else -1)
+            context, count, path = running[name].context, int(scored.num_positions[b]), [int(scored.last_accepted[b])]
+            assert scored.input_ids[b, 0] == context[-1] and scored.previous_ids[b] == (
+                context[-2] if len(context) > 1 else -1
+            )
             parents = [-1, *range(count - 1)] if scored.parents is None else scored.parents[b, :count].tolist()
             while path[0] > 0:
                 path.insert(0, parents[path[0]])
-            assert [scored.chosen[b, node] for node in path[:-1]] == [scored.fed[b, node] for node in path[1:]]
+            assert [scored.sampled_ids[b, node] for node in path[:-1]] == [
+                scored.input_ids[b, node] for node in path[1:]
+            ]
             # Greedy without rules: what was chosen is the most probable.
-            assert np.array_equal(scored.chosen[b, :count], scored.top_ids[b, :count, 0])
+            assert np.array_equal(scored.sampled_ids[b, :count], scored.top_ids[b, :count, 0])
             self.num_rejected += count - len(path)
             self.num_branches += parents != [-1, *range(count - 1)]
 

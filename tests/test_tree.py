@@ -107,7 +107,7 @@ def test_each_node_is_sampled_after_its_own_path(rows: list[Any], seed: int, win
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (len(rows), 8, 12)).astype(np.float32))
     made = [
         make_row(params, prompt=[1, 2], output=[4], draft=tokens, parents=None if is_chain else parents, seed=seed,
-                 choice_index=b, window=window, held_back_ids=(3, 5))
+                 choice_index=b, window=window, forbidden_ids=(3, 5))
         for b, ((tokens, parents), is_chain, params) in enumerate(rows)
     ]  # fmt: skip
     chosen = target_tokens(PassOutput(logits), made)
@@ -269,7 +269,7 @@ class Asked(RandomDrafter):
         self.trees: set[bool] = set()
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        self.trees |= {request.tree for request in requests}
+        self.trees |= {request.allow_tree for request in requests}
         return super().propose(requests)
 
 
@@ -300,7 +300,7 @@ def test_the_last_step_of_a_tree_teaches_every_token_that_was_tested() -> None:
     learned = {}
     for name in ("path", "none accepted", "unknown", "cut"):
         drafter = SuffixDrafter(price=0.01)
-        draft = drafter.propose([DraftRequest("a", text, 3, None, 8, tree=True)])[0]
+        draft = drafter.propose([DraftRequest("a", text, 3, None, 8, allow_tree=True)])[0]
         assert draft.parents is not None and len(draft.token_ids) == 8
         parents = draft.parents.tolist()
         before = drafter.model_of(None).num_learned

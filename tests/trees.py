@@ -48,7 +48,7 @@ class BranchingDrafter(NoDrafter):
         repeated = int(random.integers(self._vocab_size))
         for i in range(size):
             parent = {"wide": -1, "deep": i - 1}.get(self._shape, int(random.integers(-1, i)))
-            if not request.tree:
+            if not request.allow_tree:
                 parent = i - 1
             at = depth[parent + 1]
             token = int(random.integers(self._vocab_size))
@@ -58,7 +58,7 @@ class BranchingDrafter(NoDrafter):
                 token = repeated if random.random() < 0.5 or at >= len(rest) else rest[0]
             depth.append(at + 1)
             tokens[i], parents[i] = token, parent
-        return Draft(tokens, source="branching", parents=parents if request.tree else None)
+        return Draft(tokens, source="branching", parents=parents if request.allow_tree else None)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Keeps what was said of it."""

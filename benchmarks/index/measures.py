@@ -210,9 +210,9 @@ class Prober:
         """The same of a row that an engine keeps, whose tokens are where the kernels look for them."""
         request, row, groups = self._request(tokens, snapshot), self._memory[0], [Group(snapshot, None, self._rows, ())]
         self.drafter.keep(request, row, self._memory.address)
-        ask = row.ask
-        ask.context, ask.context_length, ask.is_tree = address(tokens), len(tokens), 0
-        ask.limit, ask.price = DRAFT_TOKENS, self.drafter.price
+        params = row.params
+        params.context, params.context_length, params.is_tree = address(tokens), len(tokens), 0
+        params.limit, params.token_cost = DRAFT_TOKENS, self.drafter.price
         began = time.perf_counter_ns()
         self.drafter.draft_groups(self._rows, groups)
         took = time.perf_counter_ns() - began

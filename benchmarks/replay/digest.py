@@ -2,8 +2,8 @@
 
 Run ``python -m benchmarks.replay --digest`` before and after a change that must not change a draft, and compare what it
 prints. A digest is of tokens, parents, estimates, source and match length of every draft, and of what the acceptance
-model has learned in the end. Ways: one request at a time, chains and trees; several requests in one call, with prices
-and predictions; rows of a matrix, whose steps take made-up times.
+model has learned in the end. Ways: one request at a time, chains and trees; several requests in one call, with token
+costs and predictions; rows of a matrix, whose steps take made-up times.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _batches(
 
 
 def _asked(rows: Sequence[RecordedOutput], *, at_once: int, tree: bool = False) -> _Digest:
-    """So many requests in one call; of several some with prices, some with a prediction."""
+    """So many requests in one call; of several some with token costs, some with a prediction."""
     digest, drafter = _Digest(), SuffixDrafter()
     with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
         for number, (texts, prompts) in enumerate(_batches(rows, caches.get(), at_once)):
@@ -73,8 +73,8 @@ def _asked(rows: Sequence[RecordedOutput], *, at_once: int, tree: bool = False) 
             while going := [i for i, text in enumerate(texts) if at[i] < len(text)]:
                 requests = [
                     DraftRequest(
-                        f"{number}-{i}", texts[i][: at[i]], prompts[i], snapshot, _LIMIT - i % 3, tree=tree,
-                        prices=_PRICES[i % 3],
+                        f"{number}-{i}", texts[i][: at[i]], prompts[i], snapshot, _LIMIT - i % 3, allow_tree=tree,
+                        token_costs=_PRICES[i % 3],
                         prediction=texts[i][prompts[i] + 7 :] if i % 4 == 1 else None,
                     )
                     for i in going

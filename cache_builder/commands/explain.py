@@ -89,7 +89,13 @@ def run(options: argparse.Namespace) -> int:
     learned, learned_from = _read_acceptance_model(options.directory)
     snapshot = Snapshot(0, SegmentTable(cache.segments), np.zeros(1, np.int32), 0, 0)
     request = DraftRequest(
-        "explained", context, len(prompt), snapshot, options.draft_limit, tree=options.shape == "tree", learned=learned
+        "explained",
+        context,
+        len(prompt),
+        snapshot,
+        options.draft_limit,
+        allow_tree=options.shape == "tree",
+        learned=learned,
     )
     draft = SuffixDrafter(recycling=False).propose([request])[0]
     places = list(_find_occurrences(cache, context, draft.match_length)) if draft.match_length else []
@@ -106,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
             "token_ids": draft.token_ids.tolist(),
             "parents": draft.parents_of_all(),
             "chances": [] if draft.probabilities is None else draft.probabilities.tolist(),
-            "products": draft.chances().tolist() if len(draft.token_ids) else [],
+            "products": draft.path_probabilities().tolist() if len(draft.token_ids) else [],
             "source": draft.source,
             "match_length": draft.match_length,
         },

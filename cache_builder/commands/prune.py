@@ -17,7 +17,7 @@ from cache_builder.evaluation.decoding import OutputDecoder
 from cache_builder.evaluation.log import Log
 from cache_builder.opened_cache import OpenedCache, open_caches
 from ssd.config import CacheConfig, DraftConfig
-from ssd.drafting.ask import SOURCES
+from ssd.drafting.draft_records import SOURCES
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.ring import sequences_of

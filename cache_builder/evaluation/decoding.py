@@ -30,7 +30,7 @@ from ssd.compiled.addresses import (
 from ssd.config import DraftConfig
 from ssd.drafting.acceptance import model_at
 from ssd.drafting.acceptance_model import AcceptanceModel
-from ssd.drafting.ask import MAX_DRAFT, SOURCES, DraftRecord, parent_of
+from ssd.drafting.draft_records import MAX_DRAFT, SOURCES, DraftRecord, parent_of
 from ssd.drafting.drafter import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.drafting.judge import learn_from_path
 from ssd.drafting.propose import DraftRow, begin_row, draft_row, frame_at
@@ -128,16 +128,21 @@ def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_leng
     decoder = _decoder_at(at)
     frame, row = frame_at(decoder.workspace), decoder.row
     begin_row(row, prompt_length)
-    ask, out, prices = row.ask, row.draft, decoder.prices
-    ask.context, ask.snapshot, ask.model, ask.prices = text_at, snapshot, decoder.model, prices.ctypes.data
-    ask.limit, ask.is_tree, ask.num_prices = decoder.limit, decoder.is_tree, decoder.num_more
+    params, out, prices = row.params, row.draft, decoder.prices
+    params.context, params.snapshot, params.model, params.token_costs = (
+        text_at,
+        snapshot,
+        decoder.model,
+        prices.ctypes.data,
+    )
+    params.limit, params.is_tree, params.num_token_costs = decoder.limit, decoder.is_tree, decoder.num_more
     text, costs = int32_array(text_at, length), float64_array(decoder.costs, decoder.limit + 1)
     more = float64_array(decoder.more, decoder.num_more)
     position, number, kept, agreeing = prompt_length, 0, 0, 0
     while position < length:
         for i in range(decoder.num_more):
             prices[i] = price_at(decoder.rate, 1.0, costs[0], more[i])
-        ask.price, ask.context_length = prices[0], position
+        params.token_cost, params.context_length = prices[0], position
         draft_row(frame, row, decoder.longest_match, decoder.shortest_match)
         is_kept = out.size > 0 and (number > 0 or out.probabilities[0] >= decoder.sure)
         kept = _num_paying(decoder, out) if is_kept else 0

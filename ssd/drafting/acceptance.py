@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ssd.compiled.addresses import Float64, Int64s, Record, inlined, kernel, view_of
 from ssd.drafting.choices import MOST_CONFIRMED
 from ssd.drafting.foreseen import HEIGHTS, RUNS, TYPICAL_SHARE, VERDICTS
-from ssd.drafting.protocol import KINDS
+from ssd.drafting.protocol import NUM_PROPOSER_KINDS
 from ssd.drafting.successors import SHARES as SUCCESSOR_SHARES
 from ssd.drafting.successors import SUCCESSORS
 
@@ -56,7 +56,7 @@ PAIR_HASHES: Final = 8192
 COARSE_LENGTHS: Final = 4
 COARSE_SHARES: Final = 3
 OFFERED_CHANCES: Final = 8
-WARMTHS: Final = 3
+TEMPERATURE_BUCKETS: Final = 3
 
 AGREEMENTS: Final = 3
 """Of places with what the same noise chose: there are none, the newest say something else, one of them says so."""
@@ -73,10 +73,10 @@ _SHAPES: Final = (
     (HASHES, COARSE_LENGTHS, COARSE_SHARES),
     (HASHES, COARSE_LENGTHS, COARSE_SHARES),
     (PAIR_HASHES, COARSE_LENGTHS, COARSE_SHARES),
-    (KINDS, 2, OFFERED_CHANCES, WHEN_SETS),
-    (WARMTHS, 2, SUCCESSORS + 1, SUCCESSOR_SHARES),
+    (NUM_PROPOSER_KINDS, 2, OFFERED_CHANCES, WHEN_SETS),
+    (TEMPERATURE_BUCKETS, 2, SUCCESSORS + 1, SUCCESSOR_SHARES),
     (VERDICTS, HEIGHTS, COARSE_LENGTHS, COARSE_SHARES),
-    (MOST_CONFIRMED + 1, RUNS, AGREEMENTS, WARMTHS, 2),
+    (MOST_CONFIRMED + 1, RUNS, AGREEMENTS, TEMPERATURE_BUCKETS, 2),
 )
 OFFSETS: Final = np.cumsum([0, *(math.prod(shape) for shape in _SHAPES)])
 ENTRIES: Final = int(OFFSETS[-1])
@@ -355,8 +355,8 @@ def _prior(view: int) -> Floats:
         known = np.array([0.6, 0.85])[:, None, None]
         ranked = known * 0.9 ** np.arange(SUCCESSORS)[:, None] * _TYPICAL_SUCCESSOR
         absent = _another((known * _TYPICAL_SUCCESSOR)[:, :, :])
-        warmth = np.array([0.0, -0.2, -0.5])[:, None, None, None]
-        by_rank: Floats = np.concatenate([_log_odds(ranked), absent], axis=1) + warmth
+        temperature_bucket = np.array([0.0, -0.2, -0.5])[:, None, None, None]
+        by_rank: Floats = np.concatenate([_log_odds(ranked), absent], axis=1) + temperature_bucket
         return by_rank
     if view == NOISE:
         places = _expected(_TYPICAL_COARSE_LENGTH[:, None], 3.0, _TYPICAL_COARSE_SHARE)

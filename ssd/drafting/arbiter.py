@@ -1,4 +1,4 @@
-"""Several drafters as one: costlier sources are asked where their excess pays, and the first one judges all offers."""
+"""Several drafters as one: costlier sources are asked where their excess pays, the first one judges proposals."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 
 from ssd.drafting.protocol import (
     EMPTY_DRAFT,
-    MAX_OFFERED,
+    MAX_PROPOSED_TOKENS,
     Draft,
     Drafter,
     DraftRequest,
-    Offers,
-    Prices,
+    ExternalProposals,
     ScoredPass,
     ScoreObserver,
+    TokenCosts,
 )
 from ssd.drafting.source import Source, tried
 from ssd.errors import require_fault
-from ssd.pricing.rate import StepRate, price_of
+from ssd.pricing.rate import StepRate, cost_at
 
 
 def walked(draft: Draft, token_ids: Sequence[int]) -> list[int]:
@@ -102,8 +102,8 @@ class _Step:
     asked: list[_Asked] = field(default_factory=list)
 
     @property
-    def prices(self) -> Prices:
-        return _PRICE_UNKNOWN if self.request.prices is None else self.request.prices
+    def token_costs(self) -> TokenCosts:
+        return _PRICE_UNKNOWN if self.request.token_costs is None else self.request.token_costs
 
 
 def _promise(draft: Draft) -> tuple[float, float]:
@@ -113,7 +113,7 @@ def _promise(draft: Draft) -> tuple[float, float]:
         return 0.0, 0.0
     if draft.parents is None:
         return float(np.cumprod(estimates).sum()), float(estimates[0])
-    return float(draft.chances().sum()), float(estimates[draft.parents < 0].max())
+    return float(draft.path_probabilities().sum()), float(estimates[draft.parents < 0].max())
 
 
 def _add(step: _Step, source: Source, draft: Draft) -> int:
@@ -126,7 +126,7 @@ def _add(step: _Step, source: Source, draft: Draft) -> int:
     return depth
 
 
-def _offers_of(step: _Step) -> Offers:
+def _offers_of(step: _Step) -> ExternalProposals:
     """All that was drafted for a request as one forest, cut where it is full; a draft without estimates of its own is
     offered at its source's recent rate of acceptance."""
     tokens, parents, chances, kinds = list[int](), list[int](), list[float](), list[int]()
@@ -137,8 +137,8 @@ def _offers_of(step: _Step) -> Offers:
         chances += [rate] * size if draft.probabilities is None else draft.probabilities.tolist()
         parents += [begin + parent if parent >= 0 else -1 for parent in draft.parents_of_all()]
         kinds += [each.source.kind] * size
-    kept = slice(0, MAX_OFFERED)
-    return Offers(
+    kept = slice(0, MAX_PROPOSED_TOKENS)
+    return ExternalProposals(
         np.array(tokens[kept], np.int32),
         np.array(parents[kept], np.int32),
         np.array(chances[kept], np.float64),
@@ -164,7 +164,7 @@ class Arbiter:
     """
 
     def __init__(self, drafters: Sequence[Drafter], *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``drafters`` : the cheapest first, which judges ``DraftRequest.offers``. ``clock`` : seconds."""
+        """``drafters`` : the cheapest first, which judges ``DraftRequest.proposals``. ``clock`` : seconds."""
         assert drafters
         self._sources = [Source(drafter) for drafter in drafters]
         self._clock, self._step_rate = clock, StepRate(clock)
@@ -221,7 +221,7 @@ class Arbiter:
         self._steps.update((step.request.request_id, step) for step in steps)
         offered = [i for i, step in enumerate(steps) if step.asked]
         began = self._clock()
-        judged = self._sources[0].ask([replace(requests[i], offers=_offers_of(steps[i])) for i in offered])
+        judged = self._sources[0].ask([replace(requests[i], proposals=_offers_of(steps[i])) for i in offered])
         ended = self._clock()
         for source, seconds, num_rows, depth in took:
             source.took(seconds + ended - began, num_rows, depth)
@@ -310,7 +310,7 @@ class Arbiter:
         return _Step(request, draft, promised, first, local)
 
     def _worth_asking(self, source: Source, steps: Sequence[_Step]) -> dict[int, DraftRequest]:
-        """The requests, by place, for which asking pays; what a token of the source costs is in their prices."""
+        """The requests, by place, for which asking pays; what a token of the source costs is in their token_costs."""
         able = [i for i, step in enumerate(steps) if step.request.limit > 0]
         excess = {i: source.excess.expected(steps[i].promised, steps[i].first) for i in able}
         asked, costs, gains = able, dict[int, float](), dict[int, float]()
@@ -318,7 +318,7 @@ class Arbiter:
             each = {i: self._tokens_of(steps[i], len(asked), len(steps)) for i in asked}
             costs = {i: each[i] * source.seconds_per_token(len(asked)) for i in asked}
             spent = {
-                i: source.depth * (costs[i] + price_of(steps[i].prices, 0)) + each[i] * source.seconds_beside
+                i: source.depth * (costs[i] + cost_at(steps[i].token_costs, 0)) + each[i] * source.seconds_beside
                 for i in asked
             }
             gains = {i: excess[i] - spent[i] for i in asked}
@@ -341,7 +341,7 @@ class Arbiter:
         if trial is not None:
             self._has_asked = True
             return {trial: steps[trial].request}
-        return {i: replace(steps[i].request, prices=steps[i].prices + costs[i]) for i in asked}
+        return {i: replace(steps[i].request, token_costs=steps[i].token_costs + costs[i]) for i in asked}
 
     def _tokens_of(self, step: _Step, num_asked: int, num_rows: int) -> float:
         """What a second costs a request, one of ``num_asked`` that have a source asked, for which all rows wait."""

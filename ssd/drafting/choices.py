@@ -139,7 +139,7 @@ def _enter(table: ChoiceTable, key: UInt, token: int) -> None:
 
 
 @kernel
-def learn_choices(choices: int, noise_address: int, may_teach: bool) -> None:
+def learn_choices(choices: int, noise_address: int, allow_caching: bool) -> None:
     """Take up what a request was told since the last call: which of it was known, and, if it may teach, what it is.
 
     ``choices`` : address of the table. O(new tokens).
@@ -151,7 +151,7 @@ def learn_choices(choices: int, noise_address: int, may_teach: bool) -> None:
         choice = choice_at(table, key)
         was_known = choice != np.uint64(NO_CHOICE) and token_of(choice) == token
         noise.run = noise.run + 1 if was_known else 0
-        if may_teach:
+        if allow_caching:
             _enter(table, key, token)
     noise.taken = known
 
@@ -228,8 +228,8 @@ class NamespaceChoices:
         sampling, learned = request.sampling, request.learned
         if sampling is None or learned is None or not sampling.noise.is_coupled:
             return 0
-        self._running[request.request_id] = sampling.noise, learned, request.may_teach
-        table = self._table_for(learned, request.may_teach)
+        self._running[request.request_id] = sampling.noise, learned, request.allow_caching
+        table = self._table_for(learned, request.allow_caching)
         return 0 if table is None else table.address
 
     def ended(self, request_id: str) -> None:
@@ -237,13 +237,13 @@ class NamespaceChoices:
         found = self._running.pop(request_id, None)
         if found is None:
             return
-        noise, learned, may_teach = found
-        table = self._table_for(learned, may_teach)
+        noise, learned, allow_caching = found
+        table = self._table_for(learned, allow_caching)
         if table is not None:
-            learn_choices(table.address, noise.address, may_teach)
+            learn_choices(table.address, noise.address, allow_caching)
 
-    def _table_for(self, learned: LearnedState, may_teach: bool) -> KeyedChoices | None:
-        table = self._tables.used(learned) if may_teach else self._tables.get(learned)
+    def _table_for(self, learned: LearnedState, allow_caching: bool) -> KeyedChoices | None:
+        table = self._tables.used(learned) if allow_caching else self._tables.get(learned)
         if table is not None:
             table.make_room()
         return table

@@ -11,13 +11,21 @@ import numpy.typing as npt
 from ssd.compiled.addresses import Int64s, Records, address, kernel
 from ssd.compiled.machine_code import CHECKED, name_memory
 from ssd.drafting.acceptance_model import AcceptanceModel, NamespaceModels
-from ssd.drafting.ask import MAX_DRAFT, Ask, source_name
 from ssd.drafting.choices import NamespaceChoices
 from ssd.drafting.choices import warm_up as warm_up_choices
+from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, source_name
 from ssd.drafting.grow import MOST_CARRIED
 from ssd.drafting.lookup import Evidence
 from ssd.drafting.propose import DraftRow, Frame, begin_row_at, draft_rows, end_row, keep_all_guesses, row_at
-from ssd.drafting.protocol import EMPTY_DRAFT, MAX_OFFERED, Draft, DraftRequest, Offers, ScoredPass, TokenIds
+from ssd.drafting.protocol import (
+    EMPTY_DRAFT,
+    MAX_PROPOSED_TOKENS,
+    Draft,
+    DraftRequest,
+    ExternalProposals,
+    ScoredPass,
+    TokenIds,
+)
 from ssd.drafting.successors import NamespaceSuccessors
 from ssd.errors import ConfigError
 from ssd.retrieval.cache_state import LearnedState
@@ -83,7 +91,7 @@ def draft_of(record: Any) -> Draft:
     if size == 0:
         return EMPTY_DRAFT
     parents = np.frombuffer(record.parents, np.int32, size).copy() if record.is_tree else None
-    chances = np.frombuffer(record.probabilities, np.float64, size).copy() if record.estimated else None
+    chances = np.frombuffer(record.probabilities, np.float64, size).copy() if record.has_estimates else None
     tokens = np.frombuffer(record.tokens, np.int32, size).copy()
     return Draft(tokens, record.match_length, source_name(record.source), chances, parents)
 
@@ -104,12 +112,12 @@ class Group(NamedTuple):
 @kernel
 def _look_in(rows: Int64s, snapshot: int, model: int, successors: int) -> None:
     for i in range(len(rows)):
-        ask = row_at(rows[i]).ask
-        ask.snapshot, ask.model, ask.successors = snapshot, model, successors
+        params = row_at(rows[i]).params
+        params.snapshot, params.model, params.recycling_table = snapshot, model, successors
 
 
-def _warmth(temperature: float) -> int:
-    """Of a request's sampling, see `Ask`."""
+def _temperature_bucket(temperature: float) -> int:
+    """Of a request's sampling, see `DraftParams`."""
     return 0 if temperature <= 0.0 else (1 if temperature <= _COOL else 2)
 
 
@@ -146,9 +154,9 @@ class SuffixDrafter:
     token: of all lengths the one with the greatest expected accepted tokens minus price. A tree is grown the same way,
     best first, from all candidates.
 
-    What a request's ``offers`` say, what the target held likely when the same tokens came before and what it guessed in
-    the last pass are candidates of the same chain or tree, and so is what the same noise chose before, where it is
-    shared. What no place has said for a while is looked up again.
+    What a request's ``proposals`` say, what the target held likely when the same tokens came before and what it guessed
+    in the last pass are candidates of the same chain or tree, and so is what the same noise chose before, where it
+    is shared. What no place has said for a while is looked up again.
 
     The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
     Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
@@ -193,13 +201,13 @@ class SuffixDrafter:
         held, addresses, rows = list[object](), list[int](), list[DraftRow]()
         for request in requests:
             kept = self._kept.get(request.request_id) or self.keep(request)
-            held.append(self._ask(kept.row, request))
+            held.append(self._write_params(kept.row, request))
             kept.learned = request.learned
             addresses.append(kept.address)
             rows.append(kept.row)
         draft_rows(self._workspace.address, np.array(addresses, np.int64), self._longest, self._shortest)
         for row in rows:  # what these lead to goes with ``held``, and by rows the next draft is asked for without
-            row.ask.num_offered = row.ask.num_prices = 0
+            row.params.num_proposed = row.params.num_token_costs = 0
         del held
         return [draft_of(row.draft) for row in rows]
 
@@ -211,7 +219,7 @@ class SuffixDrafter:
         self._kept[request.request_id] = kept
         begin_row_at(kept.address, request.prompt_length)
         if row is not None:
-            kept.held = self._settle(row.ask, request)
+            kept.held = self._settle(row.params, request)
         return kept
 
     def draft_groups(self, rows: Int64s, groups: Iterable[Group]) -> None:
@@ -231,43 +239,52 @@ class SuffixDrafter:
         successors = 0 if self._successors is None or learned is None else self._successors.of(learned, "")
         _look_in(group.rows, snapshot.address, self._models.of(learned).address, successors)
         for request, row in group.own:
-            row.ask.successors, row.ask.choices = self._successors_of(request), self._choices_of(request)
+            row.params.recycling_table, row.params.sample_cache = (
+                self._successors_of(request),
+                self._choices_of(request),
+            )
 
-    def _ask(self, row: DraftRow, request: DraftRequest) -> object:
+    def _write_params(self, row: DraftRow, request: DraftRequest) -> object:
         """Write all that is asked for. The result keeps alive what was written: hold it until the kernel returns."""
-        ask, context, prices = row.ask, contiguous(request.context), request.prices
+        params, context, token_costs = row.params, contiguous(request.context), request.token_costs
         snapshot = request.snapshot or NO_SNAPSHOT
         self._workspace.room_for(snapshot)
-        ask.snapshot, ask.model = snapshot.address, self._models.of(request.learned).address
-        ask.context, ask.context_length = address(context), len(context)
-        ask.limit, ask.is_tree = max(0, min(request.limit, MAX_DRAFT)), request.tree
-        held = self._settle(ask, request)
-        ask.successors, ask.choices = self._successors_of(request), self._choices_of(request)
-        if prices is None or not len(prices):
-            ask.price = self.price
-        elif len(prices) == 1:
-            ask.price = prices[0]
+        params.snapshot, params.model = snapshot.address, self._models.of(request.learned).address
+        params.context, params.context_length = address(context), len(context)
+        params.limit, params.is_tree = max(0, min(request.limit, MAX_DRAFT)), request.allow_tree
+        held = self._settle(params, request)
+        params.recycling_table, params.sample_cache = self._successors_of(request), self._choices_of(request)
+        if token_costs is None or not len(token_costs):
+            params.token_cost = self.price
+        elif len(token_costs) == 1:
+            params.token_cost = token_costs[0]
         else:
-            prices = np.ascontiguousarray(prices, np.float64)
-            ask.prices, ask.num_prices = address(prices), len(prices)
-        if request.offers is not None:
-            held += _offer(ask, request.offers)
-        return context, snapshot, prices, held
+            token_costs = np.ascontiguousarray(token_costs, np.float64)
+            params.token_costs, params.num_token_costs = address(token_costs), len(token_costs)
+        if request.proposals is not None:
+            held += _offer(params, request.proposals)
+        return context, snapshot, token_costs, held
 
-    def _settle(self, ask: Ask, request: DraftRequest) -> tuple[object, ...]:
+    def _settle(self, params: DraftParams, request: DraftRequest) -> tuple[object, ...]:
         """Write what stays as it is from step to step, and that nothing else is asked for; the result is to be held."""
-        ask.num_prices = ask.prediction_length = ask.num_offered = ask.successors = ask.choices = 0
-        ask.prompt_length, ask.no_lookup, ask.may_teach = request.prompt_length, not self._looks_up, request.may_teach
-        ask.warmth, ask.temperature, ask.noise = 0, 0.0, 0
+        params.num_token_costs = params.prediction_length = params.num_proposed = params.recycling_table = (
+            params.sample_cache
+        ) = 0
+        params.prompt_length, params.no_lookup, params.allow_caching = (
+            request.prompt_length,
+            not self._looks_up,
+            request.allow_caching,
+        )
+        params.temperature_bucket, params.temperature, params.noise = 0, 0.0, 0
         sampling, prediction = request.sampling, request.prediction
         if sampling is not None:
             temperature, noise = sampling.params.temperature, sampling.noise
-            ask.warmth = _warmth(temperature)
+            params.temperature_bucket = _temperature_bucket(temperature)
             if not sampling.params.greedy and (not noise.is_coupled or noise.num_counted == len(request.context)):
-                ask.temperature, ask.noise = temperature, noise.address
+                params.temperature, params.noise = temperature, noise.address
         if prediction is not None and self._looks_up:
             prediction = contiguous(prediction)
-            ask.prediction, ask.prediction_length = address(prediction), len(prediction)
+            params.prediction, params.prediction_length = address(prediction), len(prediction)
         return sampling, prediction
 
     def _successors_of(self, request: DraftRequest) -> int:
@@ -284,12 +301,12 @@ class SuffixDrafter:
             kept = [self._kept.get(request_id) for request_id in scored.request_ids]
             keep_all_guesses(
                 np.array([0 if each is None else each.address for each in kept], np.int64),
-                scored.ends,
-                scored.fed,
-                scored.counts,
-                scored.fed if scored.parents is None else scored.parents,
+                scored.last_accepted,
+                scored.input_ids,
+                scored.num_positions,
+                scored.input_ids if scored.parents is None else scored.parents,
                 scored.parents is not None,
-                scored.chosen,
+                scored.sampled_ids,
             )
 
     def learn_scores(self, scored: ScoredPass) -> None:
@@ -341,14 +358,14 @@ class SuffixDrafter:
         self.finish("")
 
 
-def _offer(ask: Ask, offers: Offers) -> tuple[npt.NDArray[Any], ...]:
+def _offer(params: DraftParams, proposals: ExternalProposals) -> tuple[npt.NDArray[Any], ...]:
     """Write what other sources propose; the result keeps it alive."""
     tokens, parents, kinds = (
-        contiguous(each[:MAX_OFFERED]) for each in (offers.token_ids, offers.parents, offers.kinds)
+        contiguous(each[:MAX_PROPOSED_TOKENS]) for each in (proposals.token_ids, proposals.parents, proposals.kinds)
     )
-    chances = np.ascontiguousarray(offers.chances[:MAX_OFFERED], np.float64)
+    chances = np.ascontiguousarray(proposals.probabilities[:MAX_PROPOSED_TOKENS], np.float64)
     assert len(tokens) == len(parents) == len(kinds) == len(chances)
-    ask.num_offered = len(tokens)
-    ask.offered_tokens, ask.offered_parents = address(tokens), address(parents)
-    ask.offered_chances, ask.offered_kinds = address(chances), address(kinds)
+    params.num_proposed = len(tokens)
+    params.proposed_tokens, params.proposed_parents = address(tokens), address(parents)
+    params.proposed_probabilities, params.proposed_kinds = address(chances), address(kinds)
     return tokens, parents, chances, kinds

@@ -26,8 +26,8 @@ from ssd.compiled.addresses import (
     inlined,
     int32_array,
 )
-from ssd.drafting.ask import MAX_DRAFT, Ask, DraftRecord, parent_of
 from ssd.drafting.choices import NO_CHOICE, choice_at, choices_at, learn_choices, times_confirmed, token_of
+from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, DraftRecord, parent_of
 from ssd.drafting.lookup import NOTHING
 from ssd.drafting.noise import coupled_place, gumbel_at, hash_behind, key_at, noise_at, times_counted
 from ssd.drafting.successors import NO_ENTRY, SHARES, SUCCESSORS, row_after_one, row_after_two, successors_at
@@ -242,14 +242,14 @@ def begin_node(keyed: Keyed, foreseen: Foreseen, out: DraftRecord, node: int, de
 
 
 @inlined
-def foresee(ask: Ask, foreseen: Foreseen, keyed: Keyed) -> None:
+def foresee(params: DraftParams, foreseen: Foreseen, keyed: Keyed) -> None:
     """Take up the noise that the target draws with for this request, if it does, and what is known of it."""
-    foreseen.is_known, keyed.choices, keyed.token = int(ask.temperature > 0.0), 0, NOTHING
-    if ask.temperature <= 0.0:
+    foreseen.is_known, keyed.choices, keyed.token = int(params.temperature > 0.0), 0, NOTHING
+    if params.temperature <= 0.0:
         return
-    noise = noise_at(ask.noise)
-    foreseen.noise, foreseen.request, foreseen.window = ask.noise, noise.request, noise.window
-    foreseen.context, foreseen.start, foreseen.temperature = ask.context, ask.context_length, ask.temperature
-    if ask.choices != 0:
-        learn_choices(ask.choices, ask.noise, ask.may_teach == 1)
-        keyed.choices, keyed.said_before = ask.choices, noise.run
+    noise = noise_at(params.noise)
+    foreseen.noise, foreseen.request, foreseen.window = params.noise, noise.request, noise.window
+    foreseen.context, foreseen.start, foreseen.temperature = params.context, params.context_length, params.temperature
+    if params.sample_cache != 0:
+        learn_choices(params.sample_cache, params.noise, params.allow_caching == 1)
+        keyed.choices, keyed.said_before = params.sample_cache, noise.run

@@ -12,7 +12,7 @@ import numpy as np
 
 from ssd.compiled.addresses import Float64, Int64, Int64s, Record, TokenIds, inlined, kernel
 from ssd.drafting.acceptance import INPUTS, Model
-from ssd.drafting.ask import MAX_DRAFT, Ask, DraftRecord, price_of
+from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, DraftRecord, cost_of_token
 from ssd.drafting.foreseen import begin_node
 from ssd.drafting.judge import Candidates, JudgedDraft, Position, error_bucket, judge, keep_judged, name_source, seek
 from ssd.drafting.lookup import (
@@ -91,7 +91,7 @@ def chain(
     evidence: Evidence,
     begin: int,
     may_look_up: bool,
-    ask: Ask,
+    params: DraftParams,
     prediction: PredictionPlace,
     model: Model,
     found: Candidates,
@@ -112,23 +112,23 @@ def chain(
     before, earlier = int(np.int64(texts.context[-1])), token_before(texts)
     offered = ROOT if begin == 0 else space.offered
     error, votes, was_right = error_bucket(judged), found.votes, prediction.was_wrong == 0
-    for depth in range(begin, ask.limit + 1):
+    for depth in range(begin, params.limit + 1):
         begin_node(found.keyed, found.foreseen, out, depth - 1, depth)
-        predicted = predicted_token(ask, prediction, depth) if follows else NOTHING
+        predicted = predicted_token(params, prediction, depth) if follows else NOTHING
         at = Position(
             depth=depth,
             passed=depth - begin,
             before=before,
             earlier=earlier,
             offered=offered,
-            warmth=ask.warmth,
+            temperature_bucket=params.temperature_bucket,
             predicted=predicted,
             agreed=prediction.agreed + depth,
             was_right=was_right,
             error_bucket=error,
-            prompt_length=ask.prompt_length,
+            prompt_length=params.prompt_length,
         )
-        looks_up = may_look_up and depth < ask.limit and found.keyed.token < 0
+        looks_up = may_look_up and depth < params.limit and found.keyed.token < 0
         if looks_up and wants_places(texts, evidence, alive, count, at.passed, predicted):
             space.product, space.follows, space.offered = product, int(follows), offered
             return True
@@ -143,7 +143,7 @@ def chain(
                 best = row
         token, chance = votes.tokens[best], found.chances[best]
         product *= chance
-        pays = depth < ask.limit and product >= price_of(ask, depth)
+        pays = depth < params.limit and product >= cost_of_token(params, depth)
         # The first one that is left out is learned from too: it may have been worth its price.
         keep_judged(judged, token, depth - 1, depth, found.sets[best], found.inputs[best], pays)
         if not pays:
@@ -314,7 +314,7 @@ def grow_tree(
     texts: Texts,
     evidence: Evidence,
     further: FurtherLookups,
-    ask: Ask,
+    params: DraftParams,
     prediction: PredictionPlace,
     model: Model,
     found: Candidates,
@@ -341,8 +341,8 @@ def grow_tree(
     error, votes, was_right = error_bucket(judged), found.votes, prediction.was_wrong == 0
     lookup, looked_up_at, num_carried, here, said = 0, 0, 0, evidence, _texts_of(space, texts, 0)
     while True:
-        predicted = predicted_token(ask, prediction, depth) if follows else NOTHING
-        may_look_up = num_carried < MOST_CARRIED and num_nodes < ask.limit and ask.no_lookup == 0
+        predicted = predicted_token(params, prediction, depth) if follows else NOTHING
+        may_look_up = num_carried < MOST_CARRIED and num_nodes < params.limit and params.no_lookup == 0
         passed = depth - looked_up_at
         begin_node(found.keyed, found.foreseen, out, parent, depth)
         may_look_up = may_look_up and found.keyed.token < 0
@@ -362,12 +362,12 @@ def grow_tree(
             before=before,
             earlier=earlier,
             offered=offered,
-            warmth=ask.warmth,
+            temperature_bucket=params.temperature_bucket,
             predicted=predicted,
             agreed=prediction.agreed + depth,
             was_right=was_right,
             error_bucket=error,
-            prompt_length=ask.prompt_length,
+            prompt_length=params.prompt_length,
         )
         size = seek(said, here, alive[first:], count, at, MAX_VOTED, MAX_RECYCLED, found)
         judge(here, size, at, model, found)
@@ -380,7 +380,7 @@ def grow_tree(
         best_here = NOTHING
         for row in range(size):
             chance = found.chances[row]
-            is_hopeful = product * chance >= 0.5 * price_of(ask, num_nodes)
+            is_hopeful = product * chance >= 0.5 * cost_of_token(params, num_nodes)
             if not is_hopeful and row != best:
                 continue
             entry = space.opened[num_opened]
@@ -406,7 +406,7 @@ def grow_tree(
         entry = space.opened[taken]
         product, parent = entry.product, entry.parent
         depth = nodes[parent].depth + 1 if parent >= 0 else 0
-        pays = num_nodes < ask.limit and product >= price_of(ask, num_nodes)
+        pays = num_nodes < params.limit and product >= cost_of_token(params, num_nodes)
         _keep_once(space, taken, judged, pays)
         if not pays:
             break
@@ -425,7 +425,7 @@ def grow_tree(
         for i in range(from_count):
             alive[first + count] = alive[from_first + i]
             count += next_token(here, alive[from_first + i], depth - looked_up_at, said) == before
-        follows = (parent < 0 or nodes[parent].follows == 1) and predicted_token(ask, prediction, depth) == before
+        follows = (parent < 0 or nodes[parent].follows == 1) and predicted_token(params, prediction, depth) == before
         offered = child_of(found.forest, nodes[parent].offered if parent >= 0 else ROOT, before)
         node = nodes[num_nodes]
         node.depth, node.first, node.num_alive, node.follows = depth, first, count, int(follows)

@@ -37,8 +37,8 @@ from ssd.drafting.acceptance import (
     REQUEST,
     SHARES,
     SUPPORTS,
+    TEMPERATURE_BUCKETS,
     TOKEN,
-    WARMTHS,
     WHEN_SETS,
     Model,
     chance_of,
@@ -54,7 +54,7 @@ from ssd.drafting.acceptance import (
     weight_set,
     when,
 )
-from ssd.drafting.ask import DraftRecord
+from ssd.drafting.draft_records import DraftRecord
 from ssd.drafting.foreseen import (
     HEIGHTS,
     NOT_ASKED,
@@ -225,7 +225,8 @@ class Position(NamedTuple):
 
     ``depth`` : draft tokens before it, of which the evidence's samples have passed ``passed``. ``before`` : the token
     before it, ``earlier`` : the one before that, NOTHING for none. ``offered`` : the node of the forest that it is
-    behind, NOTHING where it is behind none. ``warmth`` : how the request samples, see `Ask`. ``predicted`` : what the
+    behind, NOTHING where it is behind none. ``temperature_bucket`` : how the request samples,
+    see `DraftParams`. ``predicted`` : what the
     client's prediction says, NOTHING where it does not; ``agreed`` : for how many tokens it has been right;
     ``was_right`` : it has never been wrong. ``error_bucket`` : see `judge.error_bucket`. ``prompt_length`` : of the
     request.
@@ -236,7 +237,7 @@ class Position(NamedTuple):
     before: int
     earlier: int
     offered: int
-    warmth: int
+    temperature_bucket: int
     predicted: int
     agreed: int
     was_right: bool
@@ -253,13 +254,13 @@ def _noise_entry(found: Candidates, token: int, rank: int, coarse: int) -> int:
 
 
 @inlined
-def _keyed_key(found: Candidates, has_places: bool, warmth: int) -> int:
+def _keyed_key(found: Candidates, has_places: bool, temperature_bucket: int) -> int:
     """What the view of keyed choices sees at a position, but for whether a token is the one chosen."""
     keyed, votes, agreement = found.keyed, found.votes, 0
     if has_places:
         agreement = 2 if votes.own_says == keyed.token or votes.index_says == keyed.token else 1
     key = (keyed.confirmed * RUNS + run_bucket(keyed.run)) * AGREEMENTS + agreement
-    return int(key * WARMTHS + warmth)
+    return int(key * TEMPERATURE_BUCKETS + temperature_bucket)
 
 
 @inlined
@@ -304,7 +305,7 @@ def judge(evidence: Evidence, size: int, at: Position, model: Model, found: Cand
         num_filled,
         at.depth,
     )
-    keyed_key = _keyed_key(found, num_filled > 0, at.warmth) if found.keyed.token >= 0 else 0
+    keyed_key = _keyed_key(found, num_filled > 0, at.temperature_bucket) if found.keyed.token >= 0 else 0
     for row in range(size):
         token, cast, inputs = votes.tokens[row], votes.by_token[row], found.inputs[row]
         inputs[:] = -1
@@ -342,7 +343,7 @@ def judge(evidence: Evidence, size: int, at: Position, model: Model, found: Cand
             inputs[OFFER] = OFFSETS[OFFER] + key * WHEN_SETS + when(at.depth)
         rank = rank_of(recycled, token)
         if has_recycled:
-            key = (at.warmth * 2 + recycled.is_pair) * (SUCCESSORS + 1) + rank
+            key = (at.temperature_bucket * 2 + recycled.is_pair) * (SUCCESSORS + 1) + rank
             share = recycled.shares[rank if rank < SUCCESSORS else 0]
             inputs[RECYCLED] = OFFSETS[RECYCLED] + key * SUCCESSOR_SHARES + share
         if found.foreseen.is_known:

@@ -27,9 +27,9 @@ from ssd.compiled.addresses import (
     int32_array,
     kernel,
 )
-from ssd.drafting.ask import Ask
+from ssd.drafting.draft_records import DraftParams
 from ssd.drafting.lookup import NOTHING, Hits
-from ssd.drafting.protocol import GUESS, KINDS, MAX_OFFERED
+from ssd.drafting.protocol import LOOKAHEAD, MAX_PROPOSED_TOKENS, NUM_PROPOSER_KINDS
 from ssd.retrieval.search import scan
 
 _LONGEST: Final = 32
@@ -90,7 +90,7 @@ MAX_GUESSED: Final = 16
 ROOT: Final = 0
 """The node of the context's end."""
 
-_MOST_NODES: Final = 1 + MAX_OFFERED + MAX_GUESSED
+_MOST_NODES: Final = 1 + MAX_PROPOSED_TOKENS + MAX_GUESSED
 
 
 class Forest(Record):
@@ -107,7 +107,7 @@ class Forest(Record):
     chances: Annotated[Float64s, np.float64, _MOST_NODES]
     first: Annotated[Int64s, np.int64, _MOST_NODES]
     next: Annotated[Int64s, np.int64, _MOST_NODES]
-    numbers: Annotated[Int64s, np.int64, MAX_OFFERED]
+    numbers: Annotated[Int64s, np.int64, MAX_PROPOSED_TOKENS]
 
 
 @inlined
@@ -150,7 +150,7 @@ def offer(forest: Forest, parent: int, token: int, chance: float, kind: int) -> 
     Where several sources offer the same token behind the same ones, the greatest chance counts, of equal ones the
     first. O(children).
     """
-    if parent < 0 or token < 0 or kind < 0 or kind >= KINDS:
+    if parent < 0 or token < 0 or kind < 0 or kind >= NUM_PROPOSER_KINDS:
         return NOTHING
     chance = chance if chance > 0.0 else 0.0  # also of what is no number
     last, node = NOTHING, forest.first[parent]
@@ -172,12 +172,12 @@ def offer(forest: Forest, parent: int, token: int, chance: float, kind: int) -> 
 
 @kernel
 def plant(forest: Forest, tokens: TokenIds, parents: TokenIds, chances: Float64s, kinds: TokenIds) -> None:
-    """Make what a request brings the forest, see `Offers`.
+    """Make what a request brings the forest, see `ExternalProposals`.
 
     A token whose parent does not come before it is left out, and all that goes on from it. O(tokens * children).
     """
     clear_forest(forest)
-    for i in range(min(len(tokens), MAX_OFFERED)):
+    for i in range(min(len(tokens), MAX_PROPOSED_TOKENS)):
         parent = parents[i]
         behind = NOTHING
         if parent == -1:
@@ -251,22 +251,30 @@ def offer_guesses(guesses: Guesses, context: TokenIds, forest: Forest) -> None:
         return
     node = ROOT
     for i in range(guesses.count):
-        node = offer(forest, node, guesses.tokens[i], _DRAFTED_TOO if guesses.drafted_too[i] else _GUESSED, GUESS)
+        node = offer(forest, node, guesses.tokens[i], _DRAFTED_TOO if guesses.drafted_too[i] else _GUESSED, LOOKAHEAD)
 
 
 @inlined
-def predicted_token(ask: Ask, prediction: PredictionPlace, depth: int) -> int:
+def predicted_token(params: DraftParams, prediction: PredictionPlace, depth: int) -> int:
     """What the client's prediction has ``depth`` tokens on, NOTHING where it has ended."""
     at = prediction.place + depth
-    return int(int32_array(ask.prediction, ask.prediction_length)[at]) if at < ask.prediction_length else NOTHING
+    return (
+        int(int32_array(params.prediction, params.prediction_length)[at]) if at < params.prediction_length else NOTHING
+    )
 
 
 @inlined
-def plant_offers(ask: Ask, forest: Forest) -> None:
+def plant_offers(params: DraftParams, forest: Forest) -> None:
     """Make what the request brings the forest."""
-    number = ask.num_offered
+    number = params.num_proposed
     if number == 0:
         clear_forest(forest)
         return
-    tokens, parents = int32_array(ask.offered_tokens, number), int32_array(ask.offered_parents, number)
-    plant(forest, tokens, parents, float64_array(ask.offered_chances, number), int32_array(ask.offered_kinds, number))
+    tokens, parents = int32_array(params.proposed_tokens, number), int32_array(params.proposed_parents, number)
+    plant(
+        forest,
+        tokens,
+        parents,
+        float64_array(params.proposed_probabilities, number),
+        int32_array(params.proposed_kinds, number),
+    )

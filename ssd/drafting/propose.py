@@ -17,7 +17,7 @@ from ssd.compiled.addresses import (
     view_of,
 )
 from ssd.drafting.acceptance import Model, model_at
-from ssd.drafting.ask import MAX_DRAFT, Ask, DraftRecord, clear
+from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, DraftRecord, clear_draft
 from ssd.drafting.foreseen import foresee
 from ssd.drafting.grow import (
     CONTINUED_CONTEXT,
@@ -71,7 +71,7 @@ class DraftRow(Record):
     It stays where it is for as long as the sequence is drafted for.
     """
 
-    ask: Ask
+    params: DraftParams
     draft: DraftRecord
     state: RequestState
 
@@ -97,7 +97,7 @@ frame_at, row_at = view_of(Frame), view_of(DraftRow)
 @inlined
 def begin_row(row: DraftRow, prompt_length: int) -> None:
     """Forget what was kept of another request."""
-    row.ask.prompt_length, state = prompt_length, row.state
+    row.params.prompt_length, state = prompt_length, row.state
     state.followed.table = NO_TABLE
     forget_draft(state.judged)
     begin_prediction(state.prediction, prompt_length)
@@ -139,14 +139,14 @@ _MOST_CONTINUED: Final = 4
 def _search(
     frame: Frame,
     snapshot: SnapshotRecord,
-    ask: Ask,
+    params: DraftParams,
     context: TokenIds,
     max_length: int,
     min_length: int,
     evidence: Evidence,
 ) -> None:
     """Make what stands after the context's last tokens elsewhere the evidence."""
-    if ask.no_lookup == 1:
+    if params.no_lookup == 1:
         evidence.num_levels = 0
     else:
         look_up(snapshot, frame.lookups, context, max_length, min_length, evidence)
@@ -165,7 +165,7 @@ def _draft_tree(
     frame: Frame,
     snapshot: SnapshotRecord,
     texts: Texts,
-    ask: Ask,
+    params: DraftParams,
     state: RequestState,
     model: Model,
     max_length: int,
@@ -173,10 +173,12 @@ def _draft_tree(
     out: DraftRecord,
 ) -> None:
     evidence, out.is_tree = evidence_at(frame.evidences), 1
-    _search(frame, snapshot, ask, texts.context, max_length, min_length, evidence)
+    _search(frame, snapshot, params, texts.context, max_length, min_length, evidence)
     further_at, least = frame.evidences + EVIDENCE_BYTES, max(min_length, LEAST_CONTINUED)
     further = FurtherLookups(snapshot, frame.lookups, further_at, max_length, least)
-    grow_tree(texts, evidence, further, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)
+    grow_tree(
+        texts, evidence, further, params, state.prediction, model, frame.candidates, frame.tree, state.judged, out
+    )
     state.followed.table = NO_TABLE
 
 
@@ -185,7 +187,7 @@ def _draft_chain(
     frame: Frame,
     snapshot: SnapshotRecord,
     texts: Texts,
-    ask: Ask,
+    params: DraftParams,
     state: RequestState,
     model: Model,
     max_length: int,
@@ -195,28 +197,28 @@ def _draft_chain(
     prediction, judged, found, space = state.prediction, state.judged, frame.candidates, frame.chain
     evidence = evidence_at(frame.evidences)
     follow(state.followed, snapshot.table_number, texts, max_length, evidence)
-    has_ended, may_look_up = True, ask.no_lookup == 0
+    has_ended, may_look_up = True, params.no_lookup == 0
     if evidence.num_levels > 0:
-        has_ended = chain(texts, evidence, 0, may_look_up, ask, prediction, model, found, space, judged, out)
-    if out.size < ask.limit:  # there is nothing to follow, or it does not lead far enough
+        has_ended = chain(texts, evidence, 0, may_look_up, params, prediction, model, found, space, judged, out)
+    if out.size < params.limit:  # there is nothing to follow, or it does not lead far enough
         begin_draft(judged, len(texts.context))
-        clear(out)
-        _search(frame, snapshot, ask, texts.context, max_length, min_length, evidence)
-        has_ended = chain(texts, evidence, 0, may_look_up, ask, prediction, model, found, space, judged, out)
+        clear_draft(out)
+        _search(frame, snapshot, params, texts.context, max_length, min_length, evidence)
+        has_ended = chain(texts, evidence, 0, may_look_up, params, prediction, model, found, space, judged, out)
     keep(state.followed, snapshot.table_number, texts, evidence)
     context = texts.context
     for number in range(_MOST_CONTINUED + 1):
         # All that agreed has ended and the draft is still worth more: what it ends with may go on elsewhere.
         drafted = out.size
-        if not has_ended or drafted == 0 or drafted == ask.limit:
+        if not has_ended or drafted == 0 or drafted == params.limit:
             break
         texts = texts_of(_continued(frame, context, out), snapshot)
         may_look_up = may_look_up and number < _MOST_CONTINUED
         if may_look_up:
-            _search(frame, snapshot, ask, texts.context, max_length, max(min_length, LEAST_CONTINUED), evidence)
+            _search(frame, snapshot, params, texts.context, max_length, max(min_length, LEAST_CONTINUED), evidence)
         else:
             evidence.num_levels = 0
-        has_ended = chain(texts, evidence, drafted, may_look_up, ask, prediction, model, found, space, judged, out)
+        has_ended = chain(texts, evidence, drafted, may_look_up, params, prediction, model, found, space, judged, out)
         if out.size == drafted:
             break
 
@@ -224,26 +226,26 @@ def _draft_chain(
 @kernel
 def draft_row(frame: Frame, row: DraftRow, max_length: int, min_length: int) -> None:
     """Learn what came of a row's last draft, and draft for it what it asks for."""
-    ask, out, state = row.ask, row.draft, row.state
-    searched, learned = snapshot_at(ask.snapshot), model_at(ask.model)
-    context = int32_array(ask.context, ask.context_length)
-    clear(out)
+    params, out, state = row.params, row.draft, row.state
+    searched, learned = snapshot_at(params.snapshot), model_at(params.model)
+    context = int32_array(params.context, params.context_length)
+    clear_draft(out)
     learn_from_context(state.judged, context, learned)
-    if ask.limit < 1 or len(context) == 0:
+    if params.limit < 1 or len(context) == 0:
         return
     begin_draft(state.judged, len(context))
-    if ask.prediction_length > 0:
-        prediction = int32_array(ask.prediction, ask.prediction_length)
+    if params.prediction_length > 0:
+        prediction = int32_array(params.prediction, params.prediction_length)
         follow_prediction(state.prediction, prediction, context, frame.prediction_hits)
-    frame.candidates.successors = ask.successors
-    foresee(ask, frame.candidates.foreseen, frame.candidates.keyed)
-    plant_offers(ask, frame.candidates.forest)
+    frame.candidates.successors = params.recycling_table
+    foresee(params, frame.candidates.foreseen, frame.candidates.keyed)
+    plant_offers(params, frame.candidates.forest)
     offer_guesses(state.guesses, context, frame.candidates.forest)
     texts = texts_of(context, searched)
-    if ask.is_tree:
-        _draft_tree(frame, searched, texts, ask, state, learned, max_length, min_length, out)
+    if params.is_tree:
+        _draft_tree(frame, searched, texts, params, state, learned, max_length, min_length, out)
     else:
-        _draft_chain(frame, searched, texts, ask, state, learned, max_length, min_length, out)
+        _draft_chain(frame, searched, texts, params, state, learned, max_length, min_length, out)
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""The seam between drafters and the engine."""
+"""Define the interface between drafters and the engine."""
 
 from __future__ import annotations
 
@@ -18,59 +18,71 @@ if TYPE_CHECKING:  # it brings a tokenizer library with it
     from ssd.text.grammar import GrammarState
 
 HEAD: Final = 0
-"""A draft head, reading the target's hidden states."""
+"""Proposals come from a draft head, which reads the target's hidden states."""
 
 MODEL: Final = 1
-"""A draft model."""
+"""Proposals come from a draft model."""
 
-GUESS: Final = 2
-"""The target itself, at positions behind a token that was wrong."""
+LOOKAHEAD: Final = 2
+"""Proposals come from the target itself: tokens that it sampled after a rejected draft token (lookahead)."""
 
-KINDS: Final = 3
+NUM_PROPOSER_KINDS: Final = 3
 
-MAX_OFFERED: Final = 64
-"""Tokens offered for one draft; what is more is left out."""
+MAX_PROPOSED_TOKENS: Final = 64
+"""The maximum number of external proposals for one draft. Further ones are ignored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Offers:
-    """A forest of proposed tokens.
+class ExternalProposals:
+    """A forest of tokens that other drafters propose for one request.
 
-    ``token_ids`` : int32[n], n <= MAX_OFFERED. ``parents`` : int32[n], of each the index of the one it goes on from,
-    smaller than its own; -1 after the context. ``chances`` : float64[n], the chance that its source gives each once
-    those before it came; the acceptance model learns what that is worth. ``kinds`` : int32[n], who says so.
+    The suffix drafter scores them together with its own candidates.
+
+    Attributes:
+        token_ids: The proposed tokens, int32[n] with n <= MAX_PROPOSED_TOKENS.
+        parents: For each token, the index of the token before it; -1 if it follows the context. int32[n]. A parent's
+            index is smaller than its child's.
+        probabilities: The drafter's own estimate that each token is accepted, given that the tokens before it are.
+            float64[n]. The acceptance model learns how reliable these estimates are.
+        kinds: For each token, the kind of drafter that proposes it: HEAD, MODEL or LOOKAHEAD. int32[n].
     """
 
     token_ids: npt.NDArray[np.int32]
     parents: npt.NDArray[np.int32]
-    chances: npt.NDArray[np.float64]
+    probabilities: npt.NDArray[np.float64]
     kinds: npt.NDArray[np.int32]
 
 
 TokenIds = npt.NDArray[np.int32]
-Prices = npt.NDArray[np.float64]
+TokenCosts = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class DraftRequest:
-    """One sequence that asks for a draft; the same object may come again, changed: it is read during the call only.
+    """A request for a draft for one sequence.
 
-    ``request_id`` : stays the same over the steps of one sequence; comes again after ``finish`` only where the sequence
-        was preempted, with a context that goes on where it was.
-    ``context`` : int32[n], prompt and output so far, oldest first. A view; read it during the call only.
-    ``prompt_length`` : how many tokens of ``context`` are the prompt.
-    ``snapshot`` : the namespace's index, or None when there is none. ``learned`` : where what a drafter learned about
-        the namespace is left for the next one; None: it learns for itself.
-    ``limit`` : most tokens this draft may have, >= 0.
-    ``prices`` : float64[n], what the i-th drafted token costs, in expected accepted tokens; the last holds for all
-        beyond. None: the drafter's own price.
-    ``tree`` : whether the target can verify a tree; its ``limit`` counts nodes.
-    ``prediction`` : int32[p], text that the client expects the output to resemble, private to this request.
-    ``sampling`` : how the target chooses this request's tokens, without a text; None where that is not known, as in a
-        replay of recorded text.
-    ``slot`` : the target's, which holds the context but for its last token; None where there is no target.
-    ``offers`` : what other sources propose after the context, to be judged with all else; None for nothing.
-    ``may_teach`` : whether what it says may reach other requests of its namespace.
+    The same object may be reused, with other values, for the next step; drafters read it only during the call.
+
+    Attributes:
+        request_id: The identifier of the sequence. It stays the same in all steps. It may come again after ``finish``
+            only if the sequence was preempted; its context then continues where it was.
+        context: The prompt and the output so far, oldest token first. int32[n]. A view that is valid only during the
+            call.
+        prompt_length: The number of prompt tokens in ``context``.
+        snapshot: The snapshot of the namespace's index; None if there is no index.
+        limit: The maximum number of draft tokens, >= 0. For a tree it limits the number of nodes.
+        token_costs: The cost of verifying the i-th draft token, in expected accepted tokens. float64[n]. The last value
+            holds for all further tokens. None selects the drafter's default cost.
+        allow_tree: Whether the target can verify a draft tree.
+        prediction: Text that the client expects the output to resemble (``prediction`` in the OpenAI API). int32[p]. It
+            is used for this request only.
+        sampling: The sampling parameters of the request, without its text. None if they are not known, as in a replay
+            of recorded outputs.
+        learned: The namespace's learned models, which the drafter reads and updates. None keeps everything that is
+            learned within the drafter.
+        slot: The target's KV cache slot, which holds the context without its last token. None if there is no target.
+        proposals: Tokens that other drafters propose after the context. None if there are none.
+        allow_caching: Whether other requests of the namespace may learn from the output of this one.
     """
 
     request_id: str
@@ -78,30 +90,33 @@ class DraftRequest:
     prompt_length: int
     snapshot: Snapshot | None
     limit: int
-    prices: Prices | None = None
-    tree: bool = False
+    token_costs: TokenCosts | None = None
+    allow_tree: bool = False
     prediction: TokenIds | None = None
     sampling: SamplingRow | None = None
     learned: LearnedState | None = None
     slot: int | None = None
-    offers: Offers | None = None
-    may_teach: bool = False
+    proposals: ExternalProposals | None = None
+    allow_caching: bool = False
 
 
 @dataclass(slots=True)
 class Draft:
-    """A proposed chain of tokens, or a tree of them.
+    """A draft chain or a draft tree.
 
-    ``token_ids`` : int32[k], k <= the request's limit; empty when nothing was found.
-    ``match_length`` : tokens of the context's tail that the evidence matched.
-    ``source`` : where its first token came from: "own" text, a "prediction", of the index its "tail", a "segment" or
-        one that is static and hence "warm", a "model", a draft "head", of the target itself what is "recycled" or a
-        "guess", "coupled" where the same noise chose it before, or "none".
-    ``probabilities`` : float64[k], estimated chance that each token is accepted once those before it are; None when the
-        drafter has no estimate.
-    ``parents`` : int32[k], of each token the index of the one before it, smaller than its own; -1 after the context.
-        None: a chain.
-    ``path`` : int32[n], the indices of the n accepted tokens of a tree, in order, once it was verified; else None.
+    Attributes:
+        token_ids: The draft tokens, int32[k] with k <= the request's limit. Empty if nothing was found.
+        match_length: The length of the longest match between the end of the context and the searched text.
+        source: Where the first token was found: "own" (the request's context), "prediction" (the client's prediction),
+            "tail" (recent text in the ring), "segment" (a segment of the cache), "warm" (a prebuilt cache), "model" or
+            "head" (a draft model or head), "recycled" (the target's earlier top-k candidates), "guess" (lookahead),
+            "coupled" (sampled before with the same Gumbel noise) or "none".
+        probabilities: The estimated probability that each token is accepted, given that the tokens before it are.
+            float64[k]. None if the drafter makes no estimates.
+        parents: For each token of a tree, the index of the token before it; -1 if it follows the context. int32[k]. A
+            parent's index is smaller than its child's. None for a chain.
+        path: After verification of a tree, the indices of its accepted tokens, in order. int32[n]. None before, and for
+            a chain.
     """
 
     token_ids: TokenIds
@@ -111,10 +126,10 @@ class Draft:
     parents: npt.NDArray[np.int32] | None = None
     path: npt.NDArray[np.int32] | None = None
 
-    def chances(self) -> npt.NDArray[np.float64]:
-        """float64[k], of each token the estimated chance that it and all before it are accepted; with estimates only.
+    def path_probabilities(self) -> npt.NDArray[np.float64]:
+        """Return the estimated probability of each token that it and all tokens before it are accepted: float64[k].
 
-        O(k).
+        The draft must have estimates. O(k).
         """
         # Drafts are short: a loop over Python's numbers takes less than two calls of numpy.
         assert self.probabilities is not None
@@ -125,11 +140,11 @@ class Draft:
         return np.array(chances)
 
     def parents_of_all(self) -> list[int]:
-        """``parents``, of a chain too: the index of the token before each, -1 for the context. O(k)."""
+        """Return the index of the token before each token, -1 for the context; for chains too. O(k)."""
         return list(range(-1, len(self.token_ids) - 1)) if self.parents is None else self.parents.tolist()
 
     def cut(self, length: int) -> Draft:
-        """The first ``length`` tokens; itself when it has no more."""
+        """Return the draft shortened to its first ``length`` tokens."""
         if length >= len(self.token_ids):
             return self
         estimates = None if self.probabilities is None else self.probabilities[:length]
@@ -142,17 +157,22 @@ EMPTY_DRAFT = Draft(np.empty(0, np.int32))
 
 @dataclass(slots=True, kw_only=True, eq=False)  # not frozen: one is made for a row at every step
 class SamplingRow:
-    """What choosing the tokens of one row uses: a request's sampling, settled once, and the text that it is at.
+    """The sampling parameters of a request, together with the text that its next tokens are sampled for.
 
-    ``params`` : what the client asked for. ``noise`` : what its tokens are drawn with, and what a drafter should draw
-        with; one object for all rows of a request. ``held_back_ids`` : what ``min_tokens`` forbids.
-    ``context`` : int32[n], prompt and output so far, the first ``prompt_length`` are the prompt. ``draft`` : the tokens
-        fed after it. ``grammar`` : at the end of ``context``; None where there is none, and of a tree.
+    Attributes:
+        params: The client's sampling parameters.
+        noise: The Gumbel noise that the target samples with, and that drafters should sample with. All rows of a
+            request share this object.
+        forbidden_ids: The tokens that ``min_tokens`` forbids.
+        context: The prompt and the output so far, int32[n].
+        prompt_length: The number of prompt tokens in ``context``.
+        draft: The draft tokens that the pass verifies after the context.
+        grammar: The state of the grammar at the end of ``context``. None without a grammar, and for a tree.
     """
 
     params: SamplingParams
     noise: SequenceNoise
-    held_back_ids: tuple[int, ...] = ()
+    forbidden_ids: tuple[int, ...] = ()
     context: TokenIds = field(default_factory=lambda: EMPTY_DRAFT.token_ids)
     prompt_length: int = 0
     draft: Draft = field(default_factory=lambda: EMPTY_DRAFT)
@@ -160,31 +180,31 @@ class SamplingRow:
 
     @property
     def prompt(self) -> TokenIds:
-        """The prompt: a view."""
+        """Return a view of the prompt."""
         return self.context[: self.prompt_length]
 
     @property
     def output(self) -> TokenIds:
-        """The output so far: a view."""
+        """Return a view of the output so far."""
         return self.context[self.prompt_length :]
 
     @property
     def width(self) -> int:
-        """Positions whose tokens are to be chosen: one after the context, one after each token of the draft."""
+        """Return the number of tokens to sample: one after the context, and one after each draft token."""
         return 1 + len(self.draft.token_ids)
 
-    def keys(self) -> UInt64:
-        """Of the noise of each token to choose: uint64[width]."""
+    def noise_keys(self) -> UInt64:
+        """Return the key of the Gumbel noise for each token to sample: uint64[width]."""
         return self.noise.keys(self.context, self.draft.token_ids, self.draft.parents)
 
-    def at(
+    def with_text(
         self, context: TokenIds, prompt_length: int, draft: Draft = EMPTY_DRAFT, grammar: GrammarState | None = None
     ) -> SamplingRow:
-        """The same sampling at another text."""
+        """Return the same sampling parameters for another text."""
         return SamplingRow(
             params=self.params,
             noise=self.noise,
-            held_back_ids=self.held_back_ids,
+            forbidden_ids=self.forbidden_ids,
             context=context,
             prompt_length=prompt_length,
             draft=draft,
@@ -194,70 +214,86 @@ class SamplingRow:
 
 @dataclass(slots=True, eq=False)
 class ScoredPass:
-    """What the target said at every position of a pass, behind wrong tokens too; valid until it is learned from.
+    """The target's logits and sampled tokens at every position of a verification pass, rejected positions included.
 
-    B rows of T positions, all arrays contiguous. ``request_ids``, ``learned`` : of each row's request, as
-    ``DraftRequest`` had them. ``may_keep`` : bool[B], whether what is said to it may reach other requests. ``before`` :
-    int32[B], the token before the first one fed, -1 where there is none. ``fed`` : int64[B, T], the context's last
-    token and the draft. ``counts`` : int64[B], positions of each row, the rest is padding; 0 of a row that failed.
-    ``parents`` : int64[B, T], of each token fed the index of the one it goes on from, -1 of the first; None: chains.
-    ``chosen`` : int64[B, T], the target's token after each.
-    ``ends`` : int64[B], the last position that was right, all on the way to it were too; -1 of a row that failed.
-    ``top_ids`` : int32[B, T, SUCCESSORS], the most probable tokens after each, the most probable first, -1 where no
-    more are possible. ``top_logits`` : float32, theirs, before any rule of the request and any temperature.
+    It has B rows of T positions. All arrays are contiguous. It is valid until a drafter has learned from it.
+
+    Attributes:
+        request_ids: The request of each row.
+        learned: The learned models of each row's namespace, as in ``DraftRequest.learned``.
+        allow_caching: Whether other requests may learn from the row, bool[B].
+        previous_ids: The token before the first input token of each row, int32[B]; -1 if there is none.
+        input_ids: The last token of the context and the draft, int64[B, T].
+        num_positions: The number of positions of each row, int64[B]; the rest is padding. 0 for a row that failed.
+        parents: For each input token, the position of the token before it, int64[B, T]; -1 for the first. None if all
+            drafts are chains.
+        sampled_ids: The token that the target sampled at each position, int64[B, T].
+        last_accepted: The position of the last accepted input token, int64[B]; -1 for a row that failed.
+        top_ids: The most probable next tokens at each position, most probable first, int32[B, T, TOP_K]; padded with
+            -1.
+        top_logits: The logits of ``top_ids``, float32[B, T, TOP_K], before sampling rules and temperature are applied.
     """
 
     request_ids: Sequence[str]
     learned: Sequence[LearnedState | None]
-    may_keep: npt.NDArray[np.bool_]
-    before: TokenIds
-    fed: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int64]
+    allow_caching: npt.NDArray[np.bool_]
+    previous_ids: TokenIds
+    input_ids: npt.NDArray[np.int64]
+    num_positions: npt.NDArray[np.int64]
     parents: npt.NDArray[np.int64] | None
-    chosen: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
+    sampled_ids: npt.NDArray[np.int64]
+    last_accepted: npt.NDArray[np.int64]
     top_ids: TokenIds
     top_logits: npt.NDArray[np.float32]
 
 
 @runtime_checkable
 class ScoreObserver(Protocol):
-    """A drafter that learns from all that the target says, not from accepted tokens alone."""
+    """A drafter that learns from the logits of a pass, not only from the accepted tokens."""
 
     def observe_scores(self, scored: ScoredPass) -> None:
-        """Take from a pass what the very next drafts need; called before ``observe`` of its rows."""
+        """Record what the next draft needs from a pass.
+
+        The engine calls it before ``observe`` for the rows of the pass.
+        """
         ...
 
     def learn_scores(self, scored: ScoredPass) -> None:
-        """Learn from the same pass; after ``observe_scores``, where a device computes beside the host while it does."""
+        """Learn from a pass that was passed to ``observe_scores``.
+
+        The engine calls it later, while a GPU computes the next pass.
+        """
         ...
 
 
 class Drafter(Protocol):
-    """Proposes drafts. Bad drafts cost time, never correctness: the target verifies every token."""
+    """An object that proposes drafts.
+
+    The target verifies every token, so a bad draft costs time but never changes the output.
+    """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One draft per request, in order."""
+        """Return one draft for each request, in order."""
         ...
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Learn how many tokens of ``draft`` the target accepted; of a tree ``draft.path`` says which."""
+        """Learn how many tokens of ``draft`` the target accepted; of a tree, ``draft.path`` holds which."""
         ...
 
     def finish(self, request_id: str) -> None:
-        """Forget a request: it has ended."""
+        """Drop the state of a request that has ended."""
         ...
 
 
 class NoDrafter:
-    """Proposes nothing: plain decoding."""
+    """A drafter that proposes nothing, for decoding without speculation."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """An empty draft per request."""
+        """Return an empty draft for each request."""
         return [EMPTY_DRAFT] * len(requests)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def finish(self, request_id: str) -> None:
-        """Nothing to forget."""
+        """Do nothing."""

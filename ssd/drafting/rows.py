@@ -33,7 +33,7 @@ from ssd.compiled.addresses import (
     view_of,
 )
 from ssd.drafting.acceptance_model import NamespaceModels
-from ssd.drafting.ask import MAX_DRAFT
+from ssd.drafting.draft_records import MAX_DRAFT
 from ssd.drafting.drafter import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.drafting.propose import DraftRow, begin_row_at, draft_rows
 from ssd.pricing.pass_costs import cut_rows, observe_pass, token_price
@@ -150,7 +150,7 @@ def _ask(batch: RowBatch, snapshot: int, num_rows: int) -> int:
         if texts[row] == 0 or wanted[row] == 0:
             continue
         text = _text_at(texts[row])
-        ask = text.drafting.ask
+        ask = text.drafting.params
         ask.context, ask.context_length, ask.snapshot, ask.model = text.tokens, text.length, snapshot, batch.model
         # One token is always the target's own.
         ask.limit = max(0, min(batch.limit, batch.max_length - text.length - 1))
@@ -175,7 +175,7 @@ def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float
     price = token_price(batch.cost, num_asked)
     texts, asked = int64_array(batch.texts, num_rows), int64_array(batch.asked, num_asked)
     for row in asked:
-        _text_at(texts[row]).drafting.ask.price = price if price > 0.0 else batch.price
+        _text_at(texts[row]).drafting.params.token_cost = price if price > 0.0 else batch.price
     draft_rows(batch.workspace, int64_array(batch.drafting, num_asked), batch.longest_match, batch.shortest_match)
     sizes = int64_array(batch.sizes, num_asked)
     chances = float64_array(batch.probabilities, num_asked * MAX_DRAFT).reshape((num_asked, MAX_DRAFT))
@@ -232,7 +232,7 @@ class Text:
     @property
     def prompt_length(self) -> int:
         """Of these, tokens of the prompt."""
-        return self._record.drafting.ask.prompt_length
+        return self._record.drafting.params.prompt_length
 
     @property
     def tokens(self) -> Tokens:

@@ -93,7 +93,8 @@ class Source:
     ``rates`` : how often its tokens are accepted. ``excess`` : what asking it brought beyond what was there.
     ``forgone`` : of each request, the gains it would have had if the drafter had read its context; in tokens.
     ``depth`` : of its recent drafts, in tokens one after another. ``seconds_beside`` : of an asking, beyond those of
-    its tokens. ``kind`` : as `Offers` has it. ``observer`` : the drafter, where it learns from what the target says.
+    its tokens. ``kind`` : as `ExternalProposals` has it. ``observer`` : the drafter, where it learns from what the
+    target says.
     """
 
     def __init__(self, drafter: Drafter) -> None:

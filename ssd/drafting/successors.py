@@ -258,22 +258,26 @@ class NamespaceSuccessors:
         tables, table = list[int](), 0
         last: LearnedState | None = None
         for count, *row in zip(
-            scored.counts.tolist(), scored.learned, scored.request_ids, scored.may_keep.tolist(), strict=True
+            scored.num_positions.tolist(),
+            scored.learned,
+            scored.request_ids,
+            scored.allow_caching.tolist(),
+            strict=True,
         ):
-            learned, _, may_keep = row
+            learned, _, allow_caching = row
             if not count:
                 table, last = 0, None
             elif (
-                learned is None or not may_keep or learned is not last
+                learned is None or not allow_caching or learned is not last
             ):  # else as the row before: most are of one namespace
-                table, last = self._table_for(*row), learned if may_keep else None
+                table, last = self._table_for(*row), learned if allow_caching else None
             tables.append(table)
-        parents = scored.fed if scored.parents is None else scored.parents
+        parents = scored.input_ids if scored.parents is None else scored.parents
         learn_successors(
             np.array(tables, np.int64),
-            scored.before,
-            scored.fed,
-            scored.counts,
+            scored.previous_ids,
+            scored.input_ids,
+            scored.num_positions,
             parents,
             scored.parents is not None,
             scored.top_ids,
@@ -284,14 +288,14 @@ class NamespaceSuccessors:
         """Forget what is a request's own."""
         self._own.pop(request_id, None)
 
-    def _table_for(self, learned: LearnedState | None, request_id: str, may_keep: bool) -> int:
+    def _table_for(self, learned: LearnedState | None, request_id: str, allow_caching: bool) -> int:
         """Address of the table that a row is entered in, made if there is room; 0 for none."""
         if learned is None:
             own = self._own.get(request_id)
             if own is None and len(self._own) < MOST_TABLES:
                 own = self._own[request_id] = _Table()
             return 0 if own is None else own.address
-        if not may_keep:
+        if not allow_caching:
             return 0
         table = self._tables.used(learned)
         return 0 if table is None else table.address

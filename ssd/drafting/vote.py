@@ -10,7 +10,7 @@ import numpy as np
 from ssd.compiled.addresses import Float64, Float64s, Int64, Int64s, Record, inlined, kernel
 from ssd.drafting.lookup import MAX_LEVELS, MAX_SAMPLES, NOTHING, Evidence, Texts, is_own, next_token
 from ssd.drafting.offered import MAX_GUESSED, Forest, child_of, has_children
-from ssd.drafting.protocol import MAX_OFFERED
+from ssd.drafting.protocol import MAX_PROPOSED_TOKENS
 
 MAX_VOTED: Final = 12
 """Most tokens judged at one position that places say or other sources offer: those with the greatest share of the votes
@@ -25,7 +25,7 @@ MAX_CANDIDATES: Final = MAX_VOTED + MAX_RECYCLED
 NOWHERE: Final = MAX_LEVELS
 """The level of a source that has no place left."""
 
-_MOST_TOKENS: Final = MAX_SAMPLES + 2 + MAX_OFFERED + MAX_GUESSED
+_MOST_TOKENS: Final = MAX_SAMPLES + 2 + MAX_PROPOSED_TOKENS + MAX_GUESSED
 
 
 class TokenVotes(Record):

@@ -25,7 +25,7 @@ from ssd.compiled.addresses import (
     offset_of,
     view_of,
 )
-from ssd.drafting.ask import MAX_DRAFT, NUM_SOURCES
+from ssd.drafting.draft_records import MAX_DRAFT, NUM_SOURCES
 from ssd.drafting.drafter import Group
 from ssd.drafting.noise import SequenceNoise
 from ssd.engine.request import Row
@@ -261,14 +261,14 @@ class Batch:
         return self.sequences == sequences and self._slot_list == [sequence.slot for sequence in sequences]
 
     def owners(self) -> tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]]:
-        """Of each row ``request_ids``, ``learned`` and ``may_keep`` as ``ScoredPass`` has them."""
+        """Of each row ``request_ids``, ``learned`` and ``allow_caching`` as ``ScoredPass`` has them."""
         if self._owners is not None:
             return self._owners
         caches, is_final = self._caches()
         names = [sequence.request.request_id for sequence in self.sequences]
         rows = zip(self.sequences, caches, strict=True)
-        may_keep = np.array([cache is not None and sequence.request.learn for sequence, cache in rows], np.bool_)
-        owners = names, [None if cache is None else cache.learned for cache in caches], may_keep
+        allow_caching = np.array([cache is not None and sequence.request.learn for sequence, cache in rows], np.bool_)
+        owners = names, [None if cache is None else cache.learned for cache in caches], allow_caching
         if is_final:
             self._owners = owners
         return owners

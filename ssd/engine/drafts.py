@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from ssd.compiled.addresses import Int64s, inlined, int32_array, int64_array, kernel
-from ssd.drafting.ask import MAX_DRAFT, DraftRecord, clear
+from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, clear_draft
 from ssd.engine.batch import DRAFTING_AT, Batch, Frame, frame_at, row_at
 from ssd.engine.request import Row
 from ssd.pricing.calibration import (
@@ -36,7 +36,7 @@ def _most_drafted(row: Row, limit: int) -> int:
 def _copy(draft: DraftRecord, begin: int, end: int, out: DraftRecord) -> None:
     """Make ``out`` the tokens of a draft from ``begin`` to ``end``; of a tree all of them."""
     out.size, out.match_length, out.source = end - begin, draft.match_length, draft.source
-    out.is_tree, out.estimated = draft.is_tree, draft.estimated
+    out.is_tree, out.has_estimates = draft.is_tree, draft.has_estimates
     for i in range(end - begin):
         out.tokens[i], out.parents[i] = draft.tokens[begin + i], draft.parents[begin + i]
         out.probabilities[i] = draft.probabilities[begin + i]
@@ -76,7 +76,7 @@ def begin_drafts(batch: int, turn: int, limit: int, asks_all: bool) -> None:
         row = row_at(rows[b])
         draft, at, begin = row.verified[turn], row.prepared_at, row.prepared_begin
         end = begin + _most_drafted(row, limit)
-        clear(draft)
+        clear_draft(draft)
         row.prepared_at, row.used_begin, row.was_asked[turn] = 0, 0, 0
         is_due = asks_all or row.num_fruitless < FRUITLESS_AFTER
         frame.num_spared += not is_due
@@ -106,12 +106,12 @@ def ask_drafts(batch: int, turn: int, costs: int, shares: int, limit: int, price
         if wanted[b] == 0:
             continue
         row = row_at(rows[b])
-        ask, most = row.drafting.ask, limit
+        params, most = row.drafting.params, limit
         if shape == AHEAD:
             most = row.verified[turn].size + _PASSES_AHEAD * (1 + limit)
-        ask.context_length, ask.limit = row.length, min(MAX_DRAFT, _most_drafted(row, most))
-        ask.price = price / kept_share(kept, row.kind) if costs_at(costs).is_known == 1 else price
-        ask.is_tree = shape == TREE and row.may_branch == 1
+        params.context_length, params.limit = row.length, min(MAX_DRAFT, _most_drafted(row, most))
+        params.token_cost = price / kept_share(kept, row.kind) if costs_at(costs).is_known == 1 else price
+        params.is_tree = shape == TREE and row.may_branch == 1
         asked[frame.num_asked] = rows[b] + DRAFTING_AT
         frame.num_asked += 1
     return frame.num_asked
@@ -134,7 +134,7 @@ def _cut(frame: Frame, rows: Int64s, turn: int, costs: int, shares: SharesRecord
     for b in range(len(rows)):
         row = row_at(rows[b])
         draft = row.verified[turn]
-        if draft.size > 0 and draft.estimated == 0:
+        if draft.size > 0 and draft.has_estimates == 0:
             return
         share = kept_share(shares, row.kind)
         for i in range(draft.size):
@@ -163,7 +163,7 @@ def take_drafts(batch: int, turn: int, costs: int, shares: int, vocab_size: int)
         if not _is_of_vocabulary(found, vocab_size):
             num_wrong += 1
             continue
-        is_sure = found.size == 0 or found.estimated == 0 or row.length > row.prompt_length
+        is_sure = found.size == 0 or found.has_estimates == 0 or row.length > row.prompt_length
         if is_sure or kept_share(kept, row.kind) * found.probabilities[0] >= SURE:
             _copy(found, 0, found.size, row.verified[turn])
             row.was_asked[turn] = 1
@@ -204,7 +204,7 @@ def take_ahead(batch: int, turn: int, vocab_size: int) -> int:
         found, draft, common = row.drafting.draft, row.verified[turn], 0
         if not _is_of_vocabulary(found, vocab_size):
             num_wrong += 1
-            clear(found)
+            clear_draft(found)
         _copy(found, 0, found.size, row.prepared)
         while common < min(draft.size, found.size) and found.tokens[common] == draft.tokens[common]:
             common += 1
@@ -243,7 +243,7 @@ def count_promises(batch: int, turn: int, shares: int, sizes: Int64s, paths: Int
     for b in range(len(sizes)):
         row = row_at(rows[b])
         draft = row.verified[turn]
-        if row.was_asked[turn] == 1 and taken[b] > 0 and (draft.estimated == 1 or draft.size == 0):
+        if row.was_asked[turn] == 1 and taken[b] > 0 and (draft.has_estimates == 1 or draft.size == 0):
             promised = _promise_tested(draft, paths[b], sizes[b] - 1)
             count_promise(kept, row.kind, promised, sizes[b] - 1)
 

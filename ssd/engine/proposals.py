@@ -12,7 +12,7 @@ import numpy as np
 from ssd.compiled.machine_code import kernel_counts
 from ssd.config import DraftConfig, DraftShape
 from ssd.drafting.arbiter import Arbiter
-from ssd.drafting.ask import MAX_DRAFT, DraftRecord, source_number
+from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, source_number
 from ssd.drafting.drafter import SuffixDrafter, draft_of
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, NoDrafter, ScoredPass, ScoreObserver
 from ssd.drafting.source import OneByOne
@@ -90,7 +90,7 @@ def write_draft(draft: Draft, out: DraftRecord) -> None:
     """Write a draft of at most MAX_DRAFT tokens as a record."""
     size = out.size = len(draft.token_ids)
     out.match_length, out.source = draft.match_length, source_number(draft.source)
-    out.is_tree, out.estimated = draft.parents is not None, draft.probabilities is not None
+    out.is_tree, out.has_estimates = draft.parents is not None, draft.probabilities is not None
     out.tokens[:size] = draft.token_ids.tolist()
     if draft.parents is not None:
         out.parents[:size] = draft.parents.tolist()
@@ -300,7 +300,7 @@ class Proposals:
         if len(drafts) != len(asked):
             return False
         for sequence, request, draft in zip(asked, requests, drafts, strict=True):
-            found = usable(draft, request.limit, allow_tree=request.tree)
+            found = usable(draft, request.limit, allow_tree=request.allow_tree)
             self._best_effort.num_failures += found is None
             write_draft(EMPTY_DRAFT if found is None else found, sequence.row.drafting.draft)
         return True
@@ -311,12 +311,12 @@ class Proposals:
         is_priced = self._price_list.pass_time is not None
         requests = [self._request(sequence) for sequence in asked]
         for sequence, request in zip(asked, requests, strict=True):
-            ask = sequence.row.drafting.ask
+            params = sequence.row.drafting.params
             cache = None if sequence.namespace is None else sequence.namespace.cache
             if cache is not None:
                 request.snapshot, request.learned = cache.snapshot(), cache.learned
-            request.limit, request.tree = ask.limit, bool(ask.is_tree)
-            request.prices = np.array([ask.price]) if is_priced else None
+            request.limit, request.allow_tree = params.limit, bool(params.is_tree)
+            request.token_costs = np.array([params.token_cost]) if is_priced else None
         return asked, requests
 
     def observe_scores(self, ended: Pass) -> None:
@@ -409,7 +409,7 @@ class Proposals:
         """Forget a request: nothing of it will be asked for, or all of it anew."""
         if self._scored is not None and sequence.namespace is None:  # its own is not learned any more
             is_its = [name == sequence.request.request_id for name in self._scored.request_ids]
-            self._scored.counts[is_its] = 0
+            self._scored.num_positions[is_its] = 0
         sequence.note_context()
         self._asked.forget(sequence.request.request_id)
         if self.is_ready:
@@ -429,7 +429,7 @@ class Proposals:
                 limit=0,
                 prediction=sequence.prediction,
                 sampling=sequence.sampling,
-                may_teach=sequence.request.learn,
+                allow_caching=sequence.request.learn,
             )
         request.context, request.slot = sequence.context, sequence.slot
         return request

@@ -11,7 +11,7 @@ import numpy as np
 
 from ssd.compiled.addresses import Address, Float64, Int64, Int64s, Record, Records
 from ssd.config import SamplingParams
-from ssd.drafting.ask import NUM_SOURCES, DraftRecord, source_name
+from ssd.drafting.draft_records import NUM_SOURCES, DraftRecord, source_name
 from ssd.drafting.propose import DraftRow
 from ssd.errors import RequestError
 from ssd.model.sampling.sampler import TokenLogprobs

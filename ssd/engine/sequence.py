@@ -127,7 +127,7 @@ class Sequence:
         self.tokens: npt.NDArray[np.int32] = np.empty(self.max_length, np.int32)
         self.tokens[: len(prompt)] = prompt
         self.row.tokens, self.row.length, self.row.prompt_length = address(self.tokens), len(prompt), len(prompt)
-        self.row.drafting.ask.context = self.row.tokens
+        self.row.drafting.params.context = self.row.tokens
         most = request.num_speculative_tokens
         self.row.most_drafted = MAX_SPECULATIVE_TOKENS if most is None else most
         self.row.may_branch, self.row.kind = sampling.structured_output is None, kind_of(sampling.temperature)
@@ -139,7 +139,7 @@ class Sequence:
         self.sampling = SamplingRow(
             params=sampling,
             noise=noise,
-            held_back_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
+            forbidden_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
         )
         is_free = grammar is None and not needs_prefix(sampling)
         self.is_plain = sampling.greedy and is_free
@@ -213,7 +213,7 @@ class Sequence:
     def sampling_row(self, draft: Draft) -> SamplingRow:
         """What choosing this sequence's next tokens needs."""
         self.note_context()
-        return self.sampling.at(self.context, self.num_prompt_tokens, draft, self.grammar)
+        return self.sampling.with_text(self.context, self.num_prompt_tokens, draft, self.grammar)
 
     @property
     def asks_logprobs(self) -> bool:
@@ -265,7 +265,7 @@ class Sequence:
             if self.request.sampling.drawn_logprobs:
                 draft = Draft(self.tokens[before : self.num_tokens - 1])
                 logits = drawn_scores(
-                    logits, self.sampling.at(self.tokens[:before], self.num_prompt_tokens, draft, self.grammar)
+                    logits, self.sampling.with_text(self.tokens[:before], self.num_prompt_tokens, draft, self.grammar)
                 )
             logprobs = token_logprobs(logits, emitted, num_top)
         if self.grammar is not None:

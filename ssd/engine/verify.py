@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ssd.drafting.ask import source_name
+from ssd.drafting.draft_records import source_name
 from ssd.drafting.drafter import draft_of
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow, ScoredPass
 from ssd.engine.batch import Batch, begin_fed, count_rows
@@ -174,17 +174,17 @@ class Pass:
         is_said = self.sizes > 0
         used = np.where(is_said, self._counts, 0)
         top_ids, top_logits = self._output.top(used.tolist())
-        request_ids, learned, may_keep = self.batch.owners()
+        request_ids, learned, allow_caching = self.batch.owners()
         return ScoredPass(
             request_ids=request_ids,
             learned=learned,
-            may_keep=may_keep,
-            before=self._before,
-            fed=self._fed,
-            counts=used,
+            allow_caching=allow_caching,
+            previous_ids=self._before,
+            input_ids=self._fed,
+            num_positions=used,
             parents=self._parents if self._has_trees else None,
-            chosen=self._chosen,
-            ends=np.where(is_said, self.paths[np.arange(len(used)), self.sizes - 1], -1),
+            sampled_ids=self._chosen,
+            last_accepted=np.where(is_said, self.paths[np.arange(len(used)), self.sizes - 1], -1),
             top_ids=top_ids,
             top_logits=top_logits,
         )

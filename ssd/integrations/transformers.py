@@ -112,7 +112,7 @@ def generate(
         limit=num_speculative_tokens,
         vocab_size=model.config.get_text_config().vocab_size,
     )
-    proposer.may_teach = learn
+    proposer.allow_caching = learn
 
     def decode(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
         if prepared.get("streamer") is None:  # transformers keeps it from functions like this one
@@ -159,7 +159,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         that, so drafts end one token before they would hold: that one is left to the model."""
         self.sampling: SamplingRow | None = None
         """How tokens are drawn, where drafters can know: with coupled noise."""
-        self.may_teach = False
+        self.allow_caching = False
         """Whether what is said may reach other calls."""
         self.choices: _Choices | None = None
         """The chooser of tokens, if transformers' own argmax of the logits does not choose them."""
@@ -231,14 +231,14 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             snapshot=None if self._cache is None else self._cache.snapshot(),
             learned=None if self._cache is None else self._cache.learned,
             limit=self._limit,
-            prices=np.array([price]) if price else None,
+            token_costs=np.array([price]) if price else None,
             sampling=self.sampling,
-            may_teach=self.may_teach,
+            allow_caching=self.allow_caching,
         )
         draft = self._drafter.propose([request])[0]
         if ((draft.token_ids < 0) | (draft.token_ids >= self._vocab_size)).any():
             return EMPTY_DRAFT
-        return draft.cut(self._price_list.paying_width(draft.chances())) if len(draft.token_ids) else draft
+        return draft.cut(self._price_list.paying_width(draft.path_probabilities())) if len(draft.token_ids) else draft
 
 
 Choose = Callable[[torch.Tensor, torch.Tensor], int]

@@ -133,7 +133,7 @@ class StepRate:
         self._num_tokens += num_tokens
 
 
-def price_of(prices: Floats, i: int) -> float:
+def cost_at(prices: Floats, i: int) -> float:
     """Price of the i-th token of a draft; the last one named holds for all beyond."""
     return float(prices[min(i, len(prices) - 1)])
 

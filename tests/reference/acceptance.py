@@ -83,15 +83,15 @@ def prior(view: str, key: View) -> float:
         chance = _TYPICAL_OFFERED[bucket]
         logit = _log_odds(chance if says else 0.4 * (1 - chance))
     elif view == "recycled":
-        warmth, is_pair, rank, level = key
+        temperature_bucket, is_pair, rank, level = key
         chance = (0.85 if is_pair else 0.6) * _TYPICAL_SUCCESSOR[level]
-        logit = _log_odds(0.4 * (1 - chance) if rank == 8 else chance * 0.9**rank) - [0, 0.2, 0.5][warmth]
+        logit = _log_odds(0.4 * (1 - chance) if rank == 8 else chance * 0.9**rank) - [0, 0.2, 0.5][temperature_bucket]
     elif view == "noise":
         verdict, height, length, share = key
         place = _rule_of_thumb([1.5, 4.0, 8.0, 24.0][length], 3.0, [0.2, 0.6, 1.0][share])
         logit = _log_odds(_TYPICAL_VERDICT[verdict]) + 0.5 * place + 0.5 * _TYPICAL_HEIGHT[height]
     elif view == "keyed":
-        confirmed, run, agreement, _warmth, says = key
+        confirmed, run, agreement, _temperature_bucket, says = key
         logit = 0.4 * confirmed + _TYPICAL_RUN[run] + [0.0, -0.7, 0.5][agreement]
         logit = logit if says else -1.0 - logit
     elif view.startswith("level"):
@@ -187,7 +187,7 @@ class Asked:
     was_right: bool = True
     offers: dict[tuple[int, ...], dict[int, tuple[int, float]]] = field(default_factory=dict)
     successors: dict[tuple[int, ...], list[tuple[int, int]]] = field(default_factory=dict)
-    warmth: int = 0
+    temperature_bucket: int = 0
     noise: Callable[[Sequence[int], int], float] | None = None
     temperature: float = 0.0
     choices: Callable[[Sequence[int]], tuple[int, int] | None] = lambda _draft: None
@@ -332,7 +332,7 @@ def candidates(
         if known:
             ranks = [each for each, _ in known]
             rank = ranks.index(token) if token in ranks else 8
-            views["recycled"] = asked.warmth, is_pair, rank, known[rank if rank < 8 else 0][1]
+            views["recycled"] = asked.temperature_bucket, is_pair, rank, known[rank if rank < 8 else 0][1]
         if asked.noise is not None:
             verdict = noise_verdict(known, token, partial(asked.noise, draft), asked.temperature)
             height = min(7, max(0, int(2 * (asked.noise(draft, token) + 1) + 1)))
@@ -341,7 +341,7 @@ def candidates(
             newest_says = [says(max(items, key=lambda item: item[1])) for _, items in tops.values()]
             agreement = (2 if choice[0] in newest_says else 1) if tops else 0
             run = sum(asked.run_to(draft) >= start for start in (1, 2, 4, 8, 16))
-            views["keyed"] = choice[1], run, agreement, asked.warmth, token == choice[0]
+            views["keyed"] = choice[1], run, agreement, asked.temperature_bucket, token == choice[0]
         sources = (
             True in tops,
             False in tops,

@@ -10,7 +10,7 @@ from cache_builder.evaluation.costs import CostCurve
 from cache_builder.evaluation.decoding import rising
 from cache_builder.evaluation.log import RecordedOutput
 from ssd.drafting.drafter import SuffixDrafter
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenCosts
 from ssd.pricing.rate import FORGETTING
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.tree import path_of
@@ -30,14 +30,14 @@ class CurvePrice:
         passes, tokens, seconds = self._sums.tolist()
         return (tokens / passes, seconds / passes) if passes else (0.0, 0.0)
 
-    def prices(self) -> Prices | None:
+    def prices(self) -> TokenCosts | None:
         tokens, seconds = self._recent()
         return np.array([more * (1.0 + tokens) / (self._costs[0] + seconds) for more in self._more])
 
     def paying(self, draft: Draft) -> Draft:
         if draft.probabilities is None:
             return draft
-        expected = np.append(1.0, 1.0 + np.cumsum(draft.chances()))
+        expected = np.append(1.0, 1.0 + np.cumsum(draft.path_probabilities()))
         tokens, seconds = self._recent()
         return draft.cut(int(np.argmax((expected + tokens) / (self._costs[: len(expected)] + seconds))))
 
@@ -58,7 +58,7 @@ class SlowDecoder:
         while position < len(text):
             prices = self._pricing.prices()
             request = DraftRequest(
-                "", text[:position], len(row.context), snapshot, self._limit, prices=prices, tree=self._tree
+                "", text[:position], len(row.context), snapshot, self._limit, token_costs=prices, allow_tree=self._tree
             )
             draft = self._drafter.propose([request])[0]
             if not steps and (draft.probabilities is None or draft.probabilities[0] < self._sure):

@@ -101,7 +101,7 @@ class SlowDrafts:
         gains = np.zeros(widest)
         for row, draft in zip(self.rows, drafts, strict=True):
             if len(draft.token_ids):
-                gains[: len(draft.token_ids)] += self.shares.share(row.kind) * draft.chances()
+                gains[: len(draft.token_ids)] += self.shares.share(row.kind) * draft.path_probabilities()
         return self.prices.paying_width(gains, len(drafts)) if widest else 0
 
     def plan_ahead(self, limit: int, came_true: Sequence[bool]) -> None:

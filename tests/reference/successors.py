@@ -31,10 +31,10 @@ def entry_of(ids: list[int], logits: list[float]) -> Entry:
 def entries_of_row(scored: ScoredPass, b: int) -> list[tuple[tuple[int, ...], Entry]]:
     """Of a row, in order: after which token, and after which pair, what is likely."""
     found: list[tuple[tuple[int, ...], Entry]] = []
-    for t in range(int(scored.counts[b])):
-        token = int(scored.fed[b, t])
+    for t in range(int(scored.num_positions[b])):
+        token = int(scored.input_ids[b, t])
         parent = t - 1 if scored.parents is None else int(scored.parents[b, t])
-        previous = int(scored.before[b]) if t == 0 else int(scored.fed[b, parent])
+        previous = int(scored.previous_ids[b]) if t == 0 else int(scored.input_ids[b, parent])
         entry = entry_of(scored.top_ids[b, t].tolist(), scored.top_logits[b, t].tolist())
         if token >= 0 and entry:
             found.append(((token,), entry))

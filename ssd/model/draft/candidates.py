@@ -14,7 +14,7 @@ from ssd.drafting.noise import UInt64, gumbel_at
 from ssd.drafting.protocol import Draft, SamplingRow
 from ssd.model.sampling.row_choice import LOWEST_TEMPERATURE
 from ssd.model.sampling.target_tokens import is_ruled, with_prefix_rules
-from ssd.pricing.rate import price_of
+from ssd.pricing.rate import cost_at
 
 MOST_CANDIDATES = 32
 
@@ -50,7 +50,9 @@ def candidates(
     token_ids: Ints = ids.cpu().numpy()
     logs: Floats = (best.values - scores.logsumexp(-1, keepdim=True)).double().cpu().numpy()
     if is_sampled.any():
-        keys = np.array([row.keys()[0] if drawn else 0 for row, drawn in zip(rows, is_sampled, strict=True)], np.uint64)
+        keys = np.array(
+            [row.noise_keys()[0] if drawn else 0 for row, drawn in zip(rows, is_sampled, strict=True)], np.uint64
+        )
         top_k = np.array([row.params.top_k if row.params.top_k > 0 else MOST_CANDIDATES for row in rows])
         top_p = np.array([row.params.top_p for row in rows])
         min_p = np.array([row.params.min_p for row in rows])
@@ -99,12 +101,12 @@ _SIBLINGS = 3
 """Most tokens proposed beside that of the chain at any depth."""
 
 
-def comb(token_ids: Sequence[Ints], chances: Sequence[Floats], prices: Floats, limit: int) -> Draft:
+def comb(token_ids: Sequence[Ints], chances: Sequence[Floats], token_costs: Floats, limit: int) -> Draft:
     """The chain of the first candidates, with the next ones of each depth as leaves where they may pay.
 
     token_ids, chances : of each depth the candidates, int64[M] and float64[M], after the first of the depth before.
-    prices : as ``DraftRequest.prices``. limit : most tokens in all. The chain comes first, so that a draft that is cut
-    keeps it; then the leaves, the likeliest first.
+    token_costs : as ``DraftRequest.token_costs``. limit : most tokens in all. The chain comes first, so that a draft
+    that is cut keeps it; then the leaves, the likeliest first.
     """
     depth = min(len(token_ids), limit)
     leaves = []
@@ -112,7 +114,7 @@ def comb(token_ids: Sequence[Ints], chances: Sequence[Floats], prices: Floats, l
     for i in range(depth):
         for rank in range(1, min(_SIBLINGS + 1, len(token_ids[i]))):
             chance = path * float(chances[i][rank])
-            if chance > price_of(prices, depth):
+            if chance > cost_at(token_costs, depth):
                 leaves.append((-chance, i, rank))
         path *= float(chances[i][0])
     nodes = [(int(token_ids[i][0]), i - 1, float(chances[i][0])) for i in range(depth)]

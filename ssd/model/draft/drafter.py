@@ -13,7 +13,16 @@ import torch
 
 from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, MAX_OFFERED, MODEL, Draft, DraftRequest, Prices, SamplingRow
+from ssd.drafting.protocol import (
+    EMPTY_DRAFT,
+    HEAD,
+    MAX_PROPOSED_TOKENS,
+    MODEL,
+    Draft,
+    DraftRequest,
+    SamplingRow,
+    TokenCosts,
+)
 from ssd.errors import ModelError
 from ssd.model.draft.candidates import Floats, Ints, candidates, comb
 from ssd.model.draft.slots import READ_WIDTH, HeadSlots, ModelSlots, TextSlot, TextSlots, bytes_per_token
@@ -25,7 +34,7 @@ from ssd.model.target import Target
 from ssd.pricing.calibration import PlattScaling
 from ssd.pricing.pass_costs import OUTLIER
 from ssd.pricing.price_list import PriceList
-from ssd.pricing.rate import price_of
+from ssd.pricing.rate import cost_at
 from ssd.text.codec import TextCodec
 from ssd.text.load_tokenizer import HubOptions
 
@@ -38,7 +47,7 @@ class _Row:
     request: DraftRequest
     sampling: SamplingRow
     limit: int
-    prices: Prices
+    token_costs: TokenCosts
     state: TextSlot
     chance: float = 1.0
     token_ids: list[Ints] = field(default_factory=list)
@@ -51,13 +60,13 @@ class _Row:
     def sampling_row(self) -> SamplingRow:
         """What choosing the next token needs: the chain before it counts as output."""
         end = len(self.request.context) + self.depth
-        return self.sampling.at(self.state.text[:end], self.request.prompt_length)
+        return self.sampling.with_text(self.state.text[:end], self.request.prompt_length)
 
 
 _UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), noise=SequenceNoise.seeded(0))
 _WARM_UP_ROWS, _WARM_UP_TOKENS = 8, 64
 _CHUNK_TOKENS = 512
-_PRICES = np.array([0.2])
+_NO_TOKEN_COSTS = np.array([0.2])
 """Of a drafted token, in expected accepted tokens, where a request names none."""
 
 
@@ -122,7 +131,7 @@ class NetworkDrafter:
         for num_rows in (1, 1, min(_WARM_UP_ROWS, target.num_slots)):
             for limit in (1, 3, 3):
                 requests = [
-                    DraftRequest(f"warm-up-{slot}", context, 1, None, limit, prices=np.zeros(1), slot=slot)
+                    DraftRequest(f"warm-up-{slot}", context, 1, None, limit, token_costs=np.zeros(1), slot=slot)
                     for slot in range(num_rows)
                 ]
                 self._propose(requests, [True] * num_rows)
@@ -145,19 +154,19 @@ class NetworkDrafter:
         for row in rows:
             own = np.array([chances[0] for chances in row.chances])
             self._last[row.request.request_id] = row.sampling.params.greedy, own
-            draft = comb(row.token_ids, row.chances, row.prices, row.limit)
+            draft = comb(row.token_ids, row.chances, row.token_costs, row.limit)
             drafts[row.index] = replace(draft, source=self.source)
         return drafts
 
     def _row(self, index: int, request: DraftRequest) -> _Row | None:
-        limit = min(request.limit, self._slots.target.max_length - len(request.context), MAX_OFFERED)
+        limit = min(request.limit, self._slots.target.max_length - len(request.context), MAX_PROPOSED_TOKENS)
         if limit < 1 or not self._has_slot(request):
             return None
         state = self._slots.follow(request)
         if state is None:
             return None
-        prices = _PRICES if request.prices is None else request.prices
-        return _Row(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, prices, state)
+        token_costs = _NO_TOKEN_COSTS if request.token_costs is None else request.token_costs
+        return _Row(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, token_costs, state)
 
     def _has_slot(self, request: DraftRequest) -> bool:
         """A draft model may have fewer than the target, where memory lacks."""
@@ -196,7 +205,7 @@ class NetworkDrafter:
     def _pays(self, row: _Row) -> bool:
         """Whether one more token is worth its price, going by what is known before it is drafted."""
         most = row.limit if self._slots.num_tokens is None else min(row.limit, self._slots.num_tokens)
-        return row.depth < most and row.chance > price_of(row.prices, row.depth)
+        return row.depth < most and row.chance > cost_at(row.token_costs, row.depth)
 
     def _observe_pass(self, num_rows: int, seconds: float) -> None:
         expected = self._price_list.seconds(num_rows)

@@ -66,7 +66,7 @@ def _positions(rows: Sequence[SamplingRow], picks: Sequence[int]) -> tuple[npt.N
 
 def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], picks: Sequence[int]) -> npt.NDArray[np.int64]:
     """What the noise of the rows picked chooses at their positions, one after another."""
-    keys = np.concatenate([rows[b].keys() for b in picks])
+    keys = np.concatenate([rows[b].noise_keys() for b in picks])
     if logits.device.type == "cpu":
         return host_tokens(logits, picks, [rows[b].width for b in picks], [rows[b].params for b in picks], keys)
     params = [rows[b].params for b in picks for _ in range(rows[b].width)]
@@ -104,7 +104,7 @@ def _at_node(row: SamplingRow, parents: Parents, node: int) -> SamplingRow:
     """The row that chooses the token after ``node`` of a tree alone: the path to it counts as output."""
     assert row.grammar is None
     path = row.draft.token_ids[path_to(parents, node)]
-    return row.at(np.concatenate([row.context, path]), row.prompt_length)
+    return row.with_text(np.concatenate([row.context, path]), row.prompt_length)
 
 
 def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -220,7 +220,7 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
             scores -= torch.from_numpy(penalty.astype(np.float32)).to(scores)
         forbidden = set() if bad_words is None else bad_words.ends(said)
         if len(row.output) + t < params.min_tokens:
-            forbidden |= set(row.held_back_ids)
+            forbidden |= set(row.forbidden_ids)
         # Positions after a token that the grammar refuses are never used.
         rule_out(scores, by_grammar[t] if t < len(by_grammar) else None, rules.allowed, forbidden)
 
@@ -241,7 +241,7 @@ def noise_of(rows: Sequence[SamplingRow], width: int) -> Noise | None:
         noises, lengths = [rows[b].noise for b in by_position], [len(rows[b].context) for b in by_position]
         keys[by_position] = SequenceNoise.seeded_keys(noises, lengths, width)
     for b in set(drawn).difference(by_position):
-        own = rows[b].keys()
+        own = rows[b].noise_keys()
         keys[b, : len(own)] = own
     return Noise(keys, temperatures)
 
