@@ -112,11 +112,12 @@ def changed_files(before: Mapping[str, str], after: Mapping[str, str], *, has_cu
     counts = [Counter(name for _, statement in side for name in _bound_names(statement)) for side in sides]
     renamed = {name for name in counts[0] | counts[1] if counts[0][name] != counts[1][name]}
     unmatched: dict[str, list[tuple[str, list[str]]]] = {}
-    for path, statement in sides[1]:
+    old, new = ([pair for pair in side if not isinstance(pair[1], ast.Import | ast.ImportFrom)] for side in sides)
+    for path, statement in new:
         names: list[str] = []
         unmatched.setdefault(_shape(statement, renamed, names), []).append((path, names))
     found: list[str] = []
-    for path, statement in sides[0]:
+    for path, statement in old:
         names = []
         candidates = unmatched.get(_shape(statement, renamed, names), [])
         match = next((each for each in candidates if _is_renaming(names, each[1])), None)
@@ -130,10 +131,11 @@ def changed_files(before: Mapping[str, str], after: Mapping[str, str], *, has_cu
 def _is_renaming(old: Sequence[str], new: Sequence[str]) -> bool:
     """Return whether the names of a statement were renamed consistently.
 
-    One word may become several, or several words one, but not both: that could be another order of the operands.
+    One word may become several, or several words one. If both happens to a word, the operands may have changed places.
     """
     pairs = set(zip(old, new, strict=True))
-    return len(pairs) in (len({name for name, _ in pairs}), len({name for _, name in pairs}))
+    before, after = Counter(name for name, _ in pairs), Counter(name for _, name in pairs)
+    return all(before[one] == 1 or after[other] == 1 for one, other in pairs)
 
 
 @cache
@@ -150,7 +152,8 @@ def _statements(path: str, text: str, has_cuda: bool) -> list[ast.AST]:
     for node in ast.walk(module):
         for field, value in ast.iter_fields(node):
             if isinstance(value, list):
-                setattr(node, field, [each for each in value if not _is_irrelevant(each)])
+                is_module = node is module  # whose imports bind names
+                setattr(node, field, [each for each in value if not _is_irrelevant(each, keep_imports=is_module)])
         if not has_cuda and isinstance(node, ast.If) and getattr(node.test, "attr", "") == "is_cuda":
             node.body = []
     found: list[ast.AST] = []
@@ -164,14 +167,15 @@ def _statements(path: str, text: str, has_cuda: bool) -> list[ast.AST]:
     return found
 
 
-def _is_irrelevant(node: object) -> bool:
+def _is_irrelevant(node: object, *, keep_imports: bool) -> bool:
     """Return whether a statement is a docstring, an import, ``pass``, or a list of exported identifiers."""
     if isinstance(node, ast.If):
         return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     if isinstance(node, ast.Assign):
         return any(isinstance(target, ast.Name) and target.id in _EXPORTS for target in node.targets)
     is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return is_constant or isinstance(node, ast.Import | ast.ImportFrom | ast.Pass)
+    is_import = isinstance(node, ast.Import | ast.ImportFrom)
+    return is_constant or isinstance(node, ast.Pass) or (is_import and not keep_imports)
 
 
 def _bound_names(statement: ast.AST) -> Iterator[str]:
@@ -181,6 +185,8 @@ def _bound_names(statement: ast.AST) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.arg):
             yield node.arg
+        elif isinstance(node, ast.alias) and node.asname is not None:
+            yield node.asname
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
