@@ -33,7 +33,7 @@ from ssd.bundled import MODEL_PATH
 from ssd.compiled.addresses import Int64s
 from ssd.config import CacheConfig, DraftConfig, EngineConfig
 from ssd.drafting import make_drafter
-from ssd.drafting.successors import SUCCESSORS
+from ssd.drafting.token_recycling import TOP_K
 from ssd.engine import Engine
 from ssd.model.kv.kv_cache import SlotRows
 from ssd.model.kv.tree import TreeShape
@@ -49,7 +49,7 @@ Texts = npt.NDArray[np.int64]
 
 _CERTAIN = 1e9
 """Of token 0, while passes are recorded: it is the choice under any noise."""
-_TOP = torch.arange(SUCCESSORS, 0, -1, dtype=torch.float32).view(torch.int32)
+_TOP = torch.arange(TOP_K, 0, -1, dtype=torch.float32).view(torch.int32)
 """Logits of what is held most probable at every position, as bits."""
 
 
@@ -149,7 +149,7 @@ class RecitingTarget(SlotTarget):
             self._chosen = self._said(slots, starts, tokens, trees)
             said = torch.from_numpy(self._chosen)
             output.chosen.copy_(said)
-            output.packed_top[..., 0, :] = (said[..., None] + torch.arange(SUCCESSORS)) % self.vocab_size
+            output.packed_top[..., 0, :] = (said[..., None] + torch.arange(TOP_K)) % self.vocab_size
             output.packed_top[..., 1, :] = _TOP
         self._saying_s += time.perf_counter() - began
         now = time.perf_counter() - self._saying_s

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from benchmarks.workloads import snippets
 from ssd.compiled.addresses import Int64s, kernel
 from ssd.config import EngineConfig, SamplingParams
+from ssd.drafting.draft_kernel import DraftRow, row_at
 from ssd.drafting.draft_records import clear_draft
-from ssd.drafting.drafter import Group, KeptRow, SuffixDrafter
-from ssd.drafting.propose import DraftRow, row_at
 from ssd.drafting.protocol import Drafter, DraftRequest
+from ssd.drafting.suffix_drafter import Group, KeptRow, SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ssd.drafting.successors import SUCCESSORS
+from ssd.drafting.token_recycling import TOP_K
 from ssd.model.kv.triton_attention import NUM_STAGES, _attend_split, _combine_splits, tiles_of
 from ssd.model.kv.triton_write import _write
 from ssd.model.layers.triton_decoder import _place
@@ -88,11 +88,11 @@ def variants() -> Iterator[Variant]:
     combining = {"VALUE_DIM": 128, "SPLITS": 32, "HAS_SINKS": True, "BLOCK_VALUE": 128}
     yield Variant("combine", _combine_splits, "bf16", combining, _POINTERS)
     for element in ("fp32", "bf16", "fp16"):
-        best = {"COUNT": SUCCESSORS, "BLOCK": _BLOCK}
+        best = {"COUNT": TOP_K, "BLOCK": _BLOCK}
         yield Variant(f"top {element}", _top_split, element, best, {"found": "i64"})
         yield Variant(f"sample {element}", _sample_split, element, {"BLOCK": _BLOCK}, _SAMPLING_POINTERS)
     yield Variant("choose", _choose_split, "fp32", {"BLOCK": _MOST_SPLITS}, _SAMPLING_POINTERS)
-    best = {"COUNT": SUCCESSORS, "BLOCK": 1024}
+    best = {"COUNT": TOP_K, "BLOCK": 1024}
     yield Variant("best", _choose_top, "fp32", best, {"found": "i64", "out": "i32"})
     for element in ("fp32", "bf16"):
         for is_sum in (False, True):

@@ -29,8 +29,8 @@ _PROMISES = {
         "test_lossless", "test_exact", "server/test_exact_answers",
     ],
     "every fast part does what its slow twin does": [
-        "test_drafting", "test_drafts", "test_search", "test_successors", "test_static",
-        "test_tree", "test_rows", "test_sampling", "test_pass_noise", "test_keyed_choices", "test_acceptance",
+        "test_drafting", "test_drafts", "test_search", "test_token_recycling", "test_static",
+        "test_tree", "test_rows", "test_sampling", "test_pass_noise", "test_sample_cache", "test_acceptance",
         "test_top_tokens",
         "test_pricing", "test_segment_file", "test_scheduler", "test_text",
     ],

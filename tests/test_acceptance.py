@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.grow import CHAIN_CANDIDATES, CHAIN_RECYCLED
 from ssd.drafting.lookup import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.vote import MAX_RECYCLED
+from ssd.drafting.suffix_drafter import SuffixDrafter
+from ssd.drafting.votes import MAX_RECYCLED_CANDIDATES
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.segment import SEPARATOR
@@ -32,7 +32,7 @@ from tests.test_search import sequences
 def levels_of(
     snapshot: Snapshot, context: list[int], limit: int, min_length: int = 1
 ) -> list[tuple[int, reference.Evidence]]:
-    """Evidence of every occurrence; skips what the fast one samples."""
+    """MatchSamples of every occurrence; skips what the fast one samples."""
     levels = reference.suffix_levels(
         snapshot, context, 32, min_length, limit, most=MAX_LEVELS, enough=int(ENOUGH_SUPPORT)
     )
@@ -66,7 +66,7 @@ def check_draft(
             product, path = open_paths.pop()
             if not is_known(path):
                 return
-            found = slow.candidates(levels, known, path, model, most_recycled=MAX_RECYCLED)
+            found = slow.candidates(levels, known, path, model, most_recycled=MAX_RECYCLED_CANDIDATES)
             for token, (chance, _, _) in found.items():
                 if product * chance >= price and len(path) < limit:
                     products.append(product * chance)

@@ -23,9 +23,9 @@ from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, DraftShape, IndexConfig, SamplingParams
 from ssd.drafting import make_drafter
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, DraftRequest, NoDrafter, SamplingRow
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.engine.sequence import secret_of
 from ssd.model.loading.load_target import load_model, open_target

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.errors import ConfigError
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import SegmentTable, Snapshot

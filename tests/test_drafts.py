@@ -9,9 +9,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.drafting.drafter import draft_of
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
+from ssd.drafting.suffix_drafter import draft_of
 from ssd.engine.batch import Batch, begin_fed
 from ssd.engine.drafts import (
     AHEAD,

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from benchmarks.exactness import OracleDrafter
 from ssd.config import CacheConfig
 from ssd.drafting import Draft, DraftRequest
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Drafter, NoDrafter
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import FinishReason, pass_timing, proposals
 from ssd.engine.metrics import Histogram
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError

@@ -11,8 +11,8 @@ import pytest
 from cache_builder.__main__ import main
 from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.static import load_static_directory
 from ssd.text.codec import TextCodec

@@ -10,9 +10,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import IndexConfig
-from ssd.drafting.drafter import SuffixDrafter
-from ssd.drafting.propose import draft_rows
+from ssd.drafting.draft_kernel import draft_batch
 from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.segment import SEPARATOR, Segment, concatenate
 from ssd.retrieval.snapshot import Snapshot
@@ -32,7 +32,7 @@ def drafter() -> SuffixDrafter:
 def learn_nothing(carried: SuffixDrafter) -> None:
     """Take away what it would learn from at the next step, so that only what it follows makes it differ."""
     for kept in carried._kept.values():
-        kept.row.state.judged.count = 0
+        kept.row.state.scored.count = 0
 
 
 def ask(context: Any, snapshot: Snapshot | None, limit: int = LIMIT, request_id: str = "a") -> DraftRequest:
@@ -148,7 +148,7 @@ def test_a_read_only_or_foreign_context_compiles_nothing_and_drafts_the_same() -
     snapshot = reference.make_snapshot([[*range(50), SEPARATOR]])
     warm = drafter()
     warm.warm_up()
-    kernel: Any = draft_rows
+    kernel: Any = draft_batch
     compiled = list(kernel.signatures)
     plain = np.arange(20, dtype=np.int32)
     read_only = plain.copy()

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.errors import ConfigError, ModelError
 from ssd.model.draft.candidates import comb

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ssd.drafting.arbiter import Arbiter, num_verified, walked
+from ssd.drafting.hybrid_drafter import Arbiter, num_verified, walked
+from ssd.drafting.proposer import TRIAL_EVERY
 from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, Draft, DraftRequest
-from ssd.drafting.source import TRIAL_EVERY
 
 STEP_S = 0.1
 

@@ -22,8 +22,8 @@ from benchmarks.exactness import (
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftShape, SamplingParams
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Drafter
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import Request
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec

@@ -367,7 +367,7 @@ KERNELS = (
     "tests/test_follow.py",
     "tests/test_acceptance.py",
     "tests/test_drafting.py",
-    "tests/test_keyed_choices.py",
+    "tests/test_sample_cache.py",
 )
 
 

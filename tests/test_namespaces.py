@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace, Namespace, NamespaceTerms

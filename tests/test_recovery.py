@@ -11,16 +11,16 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.drafting.acceptance import _KNOT_RATE, ENTRIES, KNOTS, NUM_LEARNED, WHEN_SETS
+from ssd.drafting.acceptance import _KNOT_RATE, DEPTH_BUCKETS, ENTRIES, KNOTS, NUM_LEARNED
 from ssd.drafting.acceptance_model import AcceptanceModel
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.retrieval.cache_state import LearnedState
 from tests.reference import drafting as reference
 
 _HEADER_BYTES = len(AcceptanceModel().to_bytes()) - 4 * (2 * ENTRIES + NUM_LEARNED) - 8
 """Its last eight say how many candidates were learned from."""
-_NUM_WEIGHTS = NUM_LEARNED - WHEN_SETS * KNOTS
+_NUM_WEIGHTS = NUM_LEARNED - DEPTH_BUCKETS * KNOTS
 _OUTPUT_TOKENS = 120
 _PROMPT_TOKENS = 40
 _REQUESTS = 20
@@ -40,7 +40,7 @@ assert _MOST_UNDRAFTED <= _REQUESTS * _OUTPUT_TOKENS
 
 def stored(chances: object, counts: object, weights: object, knots: object, num_learned: float = 0.0) -> bytes:
     """Bytes with a right checksum; each argument a number or as many as there are."""
-    sizes = (ENTRIES, ENTRIES, _NUM_WEIGHTS, WHEN_SETS * KNOTS)
+    sizes = (ENTRIES, ENTRIES, _NUM_WEIGHTS, DEPTH_BUCKETS * KNOTS)
     numbers = [
         np.broadcast_to(np.asarray(each, np.float32), size)
         for each, size in zip((chances, counts, weights, knots), sizes, strict=True)
@@ -108,7 +108,7 @@ def buffers(draw: st.DrawFn) -> bytes:
         numbers(CHANCES, ENTRIES, 1.0, 0.0),
         numbers(COUNTS, ENTRIES, 1e6, 0.0),
         numbers(WEIGHTS, _NUM_WEIGHTS, 200.0, -100.0),
-        numbers(CHANCES, WHEN_SETS * KNOTS, 1.0, 0.0),
+        numbers(CHANCES, DEPTH_BUCKETS * KNOTS, 1.0, 0.0),
         draw(st.sampled_from([0.0, 2.0**53 - 1])),
     )
 

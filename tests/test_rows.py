@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.drafting.drafter import NO_SNAPSHOT
-from ssd.drafting.rows import NUM_HEAD, RowDrafter, Text, Tokens
+from ssd.drafting.batch_drafter import NUM_HEAD, RowDrafter, Text, Tokens
+from ssd.drafting.suffix_drafter import NO_SNAPSHOT
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.rows import SlowRowDrafter

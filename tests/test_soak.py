@@ -13,7 +13,7 @@ import pytest
 
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter
-from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import Engine, FinishReason, Request
 from ssd.engine.sequence import Sequence
 from ssd.model.draft.drafter import DraftModelDrafter

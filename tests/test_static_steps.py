@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ssd.drafting.successors import SUCCESSORS
+from ssd.drafting.token_recycling import TOP_K
 from ssd.model.kv.kv_cache import SlotKVCache
 from ssd.model.layers.tap import FINAL
 from ssd.model.loading.load_target import open_target
@@ -348,7 +348,7 @@ def run_without_data(name: str, *, is_tree: bool) -> None:
         buffers.store(target.score(inputs.tokens, inputs.rows), inputs)
     logits, best, top = buffers.outputs(shape, 2, 4)
     assert logits.shape[:2] == best.shape == (2, 4) and best.device.type == "meta"
-    assert top is not None and top.shape == (2, 4, 2, SUCCESSORS) and top.device.type == "meta"
+    assert top is not None and top.shape == (2, 4, 2, TOP_K) and top.device.type == "meta"
 
 
 @pytest.mark.parametrize("is_tree", [False, True])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting import make_drafter
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
-from ssd.drafting.successors import SUCCESSORS
+from ssd.drafting.suffix_drafter import SuffixDrafter
+from ssd.drafting.token_recycling import TOP_K
 from ssd.engine import Engine
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import packed_top, top_tokens, unpacked
@@ -64,10 +64,10 @@ def test_a_sweep_finds_what_sorting_finds(scores: torch.Tensor, dtype: torch.dty
     scores = scores.to(dtype)
     counts = data.draw(st.lists(st.integers(0, scores.shape[1]), min_size=len(scores), max_size=len(scores)))
     ids, values = top_tokens(scores, counts)
-    assert ids.shape == values.shape == (*scores.shape[:2], SUCCESSORS)
+    assert ids.shape == values.shape == (*scores.shape[:2], TOP_K)
     for b, count in enumerate(counts):
         for t in range(scores.shape[1]):
-            expected = top_of(scores[b, t].tolist(), SUCCESSORS) if t < count else []
+            expected = top_of(scores[b, t].tolist(), TOP_K) if t < count else []
             assert found_at(ids[b, t], values[b, t]) == expected
 
 
@@ -161,16 +161,16 @@ def test_a_drafter_is_told_what_every_pass_said(way: str, shape: Any, overlap: b
 def test_a_request_that_is_not_to_be_learned_from_teaches_its_namespace_nothing(may_learn: bool) -> None:
     target = open_target(tiny_model(), num_slots=3, max_length=96, max_draft_tokens=6)
     drafter = make_drafter("ssd", DraftConfig(num_speculative_tokens=6))
-    assert isinstance(drafter, SuffixDrafter) and drafter._successors is not None
+    assert isinstance(drafter, SuffixDrafter) and drafter._recycling is not None
     with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
         engine = Engine(target, drafter=drafter, caches=caches, eos_token_ids=[2])
         asked_of(engine, 2, 8, learn=may_learn)
         learned = caches.get("default").learned
-        assert bool(drafter._successors.of(learned, "any")) == may_learn
-        assert drafter._successors.of(None, "0") == 0
+        assert bool(drafter._recycling.of(learned, "any")) == may_learn
+        assert drafter._recycling.of(None, "0") == 0
         asked_of(engine, 2, 8, namespace=None)
-        assert bool(drafter._successors.of(learned, "any")) == may_learn
-        assert not drafter._successors._own, "a request without a namespace leaves nothing behind"
+        assert bool(drafter._recycling.of(learned, "any")) == may_learn
+        assert not drafter._recycling._own, "a request without a namespace leaves nothing behind"
 
 
 def top_of(logits: Sequence[float], count: int) -> list[tuple[int, float]]:

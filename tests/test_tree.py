@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.exactness import RandomDrafter
 from ssd.config import DraftConfig, SamplingParams
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine.proposals import usable
 from ssd.errors import ConfigError
 from ssd.model.kv.tree import TreeShape, agree, is_tree, leading_chain, path_to

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from ssd.compiled.addresses import Records, address
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DraftRequest
-from ssd.drafting.drafter import Group, SuffixDrafter, draft_of
-from ssd.drafting.propose import DraftRow
+from ssd.drafting.draft_kernel import DraftRow
+from ssd.drafting.suffix_drafter import Group, SuffixDrafter, draft_of
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import Segment, unpack

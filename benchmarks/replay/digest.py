@@ -19,8 +19,8 @@ from benchmarks.walk import agreeing
 from cache_builder.evaluation.log import RecordedOutput, TokenIds
 from ssd.config import CacheConfig, IndexConfig
 from ssd.drafting import Draft, DraftRequest
-from ssd.drafting.drafter import SuffixDrafter
-from ssd.drafting.rows import NUM_HEAD, RowDrafter, Text
+from ssd.drafting.batch_drafter import NUM_HEAD, RowDrafter, Text
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.cache_state import LearnedState
 

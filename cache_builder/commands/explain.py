@@ -25,8 +25,8 @@ from cache_builder.opened_cache import (
 from ssd.bundled import MODEL_PATH
 from ssd.config import MAX_SPECULATIVE_TOKENS, DraftConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.errors import ConfigError
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.ring import blocks_of

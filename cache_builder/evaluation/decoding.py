@@ -28,12 +28,12 @@ from ssd.compiled.addresses import (
     view_of,
 )
 from ssd.config import DraftConfig
-from ssd.drafting.acceptance import model_at
+from ssd.drafting.acceptance import acceptance_tables_at
 from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.drafting.candidates import learn_from_path
+from ssd.drafting.draft_kernel import DraftRow, draft_row, draft_scratch_at, reset_row
 from ssd.drafting.draft_records import MAX_DRAFT, SOURCES, DraftRecord, parent_of
-from ssd.drafting.drafter import NO_SNAPSHOT, Workspace, checked_lengths
-from ssd.drafting.judge import learn_from_path
-from ssd.drafting.propose import DraftRow, begin_row, draft_row, frame_at
+from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.pricing.calibration import SURE
 from ssd.pricing.rate import FORGETTING, RateRecord, add_pass, joint_rate, price_at, recent_pass
 from ssd.retrieval.snapshot import Snapshot
@@ -126,8 +126,8 @@ def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_leng
             accepted.
     """
     decoder = _decoder_at(at)
-    frame, row = frame_at(decoder.workspace), decoder.row
-    begin_row(row, prompt_length)
+    frame, row = draft_scratch_at(decoder.workspace), decoder.row
+    reset_row(row, prompt_length)
     params, out, prices = row.params, row.draft, decoder.prices
     params.context, params.snapshot, params.model, params.token_costs = (
         text_at,
@@ -156,7 +156,7 @@ def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_leng
         add_pass(decoder.rate, min(agreeing + 1, length - position), costs[kept])
         position += accepted + 1
         number += 1
-    learn_from_path(row.state.judged, kept, decoder.path[:agreeing], model_at(decoder.model))
+    learn_from_path(row.state.scored, kept, decoder.path[:agreeing], acceptance_tables_at(decoder.model))
     return number
 
 

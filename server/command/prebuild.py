@@ -19,7 +19,7 @@ def main() -> None:
     from server.command.arguments import parse_arguments  # these import kernels, which must come after `prebuild`
     from server.command.start import EngineLoader
     from ssd.bundled import HEAD_PATH
-    from ssd.drafting.rows import RowDrafter
+    from ssd.drafting.batch_drafter import RowDrafter
 
     for arguments in ([], ["--draft-head", str(HEAD_PATH)]):
         with ExitStack() as resources:

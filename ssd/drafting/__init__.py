@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ssd.config import DraftConfig
-from ssd.drafting.arbiter import Arbiter
-from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.hybrid_drafter import Arbiter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, NoDrafter, SamplingRow
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.errors import ConfigError
 
 DRAFTER_NAMES = ("ssd", "none")

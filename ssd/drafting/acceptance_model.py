@@ -1,4 +1,4 @@
-"""Acceptance models as objects, one a namespace: made, kept as bytes, restored, published."""
+"""Manage acceptance models, one per namespace: create, serialise, restore and publish them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import xxhash
 
 from ssd.compiled.addresses import address
 from ssd.drafting.acceptance import (
+    DEPTH_BUCKETS,
     ENTRIES,
-    INPUTS,
     KNOTS,
     MODEL_FLOATS,
+    NUM_FEATURES,
     NUM_LEARNED,
-    SETS,
-    WHEN_SETS,
+    NUM_WEIGHT_SETS,
+    clip_to_learnable,
     prior_model,
-    within_reach,
 )
 from ssd.retrieval.cache_state import LearnedState
 
@@ -32,20 +32,24 @@ _VERSION: Final = 4
 _HEADER: Final = struct.Struct("<8sIIIId")  # magic, version, entries, sets, inputs, candidates learned from
 _CHECKSUM: Final = struct.Struct("<Q")
 _NUM_FLOATS: Final = 2 * ENTRIES + NUM_LEARNED
-_NUM_KNOTS: Final = WHEN_SETS * KNOTS
+_NUM_KNOTS: Final = DEPTH_BUCKETS * KNOTS
 _SIZE: Final = _HEADER.size + 4 * _NUM_FLOATS + _CHECKSUM.size
 _prior: npt.NDArray[np.float64] | None = None
 
 
 class AcceptanceModel:
-    """Tables, mixer weights and curves of one namespace, which the kernels read and change at ``address``.
+    """The tables, mixer weights and curves of one namespace, which kernels read and update at ``address``.
 
-    Bounded: MODEL_FLOATS numbers, whatever was learned. Made with the prior. Owned by one drafter; other threads get
-    copies.
+    Its size is MODEL_FLOATS numbers, whatever it learns. Owned by one drafter; other threads get copies.
     """
 
     def __init__(self, numbers: npt.NDArray[np.float64] | None = None) -> None:
-        """``numbers`` : float64[MODEL_FLOATS], copied; None takes the prior's."""
+        """Create a model.
+
+        Args:
+            numbers: The numbers of another model, float64[MODEL_FLOATS], which are copied. None creates one that has
+                learned nothing.
+        """
         global _prior
         if _prior is None:
             _prior = prior_model()
@@ -55,7 +59,7 @@ class AcceptanceModel:
 
     @classmethod
     def of(cls, learned: LearnedState) -> Self:
-        """A model that goes on where the copy published last ends, else what was stored, else the prior."""
+        """Return a model that continues from the last published copy, else from the stored one, else from nothing."""
         if isinstance(learned.newest, AcceptanceModel):
             return cls(learned.newest._buffer)
         try:
@@ -65,29 +69,36 @@ class AcceptanceModel:
             return cls()
 
     def copy(self) -> Self:
-        """What was learned so far, never to be changed: the kernels must not get its address. O(MODEL_FLOATS)."""
+        """Return a read-only copy, whose address must not be given to kernels that learn. O(MODEL_FLOATS)."""
         copied = type(self)(self._buffer)
         copied._buffer.setflags(write=False)
         return copied
 
     @property
     def num_learned(self) -> int:
-        """Candidates learned from."""
+        """Return the number of candidates learned from."""
         return int(self._buffer[-1])
 
     def to_bytes(self) -> bytes:
-        """Header, chances, counts, weights and curves as little-endian float32, xxh3 checksum of all before it."""
-        header = _HEADER.pack(_MAGIC, _VERSION, ENTRIES, SETS, INPUTS, self._buffer[-1])
+        """Serialise the model.
+
+        The bytes are a header; the probabilities, counts, weights and curves as little-endian float32; and an xxh3
+        checksum.
+        """
+        header = _HEADER.pack(_MAGIC, _VERSION, ENTRIES, NUM_WEIGHT_SETS, NUM_FEATURES, self._buffer[-1])
         kept = np.concatenate([self._buffer[: 2 * ENTRIES], self._buffer[3 * ENTRIES : -1]])
         body = header + kept.astype("<f4").tobytes()
         return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
     @classmethod
     def from_bytes(cls, stored: bytes) -> Self:
-        """Restore what ``to_bytes`` kept. Raises ValueError when it is not that, or of another version.
+        """Restore a model that ``to_bytes`` serialised.
 
-        A right checksum says nothing of who wrote it: numbers that learning cannot come to are brought within what it
-        can. So whatever is restored, what comes true again and again is drafted again.
+        A correct checksum does not prove who wrote the bytes. Numbers that learning cannot reach are therefore clipped,
+        so that any restored model learns again what is accepted.
+
+        Raises:
+            ValueError: If the bytes are damaged or of another version.
         """
         if len(stored) != _SIZE or stored[:8] != _MAGIC:
             raise ValueError(f"not an acceptance model of this version: {len(stored)} bytes, expected {_SIZE}")
@@ -95,29 +106,32 @@ class AcceptanceModel:
         if xxhash.xxh3_64_intdigest(body) != checksum:
             raise ValueError("the acceptance model's checksum does not fit")
         _, version, entries, sets, inputs, num_learned = _HEADER.unpack_from(body)
-        if (version, entries, sets, inputs) != (_VERSION, ENTRIES, SETS, INPUTS):
+        if (version, entries, sets, inputs) != (_VERSION, ENTRIES, NUM_WEIGHT_SETS, NUM_FEATURES):
             raise ValueError(f"the acceptance model has version {version}, expected {_VERSION}")
         kept = np.frombuffer(body, "<f4", _NUM_FLOATS, _HEADER.size).astype(np.float64)
         if not np.isfinite(kept).all() or not 0 <= num_learned < 2**53:
             raise ValueError("the acceptance model holds numbers that cannot be")
-        chances, counts, weights, knots = within_reach(
+        probabilities, counts, weights, knots = clip_to_learnable(
             kept[:ENTRIES], kept[ENTRIES : 2 * ENTRIES], kept[2 * ENTRIES : -_NUM_KNOTS], kept[-_NUM_KNOTS:]
         )
         model = cls()
-        log_odds = np.log(chances / (1 - chances))
-        model._buffer[:] = np.concatenate([chances, counts, log_odds, weights, knots, [num_learned]])
+        log_odds = np.log(probabilities / (1 - probabilities))
+        model._buffer[:] = np.concatenate([probabilities, counts, log_odds, weights, knots, [num_learned]])
         return model
 
 
 PUBLISH_S: Final = 10.0
-"""A copy takes about 0.1 ms, and 1.5 ms where its memory is new: of 256 busy namespaces at most 4 % of the time."""
+"""The minimum seconds between two copies of a model.
+
+A copy takes about 0.1 ms, and 1.5 ms in new memory, so 256 busy namespaces spend at most 4 % of the time on it.
+"""
 
 
 class NamespaceModels:
-    """Acceptance models by namespace, each changed by one drafter only. No locks: owned by the drafter's thread.
+    """The acceptance models of all namespaces. Not thread-safe: owned by the drafter's thread.
 
-    What a namespace learned is published when a request of it ends and the last copy is PUBLISH_S old, and by
-    ``publish``. A model is forgotten with its namespace.
+    A model is published when a request of its namespace ends and the last copy is PUBLISH_S old, and by ``publish``. It
+    is deleted with its namespace.
     """
 
     def __init__(self) -> None:
@@ -127,7 +141,10 @@ class NamespaceModels:
         self._published: WeakKeyDictionary[LearnedState, tuple[float, int]] = WeakKeyDictionary()
 
     def of(self, learned: LearnedState | None) -> AcceptanceModel:
-        """The model of a namespace; with None that of all requests that have none. O(1) but for a new one."""
+        """Return the model of a namespace; for None, the model that all requests without a namespace share.
+
+        O(1) unless it is new.
+        """
         if learned is None:
             return self._own
         if learned is not self._last:
@@ -139,13 +156,13 @@ class NamespaceModels:
         return self._last_model
 
     def ended(self, learned: LearnedState | None) -> None:
-        """A request of this namespace has ended: publish what was learned if that is due."""
-        published = None if learned is None else self._published.get(learned)  # None where it was never drafted for
+        """Publish a namespace's model if a copy is due, after a request of it has ended."""
+        published = None if learned is None else self._published.get(learned)  # None if nothing was drafted for it
         if learned is not None and published is not None and time.monotonic() - published[0] >= PUBLISH_S:
             self._publish(learned)
 
     def publish(self) -> None:
-        """Publish all that was learned since the last copies."""
+        """Publish all models that have learned since their last copy."""
         for learned in list(self._models):
             self._publish(learned)
 

@@ -49,8 +49,17 @@ def parent_of(out: DraftRecord, node: int) -> int:
 
 
 SOURCES: Final = (
-    "warm", "segment", "tail", "own", "prediction", "head", "model", "guess", "recycled", "coupled",
-)  # fmt: skip
+    "warm",
+    "segment",
+    "tail",
+    "own",
+    "prediction",
+    "head",
+    "model",
+    "guess",
+    "recycled",
+    "coupled",
+)
 """The names of the sources, by their number in a draft record.
 
 The first three belong to the cache and are numbered as in `lookup.index_source_of`; proposals of other drafters follow

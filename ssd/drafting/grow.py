@@ -1,6 +1,6 @@
-"""From candidates to a draft: a chain of the most probable, or a tree grown best first.
+"""Grow a draft from candidates: a chain of the most probable tokens, or a tree, best first.
 
-Where a draft's places have ended, what it ends with is looked up again: it may stand elsewhere.
+If all matches have ended, the end of the draft is looked up again, because it may have occurred elsewhere.
 """
 
 from __future__ import annotations
@@ -11,231 +11,282 @@ from typing import Annotated, Final, NamedTuple
 import numpy as np
 
 from ssd.compiled.addresses import Float64, Int64, Int64s, Record, TokenIds, inlined, kernel
-from ssd.drafting.acceptance import INPUTS, Model
+from ssd.drafting.acceptance import NUM_FEATURES, AcceptanceTables
+from ssd.drafting.candidates import (
+    Candidates,
+    Position,
+    ScoredDraft,
+    collect_candidates,
+    error_bucket,
+    record_candidate,
+    score_candidates,
+    set_source,
+)
 from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, DraftRecord, cost_of_token
-from ssd.drafting.foreseen import begin_node
-from ssd.drafting.judge import Candidates, JudgedDraft, Position, error_bucket, judge, keep_judged, name_source, seek
 from ssd.drafting.lookup import (
-    EVIDENCE_BYTES,
+    MATCH_SAMPLES_BYTES,
     MAX_SAMPLES,
-    NOTHING,
-    Evidence,
+    NO_TOKEN,
     LookupScratch,
-    Texts,
-    evidence_at,
-    look_up,
+    MatchSamples,
+    SearchedTexts,
+    match_samples_at,
     next_token,
     num_samples,
+    sample_matches,
     token_before,
 )
-from ssd.drafting.offered import ROOT, PredictionPlace, child_of, predicted_token
-from ssd.drafting.vote import MAX_CANDIDATES, MAX_RECYCLED, MAX_VOTED
+from ssd.drafting.noise_prediction import enter_node
+from ssd.drafting.prediction import PredictionCursor, predicted_token
+from ssd.drafting.proposal_tree import PROPOSAL_ROOT, child_of
+from ssd.drafting.votes import MAX_CANDIDATES, MAX_RECYCLED_CANDIDATES, MAX_VOTED_CANDIDATES
 from ssd.retrieval.snapshot import SnapshotRecord
 
 CONTINUED_CONTEXT: Final = 4096
-"""Tokens of a context that are looked at where a draft is carried on past the end of its sources."""
+"""The number of context tokens that a further lookup uses."""
 
-LEAST_CONTINUED: Final = 4
-"""Shorter matches do not carry on a draft whose sources have ended: they mostly begin something else."""
+MIN_CONTINUED_MATCH: Final = 4
+"""The minimum match length of a further lookup. Shorter matches mostly begin something else."""
 
-_LEAST_NEW: Final = 2
-"""Tokens that no place said, before it is looked whether some place says all of them."""
+_MIN_UNMATCHED: Final = 2
+"""The number of draft tokens without any match before a further lookup is worthwhile."""
 
 
 @inlined
-def wants_places(texts: Texts, evidence: Evidence, alive: Int64s, num_alive: int, passed: int, predicted: int) -> bool:
-    """Whether a draft is worth a lookup of what it ends with, before it goes on with what no place says.
+def needs_lookup(
+    texts: SearchedTexts, samples: MatchSamples, matching: Int64s, num_matching: int, since_lookup: int, predicted: int
+) -> bool:
+    """Return whether the end of the draft should be looked up, because no match goes on. O(samples).
 
-    ``alive[:num_alive]`` : samples that agree with it; ``passed`` : tokens since they were looked up. ``predicted`` :
-    what the client's prediction says, which is followed as it is. O(samples).
+    Args:
+        texts: The texts that samples lie in.
+        samples: The samples.
+        matching: The indices of samples that agree with the draft.
+        num_matching: The number of these.
+        since_lookup: The number of draft tokens since the samples were looked up.
+        predicted: The token of the client's prediction, which needs no lookup; NO_TOKEN for none.
     """
-    if passed == 0 or predicted >= 0:
+    if since_lookup == 0 or predicted >= 0:
         return False
-    for i in range(num_alive):
-        if next_token(evidence, alive[i], passed, texts) >= 0:
+    for i in range(num_matching):
+        if next_token(samples, matching[i], since_lookup, texts) >= 0:
             return False
-    return num_alive > 0 or passed >= _LEAST_NEW
+    return num_matching > 0 or since_lookup >= _MIN_UNMATCHED
 
 
 @inlined
-def begin_text(context: TokenIds, text: TokenIds) -> int:
-    """Copy the end of a context into ``text``, int32[CONTINUED_CONTEXT + n]: how many tokens."""
+def copy_context_end(context: TokenIds, text: TokenIds) -> int:
+    """Copy the end of a context into ``text``, int32[CONTINUED_CONTEXT + n], and return the number of tokens."""
     kept = min(len(context), CONTINUED_CONTEXT)
     text[:kept] = context[len(context) - kept :]
     return int(np.int64(kept))
 
 
 CHAIN_CANDIDATES: Final = 4
-"""Tokens judged at a position: the best of them is hardly ever one with fewer votes."""
+"""The maximum number of candidates per position of a chain. The best candidate rarely has fewer votes than these."""
 
 CHAIN_RECYCLED: Final = 2
-"""Of the target's own candidates beside them."""
+"""The maximum number of further candidates per position that come from token recycling alone."""
 
 
 class ChainScratch(Record):
-    """Scratch memory. ``alive`` : samples that agree with the draft.
+    """The state of a chain that ended because nothing was found, so that it can be continued.
 
-    Where a chain ended because nothing was found: ``product`` : the chance that all of it is accepted. ``follows`` :
-    whether the prediction agrees with it. ``offered`` : the node of the forest that it is at, NOTHING for none.
+    Attributes:
+        matching: The indices of samples that agree with the draft.
+        product: The probability that all of the draft is accepted.
+        follows: Whether the client's prediction agrees with the draft.
+        proposal_node: The node of the proposal tree that the draft leads to; NO_TOKEN if it is not in the tree.
     """
 
-    alive: Annotated[Int64s, np.int64, MAX_SAMPLES]
+    matching: Annotated[Int64s, np.int64, MAX_SAMPLES]
     product: Float64
     follows: Int64
-    offered: Int64
+    proposal_node: Int64
 
 
 @kernel
-def chain(
-    texts: Texts,
-    evidence: Evidence,
+def grow_chain(
+    texts: SearchedTexts,
+    samples: MatchSamples,
     begin: int,
     may_look_up: bool,
     params: DraftParams,
-    prediction: PredictionPlace,
-    model: Model,
-    found: Candidates,
-    space: ChainScratch,
-    judged: JudgedDraft,
+    prediction: PredictionCursor,
+    model: AcceptanceTables,
+    candidates: Candidates,
+    scratch: ChainScratch,
+    scored: ScoredDraft,
     out: DraftRecord,
 ) -> bool:
-    """Draft the most probable token while the chance that all of the draft is accepted is worth the next one's price.
+    """Append the most probable token while the draft's acceptance probability exceeds the cost of the next token.
 
-    ``begin`` : tokens of ``out`` that are there already and that ``texts.context`` ends with. Returns whether it ended
-    because nothing was found to go on with, or, where it ``may_look_up`` what it ends with, no place that says so.
+    Args:
+        texts: The texts that samples lie in.
+        samples: The samples.
+        begin: The number of tokens already in ``out``, with which ``texts.context`` ends.
+        may_look_up: Whether to stop if the end of the draft should be looked up.
+        params: The parameters of the draft.
+        prediction: The position in the client's prediction.
+        model: The acceptance model.
+        candidates: Scratch for the candidates of a position.
+        scratch: The state to continue from, and to continue from later.
+        scored: Receives the candidates, to learn from them.
+        out: The draft.
+
+    Returns:
+        Whether the chain ended because nothing was found, or because of a lookup.
     """
-    alive, count = space.alive, num_samples(evidence)
+    matching, count = scratch.matching, num_samples(samples)
     for i in range(count):
-        alive[i] = i
-    follows = begin == 0 or space.follows == 1
-    product = 1.0 if begin == 0 else space.product
-    before, earlier = int(np.int64(texts.context[-1])), token_before(texts)
-    offered = ROOT if begin == 0 else space.offered
-    error, votes, was_right = error_bucket(judged), found.votes, prediction.was_wrong == 0
+        matching[i] = i
+    follows = begin == 0 or scratch.follows == 1
+    product = 1.0 if begin == 0 else scratch.product
+    last_token, token_before_last = int(np.int64(texts.context[-1])), token_before(texts)
+    proposal_node = PROPOSAL_ROOT if begin == 0 else scratch.proposal_node
+    error, votes, always_matched = error_bucket(scored), candidates.votes, prediction.has_differed == 0
     for depth in range(begin, params.limit + 1):
-        begin_node(found.keyed, found.foreseen, out, depth - 1, depth)
-        predicted = predicted_token(params, prediction, depth) if follows else NOTHING
+        enter_node(candidates.cached_sample, candidates.position_noise, out, depth - 1, depth)
+        predicted = predicted_token(params, prediction, depth) if follows else NO_TOKEN
         at = Position(
             depth=depth,
-            passed=depth - begin,
-            before=before,
-            earlier=earlier,
-            offered=offered,
+            since_lookup=depth - begin,
+            last_token=last_token,
+            token_before_last=token_before_last,
+            proposal_node=proposal_node,
             temperature_bucket=params.temperature_bucket,
             predicted=predicted,
-            agreed=prediction.agreed + depth,
-            was_right=was_right,
+            prediction_match_length=prediction.match_length + depth,
+            always_matched=always_matched,
             error_bucket=error,
             prompt_length=params.prompt_length,
         )
-        looks_up = may_look_up and depth < params.limit and found.keyed.token < 0
-        if looks_up and wants_places(texts, evidence, alive, count, at.passed, predicted):
-            space.product, space.follows, space.offered = product, int(follows), offered
+        looks_up = may_look_up and depth < params.limit and candidates.cached_sample.token < 0
+        if looks_up and needs_lookup(texts, samples, matching, count, at.since_lookup, predicted):
+            scratch.product, scratch.follows, scratch.proposal_node = product, int(follows), proposal_node
             return True
-        size = seek(texts, evidence, alive, count, at, CHAIN_CANDIDATES, CHAIN_RECYCLED, found)
-        judge(evidence, size, at, model, found)
+        size = collect_candidates(texts, samples, matching, count, at, CHAIN_CANDIDATES, CHAIN_RECYCLED, candidates)
+        score_candidates(samples, size, at, model, candidates)
         if size == 0:
-            space.product, space.follows, space.offered = product, int(follows), offered
+            scratch.product, scratch.follows, scratch.proposal_node = product, int(follows), proposal_node
             return True
         best = 0
         for row in range(1, size):
-            if found.chances[row] > found.chances[best]:
+            if candidates.probabilities[row] > candidates.probabilities[best]:
                 best = row
-        token, chance = votes.tokens[best], found.chances[best]
-        product *= chance
+        token, probability = votes.tokens[best], candidates.probabilities[best]
+        product *= probability
         pays = depth < params.limit and product >= cost_of_token(params, depth)
-        # The first one that is left out is learned from too: it may have been worth its price.
-        keep_judged(judged, token, depth - 1, depth, found.sets[best], found.inputs[best], pays)
+        # Learn from the first token that is left out too, because its cost may have been overestimated.
+        record_candidate(scored, token, depth - 1, depth, candidates.weight_sets[best], candidates.inputs[best], pays)
         if not pays:
             return False
         if depth == 0:
-            name_source(found, best, evidence, predicted, out)
-        before, earlier = token, before
-        out.tokens[depth], out.probabilities[depth] = token, chance
+            set_source(candidates, best, samples, predicted, out)
+        last_token, token_before_last = token, last_token
+        out.tokens[depth], out.probabilities[depth] = token, probability
         out.size = depth + 1
         follows = follows and predicted == token
         kept = 0
         for i in range(count):
-            alive[kept] = alive[i]
-            kept += votes.nexts[i] == token
-        count, offered = kept, child_of(found.forest, offered, token)
+            matching[kept] = matching[i]
+            kept += votes.next_tokens[i] == token
+        count, proposal_node = kept, child_of(candidates.proposals, proposal_node, token)
     return False
 
 
-_MOST_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)
-_KEPT: Final = -1
+_MAX_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)
+_RECORDED: Final = -1
 
-MOST_CARRIED: Final = 2
-"""Places of a tree that are looked up again, because all that led to them has ended."""
+MAX_FURTHER_LOOKUPS: Final = 2
+"""The maximum number of lookups for paths of a tree whose matches have ended."""
 
 
-class Node(Record):
-    """A drafted token.
+class TreeNode(Record):
+    """A draft token of a tree.
 
-    ``depth`` : draft tokens before it. ``lookup`` : which one its samples come from, 0 for that of the context;
-    ``looked_up_at`` : draft tokens before that. ``first``, ``num_alive`` : the samples that agree with the path to it,
-    where in ``alive`` they begin and how many they are. ``follows`` : whether the prediction agrees with that path.
-    ``offered`` : the node of the forest that the path leads to, NOTHING for none. ``best`` : the most probable
-    candidate after it: its number, NOTHING where there is none.
+    Attributes:
+        depth: The number of draft tokens before it.
+        lookup: The lookup that its samples come from; 0 for that of the context.
+        looked_up_at: The depth at which that lookup was made.
+        first: The index in ``matching`` of the first sample that agrees with the path to the node.
+        num_matching: The number of these samples.
+        follows: Whether the client's prediction agrees with the path.
+        proposal_node: The node of the proposal tree that the path leads to; NO_TOKEN if it is not in the tree.
+        best: The most probable candidate after the node; NO_TOKEN if there is none.
     """
 
     depth: Int64
     lookup: Int64
     looked_up_at: Int64
     first: Int64
-    num_alive: Int64
+    num_matching: Int64
     follows: Int64
-    offered: Int64
+    proposal_node: Int64
     best: Int64
 
 
 class OpenCandidate(Record):
-    """A candidate for the tree.
+    """A candidate that may be added to the tree.
 
-    ``parent`` : the node before it, -1 at the context's end. ``weight_set``, ``inputs`` : what it was judged by; the
-    first is _KEPT once that is kept. ``chance`` : of it, once those before it are accepted; ``product`` : of all these.
+    Attributes:
+        parent: The node before it; -1 for the end of the context.
+        token: The token.
+        weight_set: The weight set that it was scored with; _RECORDED once it has been recorded.
+        inputs: The table entries that it was scored with.
+        product: The probability that it and all nodes before it are accepted.
+        probability: The probability that it is accepted, given that the nodes before it are.
     """
 
     parent: Int64
     token: Int64
     weight_set: Int64
-    inputs: Annotated[Int64s, np.int64, INPUTS]
+    inputs: Annotated[Int64s, np.int64, NUM_FEATURES]
     product: Float64
-    chance: Float64
+    probability: Float64
 
 
 class TreeScratch(Record):
-    """Scratch memory.
+    """Scratch memory for a tree.
 
-    ``alive`` : samples that agree with the path to a node, those of every node one after another. ``heap`` : numbers of
-    the candidates that may enter the tree, the greatest product first. ``texts`` : of each further lookup the text.
-    ``lengths`` : how long that is.
+    Attributes:
+        matching: The indices of samples that agree with the path to each node, node after node.
+        nodes: The nodes of the tree.
+        opened: All candidates.
+        heap: The candidates that may be added, as a heap with the greatest product first.
+        texts: The text of each further lookup.
+        lengths: The length of each of these texts.
     """
 
-    alive: Annotated[Int64s, np.int64, (MAX_DRAFT + 2) * MAX_SAMPLES]
-    nodes: Annotated[Sequence[Node], Node, MAX_DRAFT]
-    opened: Annotated[Sequence[OpenCandidate], OpenCandidate, _MOST_OPEN]
-    heap: Annotated[Int64s, np.int64, _MOST_OPEN]
-    texts: Annotated[TokenIds, np.int32, (MOST_CARRIED, CONTINUED_CONTEXT + MAX_DRAFT)]
-    lengths: Annotated[Int64s, np.int64, MOST_CARRIED]
+    matching: Annotated[Int64s, np.int64, (MAX_DRAFT + 2) * MAX_SAMPLES]
+    nodes: Annotated[Sequence[TreeNode], TreeNode, MAX_DRAFT]
+    opened: Annotated[Sequence[OpenCandidate], OpenCandidate, _MAX_OPEN]
+    heap: Annotated[Int64s, np.int64, _MAX_OPEN]
+    texts: Annotated[TokenIds, np.int32, (MAX_FURTHER_LOOKUPS, CONTINUED_CONTEXT + MAX_DRAFT)]
+    lengths: Annotated[Int64s, np.int64, MAX_FURTHER_LOOKUPS]
 
 
 class FurtherLookups(NamedTuple):
-    """What further lookups of a tree use.
+    """What the further lookups of a tree need.
 
-    ``evidences_at`` : address of Evidence[MOST_CARRIED]. Matches have ``min_length`` to ``max_length`` tokens.
+    Attributes:
+        snapshot: The snapshot to search.
+        lookups: Scratch memory.
+        samples_at: The address of MatchSamples[MAX_FURTHER_LOOKUPS].
+        max_length: The maximum match length.
+        min_length: The minimum match length.
     """
 
     snapshot: SnapshotRecord
     lookups: LookupScratch
-    evidences_at: int
+    samples_at: int
     max_length: int
     min_length: int
 
 
 @inlined
-def _sift_up(space: TreeScratch, place: int) -> None:
-    heap, opened = space.heap, space.opened
+def _sift_up(scratch: TreeScratch, place: int) -> None:
+    heap, opened = scratch.heap, scratch.opened
     while place > 0 and opened[heap[place]].product > opened[heap[(place - 1) // 2]].product:
         above = (place - 1) // 2
         heap[place], heap[above] = heap[above], heap[place]
@@ -243,9 +294,9 @@ def _sift_up(space: TreeScratch, place: int) -> None:
 
 
 @inlined
-def _pop(space: TreeScratch, size: int) -> int:
-    """Take the first of a heap of ``size``."""
-    heap, opened = space.heap, space.opened
+def _pop(scratch: TreeScratch, size: int) -> int:
+    """Remove the first element of a heap of ``size`` elements and return it."""
+    heap, opened = scratch.heap, scratch.opened
     first = heap[0]
     heap[0] = heap[size - 1]
     place = 0
@@ -263,136 +314,152 @@ def _pop(space: TreeScratch, size: int) -> int:
 
 
 @inlined
-def _keep_once(space: TreeScratch, number: int, judged: JudgedDraft, drafted: bool) -> None:
-    """Keep what a candidate was judged by."""
-    candidate = space.opened[number]
-    if candidate.weight_set != _KEPT:
+def _record_once(scratch: TreeScratch, number: int, scored: ScoredDraft, drafted: bool) -> None:
+    """Record a candidate to learn from it, unless that was done."""
+    candidate = scratch.opened[number]
+    if candidate.weight_set != _RECORDED:
         parent = candidate.parent
-        depth = space.nodes[parent].depth + 1 if parent >= 0 else 0
-        keep_judged(judged, candidate.token, parent, depth, candidate.weight_set, candidate.inputs, drafted)
-        candidate.weight_set = _KEPT
+        depth = scratch.nodes[parent].depth + 1 if parent >= 0 else 0
+        record_candidate(scored, candidate.token, parent, depth, candidate.weight_set, candidate.inputs, drafted)
+        candidate.weight_set = _RECORDED
 
 
 @inlined
-def _texts_of(space: TreeScratch, texts: Texts, lookup: int) -> Texts:
-    """The texts that a lookup's samples lie in."""
-    context = texts.context if lookup == 0 else space.texts[lookup - 1][: space.lengths[lookup - 1]]
-    return Texts(context, texts.ring, texts.tail_start, texts.tail_stop)
+def _searched_texts(scratch: TreeScratch, texts: SearchedTexts, lookup: int) -> SearchedTexts:
+    """Return the texts that a lookup's samples lie in."""
+    context = texts.context if lookup == 0 else scratch.texts[lookup - 1][: scratch.lengths[lookup - 1]]
+    return SearchedTexts(context, texts.ring, texts.tail_start, texts.tail_stop)
 
 
 @inlined
-def _evidence_of(further: FurtherLookups, evidence: Evidence, lookup: int) -> Evidence:
-    """What a lookup found, 0 for that of the context."""
+def _samples_of(further: FurtherLookups, samples: MatchSamples, lookup: int) -> MatchSamples:
+    """Return the samples of a lookup; 0 is that of the context."""
     if lookup == 0:
-        return evidence
-    return evidence_at(further.evidences_at + EVIDENCE_BYTES * (lookup - 1))
+        return samples
+    return match_samples_at(further.samples_at + MATCH_SAMPLES_BYTES * (lookup - 1))
 
 
 @kernel
 def _look_up_again(
-    space: TreeScratch, number: int, texts: Texts, node: int, further: FurtherLookups, out: DraftRecord
+    scratch: TreeScratch, number: int, texts: SearchedTexts, node: int, further: FurtherLookups, out: DraftRecord
 ) -> None:
-    """Look up the context and the path to a node."""
-    text, depth = space.texts[number], space.nodes[node].depth
-    kept = begin_text(texts.context, text)
+    """Look up the context followed by the path to a node."""
+    text, depth = scratch.texts[number], scratch.nodes[node].depth
+    kept = copy_context_end(texts.context, text)
     for place in range(depth, -1, -1):
         text[kept + place] = out.tokens[node]
         node = out.parents[node]
-    space.lengths[number] = kept + depth + 1
-    look_up(
+    scratch.lengths[number] = kept + depth + 1
+    sample_matches(
         further.snapshot,
         further.lookups,
         text[: kept + depth + 1],
         further.max_length,
         further.min_length,
-        evidence_at(further.evidences_at + EVIDENCE_BYTES * number),
+        match_samples_at(further.samples_at + MATCH_SAMPLES_BYTES * number),
     )
 
 
 @kernel
 def grow_tree(
-    texts: Texts,
-    evidence: Evidence,
+    texts: SearchedTexts,
+    samples: MatchSamples,
     further: FurtherLookups,
     params: DraftParams,
-    prediction: PredictionPlace,
-    model: Model,
-    found: Candidates,
-    space: TreeScratch,
-    judged: JudgedDraft,
+    prediction: PredictionCursor,
+    model: AcceptanceTables,
+    candidates: Candidates,
+    scratch: TreeScratch,
+    scored: ScoredDraft,
     out: DraftRecord,
 ) -> None:
-    """Add the node that is most probably accepted while that is worth the next one's price: best first.
+    """Add the most probable node while its acceptance probability exceeds the cost of the next token.
 
-    A node's chance is the product of those on its path, so none is above its parent's and the order is that of all
-    nodes there could be: no tree of as many nodes from these candidates has a greater expected number of accepted
-    tokens. The best candidate of every place that was looked at is learned from, however little it seems worth:
-    what is never drafted could else never be found to be underrated. Where all places that agreed with a path have
-    ended, it is looked up again, of the first MOST_CARRIED paths. O(limit * samples).
+    The probability of a node is the product of those on its path, so it is never greater than its parent's, and the
+    nodes are added in the order of all possible nodes: no other tree of the same size has more expected accepted
+    tokens. O(limit * samples).
+
+    The best candidate after every node is recorded to learn from it, however improbable it seems, because otherwise an
+    underestimated token would never be drafted and corrected. If all matches of a path have ended, the path is looked
+    up again, up to MAX_FURTHER_LOOKUPS times.
+
+    Args:
+        texts: The texts that samples lie in.
+        samples: The samples of the context.
+        further: What further lookups need.
+        params: The parameters of the draft.
+        prediction: The position in the client's prediction.
+        model: The acceptance model.
+        candidates: Scratch for the candidates of a position.
+        scratch: Scratch for the tree.
+        scored: Receives the candidates, to learn from them.
+        out: The draft.
     """
-    alive, nodes, heap = space.alive, space.nodes, space.heap
-    count = num_samples(evidence)
+    matching, nodes, heap = scratch.matching, scratch.nodes, scratch.heap
+    count = num_samples(samples)
     for i in range(count):
-        alive[i] = i
-    first, num_nodes, num_open, num_opened, parent, follows, best_of_all = 0, 0, 0, 0, -1, True, NOTHING
-    product, depth, offered = 1.0, 0, ROOT
+        matching[i] = i
+    first, num_nodes, num_open, num_opened, parent, follows, best_of_all = 0, 0, 0, 0, -1, True, NO_TOKEN
+    product, depth, proposal_node = 1.0, 0, PROPOSAL_ROOT
     last = int(np.int64(texts.context[-1]))
-    before, earlier = last, token_before(texts)
-    error, votes, was_right = error_bucket(judged), found.votes, prediction.was_wrong == 0
-    lookup, looked_up_at, num_carried, here, said = 0, 0, 0, evidence, _texts_of(space, texts, 0)
+    last_token, token_before_last = last, token_before(texts)
+    error, votes, always_matched = error_bucket(scored), candidates.votes, prediction.has_differed == 0
+    lookup, looked_up_at, num_further, here, said = 0, 0, 0, samples, _searched_texts(scratch, texts, 0)
     while True:
-        predicted = predicted_token(params, prediction, depth) if follows else NOTHING
-        may_look_up = num_carried < MOST_CARRIED and num_nodes < params.limit and params.no_lookup == 0
-        passed = depth - looked_up_at
-        begin_node(found.keyed, found.foreseen, out, parent, depth)
-        may_look_up = may_look_up and found.keyed.token < 0
-        if may_look_up and wants_places(said, here, alive[first:], count, passed, predicted):
-            _look_up_again(space, num_carried, texts, parent, further, out)
-            num_carried += 1
-            lookup, looked_up_at, passed = num_carried, depth, 0
-            here, said = _evidence_of(further, evidence, lookup), _texts_of(space, texts, lookup)
+        predicted = predicted_token(params, prediction, depth) if follows else NO_TOKEN
+        may_look_up = num_further < MAX_FURTHER_LOOKUPS and num_nodes < params.limit and params.no_lookup == 0
+        since_lookup = depth - looked_up_at
+        enter_node(candidates.cached_sample, candidates.position_noise, out, parent, depth)
+        may_look_up = may_look_up and candidates.cached_sample.token < 0
+        if may_look_up and needs_lookup(said, here, matching[first:], count, since_lookup, predicted):
+            _look_up_again(scratch, num_further, texts, parent, further, out)
+            num_further += 1
+            lookup, looked_up_at, since_lookup = num_further, depth, 0
+            here, said = _samples_of(further, samples, lookup), _searched_texts(scratch, texts, lookup)
             count = num_samples(here)
             for i in range(count):
-                alive[first + i] = i
+                matching[first + i] = i
             node = nodes[parent]
-            node.lookup, node.looked_up_at, node.num_alive = lookup, looked_up_at, count
+            node.lookup, node.looked_up_at, node.num_matching = lookup, looked_up_at, count
         at = Position(
             depth=depth,
-            passed=passed,
-            before=before,
-            earlier=earlier,
-            offered=offered,
+            since_lookup=since_lookup,
+            last_token=last_token,
+            token_before_last=token_before_last,
+            proposal_node=proposal_node,
             temperature_bucket=params.temperature_bucket,
             predicted=predicted,
-            agreed=prediction.agreed + depth,
-            was_right=was_right,
+            prediction_match_length=prediction.match_length + depth,
+            always_matched=always_matched,
             error_bucket=error,
             prompt_length=params.prompt_length,
         )
-        size = seek(said, here, alive[first:], count, at, MAX_VOTED, MAX_RECYCLED, found)
-        judge(here, size, at, model, found)
+        size = collect_candidates(
+            said, here, matching[first:], count, at, MAX_VOTED_CANDIDATES, MAX_RECYCLED_CANDIDATES, candidates
+        )
+        score_candidates(here, size, at, model, candidates)
         best = 0
         for row in range(1, size):
-            if found.chances[row] > found.chances[best]:
+            if candidates.probabilities[row] > candidates.probabilities[best]:
                 best = row
         if parent < 0 and size > 0:
-            name_source(found, best, evidence, predicted, out)
-        best_here = NOTHING
+            set_source(candidates, best, samples, predicted, out)
+        best_here = NO_TOKEN
         for row in range(size):
-            chance = found.chances[row]
-            is_hopeful = product * chance >= 0.5 * cost_of_token(params, num_nodes)
+            probability = candidates.probabilities[row]
+            is_hopeful = product * probability >= 0.5 * cost_of_token(params, num_nodes)
             if not is_hopeful and row != best:
                 continue
-            entry = space.opened[num_opened]
-            entry.parent, entry.token, entry.weight_set = parent, votes.tokens[row], found.sets[row]
-            for i in range(INPUTS):
-                entry.inputs[i] = found.inputs[row, i]
-            entry.product, entry.chance = product * chance, chance
+            entry = scratch.opened[num_opened]
+            entry.parent, entry.token, entry.weight_set = parent, votes.tokens[row], candidates.weight_sets[row]
+            for i in range(NUM_FEATURES):
+                entry.inputs[i] = candidates.inputs[row, i]
+            entry.product, entry.probability = product * probability, probability
             if row == best:
                 best_here = num_opened
             if is_hopeful:
                 heap[num_open] = num_opened
-                _sift_up(space, num_open)
+                _sift_up(scratch, num_open)
                 num_open += 1
             num_opened += 1
         if parent >= 0:
@@ -401,40 +468,44 @@ def grow_tree(
             best_of_all = best_here
         if num_open == 0:
             break
-        taken = _pop(space, num_open)
+        taken = _pop(scratch, num_open)
         num_open -= 1
-        entry = space.opened[taken]
+        entry = scratch.opened[taken]
         product, parent = entry.product, entry.parent
         depth = nodes[parent].depth + 1 if parent >= 0 else 0
         pays = num_nodes < params.limit and product >= cost_of_token(params, num_nodes)
-        _keep_once(space, taken, judged, pays)
+        _record_once(scratch, taken, scored, pays)
         if not pays:
             break
-        before, earlier = entry.token, int(out.tokens[parent]) if parent >= 0 else last
-        out.tokens[num_nodes], out.probabilities[num_nodes] = before, entry.chance
+        last_token, token_before_last = entry.token, int(out.tokens[parent]) if parent >= 0 else last
+        out.tokens[num_nodes], out.probabilities[num_nodes] = last_token, entry.probability
         out.parents[num_nodes] = parent
         out.size = num_nodes + 1
-        # Its samples are those of its parent that go on with it.
+        # The samples of a node are those of its parent that are followed by its token.
         lookup = nodes[parent].lookup if parent >= 0 else 0
         looked_up_at = nodes[parent].looked_up_at if parent >= 0 else 0
-        here, said = _evidence_of(further, evidence, lookup), _texts_of(space, texts, lookup)
+        here, said = _samples_of(further, samples, lookup), _searched_texts(scratch, texts, lookup)
         from_first = nodes[parent].first if parent >= 0 else 0
-        from_count = nodes[parent].num_alive if parent >= 0 else num_samples(evidence)
-        first = nodes[num_nodes - 1].first + nodes[num_nodes - 1].num_alive if num_nodes > 0 else from_count
+        from_count = nodes[parent].num_matching if parent >= 0 else num_samples(samples)
+        first = nodes[num_nodes - 1].first + nodes[num_nodes - 1].num_matching if num_nodes > 0 else from_count
         count = 0
         for i in range(from_count):
-            alive[first + count] = alive[from_first + i]
-            count += next_token(here, alive[from_first + i], depth - looked_up_at, said) == before
-        follows = (parent < 0 or nodes[parent].follows == 1) and predicted_token(params, prediction, depth) == before
-        offered = child_of(found.forest, nodes[parent].offered if parent >= 0 else ROOT, before)
+            matching[first + count] = matching[from_first + i]
+            count += next_token(here, matching[from_first + i], depth - looked_up_at, said) == last_token
+        follows = (parent < 0 or nodes[parent].follows == 1) and predicted_token(
+            params, prediction, depth
+        ) == last_token
+        proposal_node = child_of(
+            candidates.proposals, nodes[parent].proposal_node if parent >= 0 else PROPOSAL_ROOT, last_token
+        )
         node = nodes[num_nodes]
-        node.depth, node.first, node.num_alive, node.follows = depth, first, count, int(follows)
-        node.offered, node.lookup, node.looked_up_at = offered, lookup, looked_up_at
+        node.depth, node.first, node.num_matching, node.follows = depth, first, count, int(follows)
+        node.proposal_node, node.lookup, node.looked_up_at = proposal_node, lookup, looked_up_at
         parent = num_nodes
         depth += 1
         num_nodes += 1
-    # Those left out come after those drafted: what is kept of a node has the node's number.
+    # Record the candidates that were left out after the nodes, so that the record of a node has the node's number.
     for place in range(-1, num_nodes):
         left_out = nodes[place].best if place >= 0 else best_of_all
-        if left_out != NOTHING:
-            _keep_once(space, left_out, judged, False)
+        if left_out != NO_TOKEN:
+            _record_once(scratch, left_out, scored, False)

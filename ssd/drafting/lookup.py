@@ -1,7 +1,10 @@
-"""What followed a context where it occurred before: a bounded sample of places, those that agree longest first.
+"""Find where the end of a context occurred before, and sample a bounded number of these occurrences.
 
-While the output repeats stored text word for word, the places that agreed longest at one step, moved on by the tokens
-that came since, are still there at the next one: comparing those few tokens takes the place of a search.
+Text that is searched: the request's own context, the recent text in the ring ("tail"), and the segments of the cache.
+Longer matches are preferred.
+
+While the output repeats stored text verbatim, the occurrences of one step, advanced by the new tokens, still match in
+the next step. Comparing these tokens then replaces a search.
 """
 
 from __future__ import annotations
@@ -45,40 +48,49 @@ from ssd.retrieval.lanes import (
 from ssd.retrieval.search import MAX_SCAN_HITS, pattern_length, scan
 from ssd.retrieval.snapshot import SnapshotRecord, segments_at
 
-NOTHING: Final = -1
-"""What follows the end of a sequence. Equal to SEPARATOR and to no token."""
+NO_TOKEN: Final = -1
+"""What follows the end of a sequence. Equal to SEPARATOR, and to no token."""
 
 MAX_LEVELS: Final = 3
-"""Match lengths whose evidence is compared: the longest of each source, then shorter ones by halves."""
+"""The maximum number of match lengths ("levels") that are compared.
+
+They are the longest match in the context, the longest match in the cache, and shorter ones by halves.
+"""
 
 ENOUGH_SUPPORT: Final = 16.0
-"""No shorter match is looked up once one has this many occurrences: it would only be less specific."""
+"""The number of occurrences from which no shorter match is looked up, because it would only be less specific."""
 
 MAX_SCANNED_SAMPLES: Final = 32
-"""Places taken from one scanned text (tail, own)."""
+"""The maximum number of occurrences sampled from one scanned text (the context or the recent text)."""
 
 MAX_SEGMENT_SAMPLES: Final = 24
-"""Places taken from all segments together, or one of each where there are more segments than that."""
+"""The maximum number of occurrences sampled from all segments together. One per segment if there are more segments."""
 
 MAX_SAMPLES: Final = 2 * MAX_SCANNED_SAMPLES + 2 * MAX_SEGMENT_SAMPLES
-_OWN_RECENCY: Final = 1 << 62
+_CONTEXT_RECENCY: Final = 1 << 62
 _TAIL_RECENCY: Final = 1 << 61
-_RING_RECENCY: Final = 1 << 60  # of ring-born segments; static ones are older than anything
+_RING_RECENCY: Final = 1 << 60  # segments that come from the ring; prebuilt ones are older than all else
 _SEGMENT_BITS: Final = 40
 IN_SEGMENT: Final = 0
 _IN_TAIL: Final = 1
-_OWN: Final = 2
+_IN_CONTEXT: Final = 2
 
 
-class Evidence(Record):
-    """Sampled places, MAX_SAMPLES at most; those of a longer match come before those of a shorter one.
+class MatchSamples(Record):
+    """Sampled occurrences of the end of a context, MAX_SAMPLES at most. Longer matches come first.
 
-    ``kind`` : where a place lies; ``at`` : address of the code there (segment) or the position (tail, own text);
-    ``width`` : bytes of a code (segment). ``recency`` : greater is later; own text after tail after segments.
-    ``weights`` : occurrences a sample stands for.
+    They are grouped in up to MAX_LEVELS match lengths, longest first. A sample belongs to the greatest match length
+    that it reaches.
 
-    Up to MAX_LEVELS match lengths, longest first: level i of ``num_levels`` has ``lengths[i]`` tokens and is the first
-    ``ends[i]`` samples.
+    Attributes:
+        kind: The kind of text of each sample: IN_SEGMENT, _IN_TAIL or _IN_CONTEXT.
+        at: The token after the match: its address in a segment, its position in the recent text or in the context.
+        width: The size of a token in bytes, in a segment.
+        recency: Greater means later. The context is later than the recent text, which is later than segments.
+        weights: The number of occurrences that a sample stands for.
+        num_levels: The number of match lengths.
+        lengths: The match length of each level, in tokens.
+        ends: For each level, the number of samples down to and including it.
     """
 
     kind: Annotated[Int64s, np.int64, MAX_SAMPLES]
@@ -91,19 +103,31 @@ class Evidence(Record):
     ends: Annotated[Int64s, np.int64, MAX_LEVELS]
 
 
-EVIDENCE_BYTES: Final = dtype_of(Evidence).itemsize
+MATCH_SAMPLES_BYTES: Final = dtype_of(MatchSamples).itemsize
 
 
-class Hits(Record):
-    """What a scan found: positions and agreeing lengths; and how many there are of each length."""
+class ScanHits(Record):
+    """The occurrences that a scan of one text found.
+
+    Attributes:
+        positions: The position after each match.
+        lengths: The length of each match.
+        counts: The number of matches of each length.
+    """
 
     positions: Annotated[Int64s, np.int64, MAX_SCAN_HITS]
     lengths: Annotated[Int64s, np.int64, MAX_SCAN_HITS]
     counts: Annotated[Int64s, np.int64, MAX_MATCH_LENGTH + 1]
 
 
-class Scanned(Record):
-    """Places of one scanned text. Those of level i end at ``ends[i]`` and stand for ``weights[i]`` occurrences each."""
+class SampledHits(Record):
+    """The occurrences sampled from one scanned text.
+
+    Attributes:
+        positions: The position after each match, in order of levels.
+        ends: For each level, the number of samples down to and including it.
+        weights: For each level, the number of occurrences that each of its samples stands for.
+    """
 
     positions: Annotated[Int64s, np.int64, MAX_SCANNED_SAMPLES]
     ends: Annotated[Int64s, np.int64, MAX_LEVELS]
@@ -111,27 +135,34 @@ class Scanned(Record):
 
 
 class LookupScratch(Record):
-    """Memory that lookups take turns with.
+    """Scratch memory that all lookups of a drafter share.
 
-    ``lanes`` : Lane[num_lanes], ``walkers`` : Walker[2 * num_lanes], ``patterns`` : uint8[PATTERNS_BYTES]. ``own``,
-    ``tail`` : what a scan found in them, of which ``own_taken`` and ``tail_taken`` are evidence.
+    Attributes:
+        num_lanes: The number of segments that there is room for.
+        lanes: Lane[num_lanes], the state of the binary search in each segment.
+        walkers: Walker[2 * num_lanes], the state of the range expansion in each segment.
+        patterns: uint8[PATTERNS_BYTES], the searched tokens in the encoding of each segment.
+        context_hits: The occurrences found in the context.
+        recent_hits: The occurrences found in the recent text of the ring.
+        context_samples: The samples of ``context_hits``.
+        recent_samples: The samples of ``recent_hits``.
     """
 
     num_lanes: Int64
     lanes: Address
     walkers: Address
     patterns: Address
-    own: Hits
-    tail: Hits
-    own_taken: Scanned
-    tail_taken: Scanned
+    context_hits: ScanHits
+    recent_hits: ScanHits
+    context_samples: SampledHits
+    recent_samples: SampledHits
 
 
-evidence_at = view_of(Evidence)
+match_samples_at = view_of(MatchSamples)
 
 
-class Texts(NamedTuple):
-    """The scanned texts: the request's own, and the ring with the bounds of its tail."""
+class SearchedTexts(NamedTuple):
+    """The texts that are scanned: the context, and the ring with the bounds of its recent text."""
 
     context: TokenIds
     ring: TokenIds
@@ -140,77 +171,82 @@ class Texts(NamedTuple):
 
 
 @inlined
-def texts_of(context: TokenIds, snapshot: SnapshotRecord) -> Texts:
-    """A context and the ring of a snapshot."""
-    return Texts(context, int32_array(snapshot.ring, snapshot.ring_size), snapshot.tail_start, snapshot.tail_stop)
+def searched_texts(context: TokenIds, snapshot: SnapshotRecord) -> SearchedTexts:
+    """Return a context together with the ring of a snapshot."""
+    return SearchedTexts(
+        context, int32_array(snapshot.ring, snapshot.ring_size), snapshot.tail_start, snapshot.tail_stop
+    )
 
 
 @inlined
-def token_before(texts: Texts) -> int:
-    """The token before the context's last one, NOTHING where there is none."""
+def token_before(texts: SearchedTexts) -> int:
+    """Return the token before the last token of the context; NO_TOKEN if there is none."""
     n = len(texts.context)
-    return int(texts.context[n - 2]) if n > 1 else NOTHING
+    return int(texts.context[n - 2]) if n > 1 else NO_TOKEN
 
 
 @inlined
-def num_samples(evidence: Evidence) -> int:
-    """Samples of all levels."""
-    return int(evidence.ends[evidence.num_levels - 1]) if evidence.num_levels > 0 else 0
+def num_samples(samples: MatchSamples) -> int:
+    """Return the number of samples of all levels."""
+    return int(samples.ends[samples.num_levels - 1]) if samples.num_levels > 0 else 0
 
 
 @inlined
-def next_token(evidence: Evidence, sample: int, depth: int, texts: Texts) -> int:
-    """The token ``depth`` places after a sample's, NOTHING where its sequence ends.
+def next_token(samples: MatchSamples, sample: int, depth: int, texts: SearchedTexts) -> int:
+    """Return the token ``depth`` tokens after a sample's match; NO_TOKEN if its sequence has ended.
 
-    Not asked again after NOTHING. Own text that reaches the context's end goes on from its own begin, as in LZ77:
-    repetition is taken to go on.
+    Must not be called with a greater depth after it returned NO_TOKEN. A match in the context that reaches the
+    context's end continues from the matched position, as in LZ77, because repetition probably continues.
     """
-    kind, at = evidence.kind[sample], evidence.at[sample]
+    kind, at = samples.kind[sample], samples.at[sample]
     if kind == IN_SEGMENT:
-        width = evidence.width[sample]
+        width = samples.width[sample]
         code = load_uint32(at + width * depth) & ((1 << (8 * width)) - 1)
         return code - 1  # type: ignore[no-any-return]
     if kind == _IN_TAIL:
         if at + depth >= texts.tail_stop:
-            return NOTHING
+            return NO_TOKEN
         return int(texts.ring[(at + depth) & (len(texts.ring) - 1)])
     n = len(texts.context)
     return int(texts.context[at + depth if at + depth < n else at + depth % (n - at)])
 
 
 @inlined
-def move_sample(evidence: Evidence, sample: int, tokens: int) -> None:
-    """Put a sample ``tokens`` places further; its sequence must not end before."""
-    evidence.at[sample] += tokens * (evidence.width[sample] if evidence.kind[sample] == IN_SEGMENT else 1)
+def advance_sample(samples: MatchSamples, sample: int, tokens: int) -> None:
+    """Move a sample ``tokens`` tokens ahead. Its sequence must not end before."""
+    samples.at[sample] += tokens * (samples.width[sample] if samples.kind[sample] == IN_SEGMENT else 1)
 
 
 @inlined
-def origin_of(recency: int) -> int:
-    """Where a place lies that is not own text, by its recency: 0 static segment, 1 segment born in the ring, 2 tail."""
+def index_source_of(recency: int) -> int:
+    """Return the source of a sample from the cache, given its recency.
+
+    It is 0 for a prebuilt segment, 1 for another segment, and 2 for recent text.
+    """
     return int(recency >= _RING_RECENCY) + int(recency >= _TAIL_RECENCY)
 
 
 @inlined
-def own_position(recency: int) -> int:
-    """Where in the context a place of the request's own text lies, by its recency."""
-    return int(recency - _OWN_RECENCY)
+def context_position(recency: int) -> int:
+    """Return the position in the context of a sample from the context, by its recency."""
+    return int(recency - _CONTEXT_RECENCY)
 
 
 @inlined
-def is_lost(evidence: Evidence, sample: int, texts: Texts) -> bool:
-    """Whether a place of the tail is no longer in it."""
-    return bool(evidence.kind[sample] == _IN_TAIL and evidence.at[sample] < texts.tail_start)
+def has_left_ring(samples: MatchSamples, sample: int, texts: SearchedTexts) -> bool:
+    """Return whether a sample of the recent text is no longer part of it."""
+    return bool(samples.kind[sample] == _IN_TAIL and samples.at[sample] < texts.tail_start)
 
 
 @inlined
-def is_own(evidence: Evidence, sample: int) -> bool:
-    """Whether a sample comes from the request's own text."""
-    return bool(evidence.kind[sample] == _OWN)
+def is_from_context(samples: MatchSamples, sample: int) -> bool:
+    """Return whether a sample comes from the request's own context."""
+    return bool(samples.kind[sample] == _IN_CONTEXT)
 
 
 @inlined
-def _count_lengths(hits: Hits, found: int, longest: int) -> int:
-    """Count the first ``found`` hits by their lengths, up to ``longest``; the longest there is."""
+def _count_lengths(hits: ScanHits, found: int, longest: int) -> int:
+    """Count the first ``found`` hits by length, up to ``longest``, and return the greatest length."""
     hits.counts[: longest + 1] = 0
     most = 0
     for i in range(found):
@@ -220,13 +256,13 @@ def _count_lengths(hits: Hits, found: int, longest: int) -> int:
 
 
 @kernel
-def _choose_scanned(
-    hits: Hits, found: int, longest: int, num_possible: int, evidence: Evidence, scanned: Scanned
+def _sample_hits(
+    hits: ScanHits, found: int, longest: int, num_possible: int, samples: MatchSamples, scanned: SampledHits
 ) -> None:
-    """Choose of each level the most recent hits that agree on its length or more but fewer than the level before."""
+    """Sample the most recent hits of each level: those that match its length, but not that of the level before."""
     taken, below = 0, longest + 1
     for level in range(num_possible):
-        length, new = evidence.lengths[level], 0
+        length, new = samples.lengths[level], 0
         if found > 0:
             for agreeing in range(length, below):
                 new += hits.counts[agreeing]
@@ -243,51 +279,74 @@ def _choose_scanned(
 
 
 @kernel
-def _scan(
+def _scan_texts(
     searched: SnapshotRecord,
     context: TokenIds,
     longest: int,
     in_segments: int,
     min_length: int,
     scratch: LookupScratch,
-    evidence: Evidence,
+    samples: MatchSamples,
 ) -> int:
-    """Say how many levels there may be, now that the longest match in segments is known; scan the other texts."""
-    ring, own, tail = int32_array(searched.ring, searched.ring_size), scratch.own, scratch.tail
+    """Scan the context and the recent text, and choose the match lengths of the levels.
+
+    Args:
+        searched: The snapshot.
+        context: The context, int32[n].
+        longest: The maximum match length.
+        in_segments: The length of the longest match in the segments.
+        min_length: The minimum match length.
+        scratch: Receives the hits and the samples.
+        samples: Receives the match lengths.
+
+    Returns:
+        The number of levels.
+    """
+    ring, own, tail = int32_array(searched.ring, searched.ring_size), scratch.context_hits, scratch.recent_hits
     num_own = scan(context, 0, len(context) - 1, context, longest, own.positions, own.lengths)
     own_length = _count_lengths(own, num_own, longest)
     num_tail = scan(ring, searched.tail_start, searched.tail_stop, context, longest, tail.positions, tail.lengths)
     index_length = max(in_segments, _count_lengths(tail, num_tail, longest))
     length, other, num_possible = max(own_length, index_length), min(own_length, index_length), 0
     while length >= max(1, min_length) and num_possible < MAX_LEVELS:
-        evidence.lengths[num_possible] = length
+        samples.lengths[num_possible] = length
         num_possible += 1
         shorter = min(length - 1, length // 2)
-        # The other source's own longest match is a level of its own: nothing more specific is known from there.
+        # The longest match in the other text is a level too: that text has nothing more specific.
         length = other if shorter < other < length else shorter
-    _choose_scanned(own, num_own, longest, num_possible, evidence, scratch.own_taken)
-    _choose_scanned(tail, num_tail, longest, num_possible, evidence, scratch.tail_taken)
+    _sample_hits(own, num_own, longest, num_possible, samples, scratch.context_samples)
+    _sample_hits(tail, num_tail, longest, num_possible, samples, scratch.recent_samples)
     return num_possible
 
 
 @inlined
-def _take_scanned(scanned: Scanned, level: int, kind: int, recency: int, evidence: Evidence, size: int) -> int:
-    """Add the chosen hits of a level to the first ``size`` samples; how many there are then."""
+def _add_hits(scanned: SampledHits, level: int, kind: int, recency: int, samples: MatchSamples, size: int) -> int:
+    """Append the samples of one level from a scanned text, and return the new number of samples."""
     for i in range(scanned.ends[level - 1] if level > 0 else 0, scanned.ends[level]):
-        evidence.kind[size] = kind
-        evidence.at[size], evidence.width[size] = scanned.positions[i], 1
-        evidence.recency[size] = np.int64(recency) + scanned.positions[i]
-        evidence.weights[size] = scanned.weights[level]
+        samples.kind[size] = kind
+        samples.at[size], samples.width[size] = scanned.positions[i], 1
+        samples.recency[size] = np.int64(recency) + scanned.positions[i]
+        samples.weights[size] = scanned.weights[level]
         size += 1
     return size
 
 
 @kernel
-def _take_segments(lanes: Lanes, walkers: Walkers, num_lanes: int, taken: int, evidence: Evidence, size: int) -> int:
-    """Add the places that were new at the last widening, evenly strided if they are too many, to the first ``size``.
+def _add_segment_matches(
+    lanes: Lanes, walkers: Walkers, num_lanes: int, taken: int, samples: MatchSamples, size: int
+) -> int:
+    """Append samples of the occurrences that the last range expansion added, and return the new number of samples.
 
-    ``taken`` : places of segments that are there already. Returns how many samples there are then. Only where their
-    ranks lie: ``_resolve`` says where the places are, once that has been brought near.
+    Occurrences are chosen evenly spaced if there are too many. Only the address of their rank is written;
+    `_locate_segment_matches` reads the position once the prefetch has arrived.
+
+    Args:
+        lanes: The state of the search in each segment.
+        walkers: The state of the range expansion in each segment.
+        num_lanes: The number of segments.
+        taken: The number of samples from segments so far.
+        samples: Receives the samples.
+        size: The number of samples so far.
     """
     new = 0
     for lane in range(num_lanes):
@@ -300,50 +359,51 @@ def _take_segments(lanes: Lanes, walkers: Walkers, num_lanes: int, taken: int, e
         here = num_new(walkers, lane)
         if here == 0:
             continue
-        samples = (here + stride - 1) // stride
-        if taken + samples > 2 * MAX_SEGMENT_SAMPLES:
+        num_here = (here + stride - 1) // stride
+        if taken + num_here > 2 * MAX_SEGMENT_SAMPLES:
             continue
-        for i in range(samples):
-            number = i if stride == 1 else i * here // samples
-            evidence.kind[size], evidence.recency[size] = IN_SEGMENT, lane
-            evidence.at[size] = rank_address(lanes[lane], new_rank(lanes, walkers, lane, number))
-            prefetch(evidence.at[size])
-            evidence.weights[size] = here / samples
+        for i in range(num_here):
+            number = i if stride == 1 else i * here // num_here
+            samples.kind[size], samples.recency[size] = IN_SEGMENT, lane
+            samples.at[size] = rank_address(lanes[lane], new_rank(lanes, walkers, lane, number))
+            prefetch(samples.at[size])
+            samples.weights[size] = here / num_here
             size += 1
-        taken += samples
+        taken += num_here
     return size
 
 
 @kernel
-def _resolve(lanes: Lanes, num_static: int, first: int, size: int, evidence: Evidence) -> None:
-    """Say where the samples ``[first, size)`` of segments lie, and have what follows there brought near."""
+def _locate_segment_matches(lanes: Lanes, num_static: int, first: int, size: int, samples: MatchSamples) -> None:
+    """Turn the ranks of samples ``[first, size)`` into addresses of tokens, and prefetch these."""
     for sample in range(first, size):
-        number = evidence.recency[sample]
+        number = samples.recency[sample]
         lane, base = lanes[number], np.int64(_RING_RECENCY if number >= num_static else 0)
-        position = min(load_uint32(evidence.at[sample]), lane.num_tokens)
-        evidence.at[sample], evidence.width[sample] = code_address(lane, position), lane.width
-        prefetch(evidence.at[sample])
-        evidence.recency[sample] = base + (np.int64(number) << _SEGMENT_BITS) + position
+        position = min(load_uint32(samples.at[sample]), lane.num_tokens)
+        samples.at[sample], samples.width[sample] = code_address(lane, position), lane.width
+        prefetch(samples.at[sample])
+        samples.recency[sample] = base + (np.int64(number) << _SEGMENT_BITS) + position
 
 
 @kernel
-def look_up(
+def sample_matches(
     searched: SnapshotRecord,
     scratch: LookupScratch,
     context: TokenIds,
     max_length: int,
     min_length: int,
-    evidence: Evidence,
+    samples: MatchSamples,
 ) -> None:
-    """Sample the places where the last tokens of a context stand, in itself and in the index, at some match lengths.
+    """Sample the occurrences of the end of a context in itself and in the cache, at several match lengths.
 
-    The levels are the longest match of own text and index, then shorter ones by halves and the longest of the other,
-    until one has ENOUGH_SUPPORT occurrences, MAX_LEVELS at most.
+    The levels are the longest match in the context, the longest match in the cache, and shorter ones by halves, until
+    one has ENOUGH_SUPPORT occurrences; MAX_LEVELS at most.
 
-    Up to MAX_SCANNED_SAMPLES places of own text and of the tail are taken, the most recent of each level, and up to
-    MAX_SEGMENT_SAMPLES in segments, evenly strided over those of a level; each stands for as many as were left out.
+    Up to MAX_SCANNED_SAMPLES occurrences come from the context and from the recent text each, the most recent of each
+    level, and up to MAX_SEGMENT_SAMPLES from segments, evenly spaced over those of a level. Each sample stands for the
+    occurrences that were left out.
     """
-    evidence.num_levels, longest = 0, pattern_length(context, max_length)
+    samples.num_levels, longest = 0, pattern_length(context, max_length)
     if longest < min_length:
         return
     num_lanes = searched.num_segments
@@ -352,39 +412,39 @@ def look_up(
     open_lanes(segments, context, longest, scratch.patterns, lanes, walkers)
     search_lanes(lanes, num_lanes)
     in_segments = longest_in_lanes(lanes, num_lanes)
-    num_possible = _scan(searched, context, longest, in_segments, min_length, scratch, evidence)
+    num_possible = _scan_texts(searched, context, longest, in_segments, min_length, scratch, samples)
     size, taken, support = 0, 0, 0.0
     for level in range(num_possible):
         if support >= ENOUGH_SUPPORT:
             break
         for lane in range(num_lanes):
-            ask_to_widen(lanes[lane], evidence.lengths[level])
+            ask_to_widen(lanes[lane], samples.lengths[level])
         widen(lanes, walkers, num_lanes, MAX_SEGMENT_SAMPLES)
         begin = size
-        size = _take_scanned(scratch.own_taken, level, _OWN, _OWN_RECENCY, evidence, size)
-        size = _take_scanned(scratch.tail_taken, level, _IN_TAIL, _TAIL_RECENCY, evidence, size)
+        size = _add_hits(scratch.context_samples, level, _IN_CONTEXT, _CONTEXT_RECENCY, samples, size)
+        size = _add_hits(scratch.recent_samples, level, _IN_TAIL, _TAIL_RECENCY, samples, size)
         scanned = size
-        size = _take_segments(lanes, walkers, num_lanes, taken, evidence, size)
+        size = _add_segment_matches(lanes, walkers, num_lanes, taken, samples, size)
         taken += size - scanned
         for sample in range(begin, size):
-            support += evidence.weights[sample]
-        evidence.ends[level] = size
-        evidence.num_levels = level + 1
-        _resolve(lanes, searched.num_static, scanned, size, evidence)
+            support += samples.weights[sample]
+        samples.ends[level] = size
+        samples.num_levels = level + 1
+        _locate_segment_matches(lanes, searched.num_static, scanned, size, samples)
 
 
-MAX_FOLLOWED: Final = 8
-"""Places kept: those of the longest match, the first of them."""
+MAX_SAVED: Final = 8
+"""The maximum number of occurrences that are saved for the next step: the first ones of the longest match."""
 
-_COMPARED: Final = 8  # last tokens by which a context is known again
+_COMPARED: Final = 8  # the number of last tokens that identify a context
 _WEIGHT_ONE: Final = 65536.0
 
-NO_TABLE: Final = -1
-"""The number of no segment table: nothing is kept."""
+NO_SEGMENT_TABLE: Final = -1
+"""The number of no segment table. It marks an empty cursor."""
 
 
-class FollowedPlace(Record):
-    """A sample, see `lookup.Evidence`. ``weight`` : in units of 2^-16."""
+class SavedMatch(Record):
+    """A sample as in `MatchSamples`; ``weight`` is in units of 2^-16."""
 
     kind: Int64
     at: Int64
@@ -393,24 +453,29 @@ class FollowedPlace(Record):
     weight: Int64
 
 
-class Followed(Record):
-    """Places kept from one step to the next.
+class MatchCursor(Record):
+    """The occurrences that are saved from one step to the next.
 
-    ``table`` : number of the segment table they are in. ``length`` : of the context they were kept for, ``ends_with`` :
-    a number of its last tokens. ``agreeing`` : tokens that agreed before them.
+    Attributes:
+        table: The number of the segment table that they refer to; NO_SEGMENT_TABLE if none are saved.
+        length: The length of the context that they were found for.
+        ends_with: A hash of the last tokens of that context.
+        match_length: The length of the match.
+        count: The number of saved occurrences.
+        matches: The saved occurrences.
     """
 
     table: Int64
     length: Int64
     ends_with: Int64
-    agreeing: Int64
+    match_length: Int64
     count: Int64
-    places: Annotated[Sequence[FollowedPlace], FollowedPlace, MAX_FOLLOWED]
+    matches: Annotated[Sequence[SavedMatch], SavedMatch, MAX_SAVED]
 
 
 @inlined
 def _end_of(context: TokenIds, length: int) -> int:
-    """A number of the last tokens of ``context[:length]``: another context has another, most probably."""
+    """Return a hash of the last tokens of ``context[:length]``."""
     number = np.int64(length)
     for i in range(max(0, length - _COMPARED), length):
         number = (number * 1_000_003) ^ np.int64(context[i])
@@ -418,50 +483,59 @@ def _end_of(context: TokenIds, length: int) -> int:
 
 
 @kernel
-def follow(followed: Followed, table: int, texts: Texts, max_length: int, evidence: Evidence) -> None:
-    """Make the places kept that went on as the context did the evidence: 1 level, or none when a search is needed.
+def resume_matches(
+    cursor: MatchCursor, table: int, texts: SearchedTexts, max_length: int, samples: MatchSamples
+) -> None:
+    """Reuse the saved occurrences that continued as the context did, as one level of samples.
 
-    ``table`` : number of the segment table; places in another are not looked at, nor for a context that does not go on
-    from the one they were kept for, nor places that the tail has lost since. The level is as sure as one that a search
-    finds: at least ``max_length`` tokens agree.
+    There is no level if a search is needed: if the segment table has changed, if the context does not extend the one
+    that was searched, or if none of the occurrences still matches. A level is as reliable as a searched one: at least
+    ``max_length`` tokens match.
+
+    Args:
+        cursor: The saved occurrences.
+        table: The number of the current segment table.
+        texts: The scanned texts.
+        max_length: The maximum match length.
+        samples: Receives the occurrences.
     """
-    evidence.num_levels = 0
-    size, first = 0, followed.length
+    samples.num_levels = 0
+    size, first = 0, cursor.length
     grown = len(texts.context) - first
-    if followed.table != table or grown < 0 or followed.agreeing + grown < max_length:
+    if cursor.table != table or grown < 0 or cursor.match_length + grown < max_length:
         return
-    if _end_of(texts.context, first) != followed.ends_with:
+    if _end_of(texts.context, first) != cursor.ends_with:
         return
-    for i in range(followed.count):
-        place = followed.places[i]
-        evidence.kind[size], evidence.at[size], evidence.width[size] = place.kind, place.at, place.width
-        evidence.recency[size], evidence.weights[size] = place.recency, place.weight / _WEIGHT_ONE
-        if is_lost(evidence, size, texts):
+    for i in range(cursor.count):
+        place = cursor.matches[i]
+        samples.kind[size], samples.at[size], samples.width[size] = place.kind, place.at, place.width
+        samples.recency[size], samples.weights[size] = place.recency, place.weight / _WEIGHT_ONE
+        if has_left_ring(samples, size, texts):
             continue
         depth = 0
         while depth < grown:
-            token = next_token(evidence, size, depth, texts)
+            token = next_token(samples, size, depth, texts)
             if token < 0 or token != texts.context[first + depth]:
                 break
             depth += 1
         if depth == grown:
-            move_sample(evidence, size, grown)
+            advance_sample(samples, size, grown)
             size += 1
-    evidence.lengths[0], evidence.ends[0] = min(max_length, followed.agreeing + grown), size
-    evidence.num_levels = 1 if size > 0 else 0
+    samples.lengths[0], samples.ends[0] = min(max_length, cursor.match_length + grown), size
+    samples.num_levels = 1 if size > 0 else 0
 
 
 @kernel
-def keep(followed: Followed, table: int, texts: Texts, evidence: Evidence) -> None:
-    """Keep the places of the longest match for the next step."""
-    followed.table = NO_TABLE
-    if evidence.num_levels == 0:
+def save_matches(cursor: MatchCursor, table: int, texts: SearchedTexts, samples: MatchSamples) -> None:
+    """Save the occurrences of the longest match for the next step."""
+    cursor.table = NO_SEGMENT_TABLE
+    if samples.num_levels == 0:
         return
-    count = min(evidence.ends[0], MAX_FOLLOWED)
+    count = min(samples.ends[0], MAX_SAVED)
     for i in range(count):
-        place = followed.places[i]
-        place.kind, place.at, place.width = evidence.kind[i], evidence.at[i], evidence.width[i]
-        place.recency, place.weight = evidence.recency[i], int(evidence.weights[i] * _WEIGHT_ONE)
+        place = cursor.matches[i]
+        place.kind, place.at, place.width = samples.kind[i], samples.at[i], samples.width[i]
+        place.recency, place.weight = samples.recency[i], int(samples.weights[i] * _WEIGHT_ONE)
     length = len(texts.context)
-    followed.table, followed.length, followed.ends_with = table, length, _end_of(texts.context, length)
-    followed.agreeing, followed.count = evidence.lengths[0], count
+    cursor.table, cursor.length, cursor.ends_with = table, length, _end_of(texts.context, length)
+    cursor.match_length, cursor.count = samples.lengths[0], count

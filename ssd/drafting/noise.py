@@ -1,26 +1,24 @@
-"""The noise that sampled tokens are drawn with, and which keys a sequence draws it with.
+"""Compute the Gumbel noise that sampled tokens are drawn with.
 
-A key is 64 bits, and gives every token of the vocabulary its noise.
+A token is drawn with a 64-bit **key**, which gives every token of the vocabulary its noise. No stateful random
+generator is involved. So a sampled token does not depend on how many tokens were drafted before it, on the batch it ran
+in, or on the number of steps: the output is the same with and without speculation. And a drafter that knows the key
+knows the noise before the target has computed its logits.
 
-Nothing is drawn from a stateful generator, so a token does not depend on how many tokens were drafted before it, on
-the batch it ran in or on the steps it took: speculation on and off give the same tokens. And whoever knows the key
-knows the noise before the target has spoken.
+The generator is SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators", figure 15): its
+state is a counter, so its n-th output is ``mix(key + (n + 1) * GAMMA)`` at once.
 
-The generator is SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators", figure 15):
-its state is a counter, so its n-th output is ``mix(key + (n + 1) * GAMMA)`` at once.
+There are two kinds of keys. A **seeded** key is a function of the seed, the choice index and the position: one seed
+gives one output. A **coupled** key belongs to noise that all requests of a stream share: it is a function of a secret,
+the stream, the last ``window`` tokens, and how often these tokens have occurred in the text already, prompt and output.
+So two requests draw with the same noise where their texts agree, and then sample the same token as often as their
+distributions allow (Daliri, Musco, Suresh 2024, arXiv 2408.07978, for the Gumbel coupling). What one request generated
+can be drafted for the other. Occurrences in the prompt count because the prompt may contain earlier output of the same
+stream: the turns of a conversation then share no key.
 
-A sequence draws with noise of a seed, or coupled with that of other requests.
-
-A key says where its noise is used. Of a *seed* it is a function of seed, choice and position: one seed gives one
-output. *Coupled* noise is that of a stream, which many requests share: its key is a function of a secret, the stream,
-the last ``window`` tokens and how often these have stood in its text already, prompt and output. So two requests draw
-with the same noise where they say the same, and then choose the same token as often as their distributions allow
-(Daliri, Musco, Suresh 2024, arXiv 2408.07978, for the Gumbel coupling); what one said can be drafted for the other. The
-prompt counts because it may hold what the same stream said before: the turns of a conversation then share no key.
-
-Either way the keys of one sequence are all different, each is a function of what came before, and noise at different
-keys is independent: given what came before, every token is drawn with noise that nothing before it depends on, so it
-has the model's law. ``docs/coupled-sampling.md`` has the argument in full.
+In both cases all keys of one sequence are different, each key is a function of the preceding text, and noise at
+different keys is independent. So each token is drawn, given the preceding text, with noise that nothing before it
+depends on, and it follows the model's distribution. ``docs/coupled-sampling.md`` has the full argument.
 """
 
 from __future__ import annotations
@@ -51,19 +49,19 @@ GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 
 MIX_2 = 0x94D049BB133111EB
-"""SplitMix64's increment and multipliers."""
+"""The increment and the multipliers of SplitMix64."""
 
 UInt64 = npt.NDArray[np.uint64]
 
 UInt = Any
-"""Numba's uint64, which Python has no type for."""
+"""Numba's uint64, which has no Python type."""
 
 _TO_UNIT: Final = 2.0**-53
 _BITS: Final = 0xFFFFFFFFFFFFFFFF
 
 
 def request_key(seed: int, choice_index: int) -> int:
-    """What all keys of one sequence are derived from, see `key_at`: 64 bits. A microsecond."""
+    """Return the 64 bits that all keys of a sequence are derived from, see `key_at`. Takes a microsecond."""
     return _mix_int((_mix_int((seed + GAMMA) & _BITS) ^ choice_index) + GAMMA & _BITS)
 
 
@@ -75,7 +73,7 @@ def _mix_int(z: int) -> int:
 
 @inlined
 def mixed(z: UInt) -> UInt:
-    """For kernels: SplitMix64's output function."""
+    """Apply the output function of SplitMix64. For kernels."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
     return z ^ (z >> np.uint64(31))
@@ -83,35 +81,46 @@ def mixed(z: UInt) -> UInt:
 
 @inlined
 def key_at(request: UInt, place: UInt) -> UInt:
-    """For kernels: the key of a place, 64 bits that tell it from all others of the sequence, from its `request_key`."""
+    """Return the key of a place, which differs from those of all other places of the sequence. For kernels.
+
+    Args:
+        request: The sequence's `request_key`.
+        place: The position, or a `coupled_place`.
+    """
     return mixed((request ^ np.uint64(place)) + np.uint64(GAMMA))
 
 
 @inlined
 def gumbel_at(key: UInt, token: int) -> float:
-    """For kernels: the noise of one token at a key; what `gumbel_noise` of ssd.model.sampling.sampler says, but for
-    rounding of the logarithm.
+    """Return the noise of one token at a key. For kernels.
+
+    It equals `gumbel_noise` of ssd.model.sampling.sampler except for the rounding of the logarithm.
     """
     bits = mixed(key + np.uint64(token + 1) * np.uint64(GAMMA)) >> np.uint64(11)
     return float(-math.log(-math.log((np.float64(bits) + 0.5) * _TO_UNIT)))
 
 
 WINDOW: Final = 8
-"""Tokens that a coupled key depends on, where nothing else is asked for."""
+"""The default number of tokens that a coupled key depends on."""
 
 _FIRST_SLOTS: Final = 64
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
 
 class NoiseRecord(Record):
-    """What the keys of one sequence are made of.
+    """The state that the keys of one sequence are computed from.
 
-    ``request`` : its `request_key`. ``window`` : tokens that a key depends on, 0 where it depends on the position.
-    ``counted`` : tokens of the text whose contexts are counted. ``table`` : uint64[2 * num_slots], by open addressing
-    pairs of the hash of a context, 0 for none, and how often it has occurred; ``num_slots`` is a power of two.
-    ``first`` : tokens of the prompt; those after it are drawn. ``drawn`` : uint64[num_slots / 2, 2], of each token
-    drawn among those counted its key and itself. ``taken`` : of so many of them a drafter has taken note; ``run`` : so
-    many of the last of these it had known, see `keyed_choices`.
+    Attributes:
+        request: The sequence's `request_key`.
+        window: The number of tokens that a coupled key depends on; 0 for seeded keys.
+        counted: The number of tokens whose preceding context has been counted.
+        first: The number of prompt tokens; the tokens after them are sampled.
+        num_slots: The number of slots of ``table``, a power of two.
+        table: uint64[2 * num_slots], a hash table with open addressing: pairs of a context's hash (0 for an empty slot)
+            and the number of its occurrences.
+        drawn: uint64[num_slots / 2, 2], the key and the token of each sampled token that has been counted.
+        num_learned: The number of sampled tokens that the sample cache has seen.
+        run_length: The number of the last of these, in a row, that were in the sample cache. See `sample_cache`.
     """
 
     request: Uint64
@@ -121,8 +130,8 @@ class NoiseRecord(Record):
     num_slots: Int64
     table: Address
     drawn: Address
-    taken: Int64
-    run: Int64
+    num_learned: Int64
+    run_length: Int64
 
 
 noise_at = view_of(NoiseRecord)
@@ -130,10 +139,15 @@ noise_at = view_of(NoiseRecord)
 
 @inlined
 def hash_behind(window: int, context: TokenIds, length: int, tokens: TokenIds, parents: TokenIds, node: int) -> UInt:
-    """Of the last ``window`` tokens behind a node of a draft: 64 bits, not 0. O(window).
+    """Return a hash of the last ``window`` tokens before a node of a draft: 64 bits, not 0. O(window).
 
-    ``length`` : tokens of ``context``. ``tokens``, ``parents`` : of the draft, -1 is its beginning; of a chain no
-    parents. ``node`` : -1 for the end of the context.
+    Args:
+        window: The number of tokens.
+        context: The text before the draft.
+        length: The number of tokens in ``context``.
+        tokens: The draft tokens.
+        parents: The parents of a tree, -1 for the end of the context; empty for a chain.
+        node: The last token to hash; -1 for the end of the context.
     """
     found, left, is_chain = np.uint64(0), window, len(parents) == 0
     while node >= 0 and left > 0:
@@ -146,7 +160,7 @@ def hash_behind(window: int, context: TokenIds, length: int, tokens: TokenIds, p
 
 @inlined
 def _slot_of(table: UInt64, num_slots: int, found: UInt) -> int:
-    """Where a hash is counted, or would be."""
+    """Return the slot where a hash is counted, or would be."""
     slot = np.int64(found & np.uint64(num_slots - 1))
     while table[2 * slot] != np.uint64(0) and table[2 * slot] != found:
         slot = (slot + 1) & (num_slots - 1)
@@ -155,32 +169,32 @@ def _slot_of(table: UInt64, num_slots: int, found: UInt) -> int:
 
 @inlined
 def times_counted(noise: NoiseRecord, found: UInt) -> int:
-    """How often a context has occurred in the text that is counted. O(1)."""
+    """Return how often a context has occurred in the counted text. O(1)."""
     table = uint64_array(noise.table, 2 * noise.num_slots)
     return np.int64(table[2 * _slot_of(table, noise.num_slots, found) + 1])  # type: ignore[return-value]
 
 
 @inlined
 def coupled_place(found: UInt, times: int) -> UInt:
-    """The place, see `key_at`, of a context that has occurred so often before."""
+    """Return the place, for `key_at`, of a context that has occurred this often before."""
     return mixed(found + np.uint64(times + 1) * np.uint64(GAMMA))
 
 
 @inlined
 def num_drawn(noise: NoiseRecord) -> int:
-    """How many tokens were drawn of the text that is counted."""
+    """Return the number of sampled tokens in the counted text."""
     return max(0, noise.counted - noise.first)
 
 
 @inlined
 def drawn_tokens(noise: NoiseRecord) -> UInt64:
-    """Of each token drawn its key and itself, one after the other: uint64[2 * num_drawn]."""
+    """Return the key and the token of each sampled token, one after another: uint64[2 * num_drawn]."""
     return uint64_array(noise.drawn, 2 * num_drawn(noise))
 
 
 @kernel
 def _count(noise_address: int, context: TokenIds) -> None:
-    """Count the contexts of all tokens of a text that are not counted yet."""
+    """Count the contexts of the tokens that have not been counted yet."""
     noise = noise_at(noise_address)
     table = uint64_array(noise.table, 2 * noise.num_slots)
     drawn = uint64_array(noise.drawn, noise.num_slots)
@@ -198,11 +212,11 @@ def _count(noise_address: int, context: TokenIds) -> None:
 
 @kernel
 def _keys(noise_address: int, context: TokenIds, tokens: TokenIds, parents: TokenIds) -> UInt64:
-    """The key behind the context and behind each token of a draft: uint64[1 + tokens]."""
+    """Return the keys after the context and after each draft token: uint64[1 + tokens]."""
     noise, num_keys, length = noise_at(noise_address), 1 + len(tokens), len(context)
     window, is_chain = noise.window, len(parents) == 0
     keys, depths = np.empty(num_keys, np.uint64), np.empty(num_keys, np.int64)
-    uncounted = noise.counted  # what follows are a draft model's own tokens, say
+    uncounted = noise.counted  # the tokens after these are, for example, a draft model's own
     earlier = np.empty(max(0, length - uncounted), np.uint64)
     if window > 0:
         for i in range(len(earlier)):
@@ -238,10 +252,10 @@ def _seeded_keys(requests: UInt64, lengths: Int64s, width: int) -> UInt64:
 
 
 class SequenceNoise:
-    """The noise of one sequence: made by `seeded` or `coupled`. ``address`` : of its `NoiseRecord`, for kernels."""
+    """The noise of one sequence, created by `seeded` or `coupled`. ``address`` is that of its `NoiseRecord`."""
 
     def __init__(self, seed: int, number: int, window: int = 0, prompt_length: int = 0) -> None:
-        """Use `seeded` or `coupled`."""
+        """Create the noise. Use `seeded` or `coupled` instead."""
         self._memory = Records(NoiseRecord)
         self._record, self.address = self._memory[0], self._memory.address
         self._record.request, self._record.window = request_key(seed, number), window
@@ -253,32 +267,44 @@ class SequenceNoise:
 
     @classmethod
     def seeded(cls, seed: int, choice_index: int = 0) -> SequenceNoise:
-        """Noise of a seed, any 64 bits. ``choice_index`` : of several outputs of one seed, below 2^32."""
+        """Return the noise of a seed.
+
+        Args:
+            seed: Any 64 bits.
+            choice_index: The number of the output, if one request has several; below 2^32.
+        """
         return cls(seed, choice_index)
 
     @classmethod
     def coupled(cls, secret: int, stream: int, window: int = WINDOW, *, prompt_length: int = 0) -> SequenceNoise:
-        """Noise that all sequences of one secret, any 64 bits, and one stream, below 2^32, share.
+        """Return the noise that all sequences with this secret and stream share.
 
-        ``window`` : tokens that it depends on, >= 1. ``prompt_length`` : those of its text that nobody drew.
+        Args:
+            secret: Any 64 bits.
+            stream: The number of the stream, below 2^32.
+            window: The number of tokens that a key depends on, >= 1.
+            prompt_length: The number of prompt tokens, which are not sampled.
         """
         assert window >= 1
         return cls(secret, stream, window, prompt_length)
 
     @property
     def is_coupled(self) -> bool:
-        """Whether other sequences draw with the same noise where they say the same."""
+        """Return whether other sequences draw with the same noise where their texts agree."""
         return self._record.window > 0
 
     @property
     def num_counted(self) -> int:
-        """Tokens of the text that ``advance`` was told."""
+        """Return the number of tokens passed to ``advance``."""
         return self._record.counted
 
     def advance(self, context: TokenIds) -> None:
-        """Take note of the text so far, int32[n], that begins with the text of the last call. O(new tokens * window).
+        """Count the contexts of the new tokens of the text. O(new tokens * window).
 
-        What is told can never be taken back; a text that may be goes to ``keys`` alone.
+        It cannot be undone. Text that may still be rejected is passed to ``keys`` alone.
+
+        Args:
+            context: The text so far, int32[n], which begins with the text of the last call.
         """
         if not self._record.window or self._record.counted == len(context):
             return
@@ -291,20 +317,29 @@ class SequenceNoise:
 
     @staticmethod
     def seeded_keys(noises: Sequence[SequenceNoise], lengths: Sequence[int], width: int) -> UInt64:
-        """Of several sequences the ``keys`` of the tokens after their contexts and after ``width - 1`` tokens of a
-        chain, all by position and none coupled: uint64[B, width].
+        """Return the keys of several sequences with seeded noise: uint64[B, width]. O(B * width).
 
-        ``lengths`` : tokens of each context. O(B * width).
+        They are the keys after each context and after ``width - 1`` tokens of a chain.
+
+        Args:
+            noises: The noise of each sequence.
+            lengths: The length of each context.
+            width: The number of keys per sequence.
         """
         requests = np.array([noise._record.request for noise in noises], np.uint64)
         keys: UInt64 = _seeded_keys(requests, np.array(lengths, np.int64), width)
         return keys
 
     def keys(self, context: TokenIds, tokens: TokenIds = _NO_TOKENS, parents: TokenIds | None = None) -> UInt64:
-        """The keys of the token after ``context``, int32[n], and of those after each of a draft's: uint64[1 + k].
+        """Return the keys of the token after the context and of those after each draft token: uint64[1 + k].
 
-        ``tokens``, ``parents`` : int32[k], as in a `Draft`. ``context`` begins with the text of the last ``advance``;
-        what goes beyond costs O(tokens beyond * (window + k)). Else O(k * (window + depth of the draft)).
+        O(k * (window + depth of the draft)), and O(window + k) more for each token of the context beyond the text of
+        the last ``advance``.
+
+        Args:
+            context: The text so far, int32[n], which begins with the text of the last ``advance``.
+            tokens: The draft tokens, int32[k].
+            parents: The parents of a tree, int32[k]; None for a chain.
         """
         keys: UInt64 = _keys(self.address, context, tokens, _NO_TOKENS if parents is None else parents)
         return keys

@@ -14,7 +14,7 @@ from ssd.drafting.noise import SequenceNoise, UInt64
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
-if TYPE_CHECKING:  # it brings a tokenizer library with it
+if TYPE_CHECKING:  # because it imports a tokenizer library
     from ssd.text.grammar import GrammarState
 
 HEAD: Final = 0
@@ -131,7 +131,7 @@ class Draft:
 
         The draft must have estimates. O(k).
         """
-        # Drafts are short: a loop over Python's numbers takes less than two calls of numpy.
+        # A loop, because drafts are short: it takes less time than two calls of numpy.
         assert self.probabilities is not None
         chances: list[float] = self.probabilities.tolist()
         for node, parent in enumerate(self.parents_of_all()):
@@ -155,7 +155,7 @@ class Draft:
 EMPTY_DRAFT = Draft(np.empty(0, np.int32))
 
 
-@dataclass(slots=True, kw_only=True, eq=False)  # not frozen: one is made for a row at every step
+@dataclass(slots=True, kw_only=True, eq=False)  # not frozen, because one is created per row and step
 class SamplingRow:
     """The sampling parameters of a request, together with the text that its next tokens are sampled for.
 

@@ -26,8 +26,8 @@ from ssd.compiled.addresses import (
     view_of,
 )
 from ssd.drafting.draft_records import MAX_DRAFT, NUM_SOURCES
-from ssd.drafting.drafter import Group
 from ssd.drafting.noise import SequenceNoise
+from ssd.drafting.suffix_drafter import Group
 from ssd.engine.request import Row
 from ssd.engine.sequence import Sequence
 from ssd.model.sampling.sampler import Noise

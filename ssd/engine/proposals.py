@@ -11,11 +11,11 @@ import numpy as np
 
 from ssd.compiled.machine_code import kernel_counts
 from ssd.config import DraftConfig, DraftShape
-from ssd.drafting.arbiter import Arbiter
 from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, source_number
-from ssd.drafting.drafter import SuffixDrafter, draft_of
+from ssd.drafting.hybrid_drafter import Arbiter
+from ssd.drafting.proposer import OneByOne
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, NoDrafter, ScoredPass, ScoreObserver
-from ssd.drafting.source import OneByOne
+from ssd.drafting.suffix_drafter import SuffixDrafter, draft_of
 from ssd.engine.batch import DRAFTING_AT, Batch
 from ssd.engine.drafts import (
     AHEAD,

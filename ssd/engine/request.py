@@ -11,8 +11,8 @@ import numpy as np
 
 from ssd.compiled.addresses import Address, Float64, Int64, Int64s, Record, Records
 from ssd.config import SamplingParams
+from ssd.drafting.draft_kernel import DraftRow
 from ssd.drafting.draft_records import NUM_SOURCES, DraftRecord, source_name
-from ssd.drafting.propose import DraftRow
 from ssd.errors import RequestError
 from ssd.model.sampling.sampler import TokenLogprobs
 from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms

@@ -16,9 +16,9 @@ import torch
 
 from ssd.compiled.addresses import Records, address
 from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
-from ssd.drafting.drafter import KeptRow
 from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
+from ssd.drafting.suffix_drafter import KeptRow
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, Row, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ssd.drafting.draft_records import source_name
-from ssd.drafting.drafter import draft_of
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow, ScoredPass
+from ssd.drafting.suffix_drafter import draft_of
 from ssd.engine.batch import Batch, begin_fed, count_rows
 from ssd.engine.request import VerifiedDraft
 from ssd.engine.sequence import Committed, Sequence

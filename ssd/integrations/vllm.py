@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import address, int32_array, int64_array, kernel
+from ssd.drafting.batch_drafter import NUM_HEAD, Tokens
 from ssd.drafting.draft_records import MAX_DRAFT
-from ssd.drafting.rows import NUM_HEAD, Tokens
 from ssd.integrations import vllm_plugin
 from ssd.integrations.vllm_core import Core, Request, VllmDrafter, stop_rules_of
 from ssd.integrations.vllm_hooks import lengths_of

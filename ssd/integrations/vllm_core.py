@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from ssd.config import DraftConfig
-from ssd.drafting.rows import RowDrafter, Text
+from ssd.drafting.batch_drafter import RowDrafter, Text
 from ssd.errors import ConfigError, ModelError
 from ssd.integrations.settings import IntegrationSettings, read_settings
 from ssd.integrations.vllm_hooks import TESTED_VERSIONS, log

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssd.drafting.batch_drafter import NUM_HEAD
 from ssd.drafting.draft_records import MAX_DRAFT
-from ssd.drafting.rows import NUM_HEAD
 from ssd.integrations.vllm_core import Core, Request, VllmDrafter, stop_rules_of, tensor_rank
 from ssd.integrations.vllm_hooks import METHOD, lengths_of, log
 

@@ -32,7 +32,7 @@ _WEIGHTS = {
     "pair": 0.3,
 }
 _TYPICAL_OFFERED = [0.015, 0.06, 0.15, 0.27, 0.45, 0.65, 0.85, 0.97]
-_TYPICAL_SUCCESSOR = [0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95]
+_TYPICAL_RECYCLED = [0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95]
 _TYPICAL_VERDICT = [0.1, 0.03, 0.04, 0.15, 0.25, 0.4, 0.6]
 _TYPICAL_RUN = [0.0, 0.8, 1.5, 2.2, 3.0, 3.8]
 _TYPICAL_HEIGHT = [-1.3, -0.75, -0.25, 0.25, 0.75, 1.25, 1.75, 3.0]
@@ -84,7 +84,7 @@ def prior(view: str, key: View) -> float:
         logit = _log_odds(chance if says else 0.4 * (1 - chance))
     elif view == "recycled":
         temperature_bucket, is_pair, rank, level = key
-        chance = (0.85 if is_pair else 0.6) * _TYPICAL_SUCCESSOR[level]
+        chance = (0.85 if is_pair else 0.6) * _TYPICAL_RECYCLED[level]
         logit = _log_odds(0.4 * (1 - chance) if rank == 8 else chance * 0.9**rank) - [0, 0.2, 0.5][temperature_bucket]
     elif view == "noise":
         verdict, height, length, share = key
@@ -206,7 +206,7 @@ def noise_verdict(known: list[tuple[int, int]], token: int, noise: Callable[[int
     """What an entry, of tokens with the levels of their shares, and the noise of each say of a token."""
     if not known:
         return 0
-    scores = {each: math.log(_TYPICAL_SUCCESSOR[level]) / temperature + noise(each) for each, level in known}
+    scores = {each: math.log(_TYPICAL_RECYCLED[level]) / temperature + noise(each) for each, level in known}
     if token not in scores:
         return 1
     best, *others = sorted(scores.values(), reverse=True)

@@ -9,8 +9,8 @@ import numpy as np
 from cache_builder.evaluation.costs import CostCurve
 from cache_builder.evaluation.decoding import rising
 from cache_builder.evaluation.log import RecordedOutput
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenCosts
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.pricing.rate import FORGETTING
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.tree import path_of
@@ -49,7 +49,7 @@ class SlowDecoder:
     """`OutputDecoder`, in plain calls."""
 
     def __init__(self, curve: CostCurve, limit: int, *, tree: bool, sure: float) -> None:
-        self._drafter = SuffixDrafter(recycling=False, keyed=False)
+        self._drafter = SuffixDrafter(recycling=False, use_sample_cache=False)
         self._pricing, self._limit, self._tree, self._sure = CurvePrice(curve, limit), limit, tree, sure
 
     def decode(self, row: RecordedOutput, snapshot: Snapshot | None) -> list[Step]:

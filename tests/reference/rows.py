@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.pricing import SlowRowPrices
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ssd.drafting.protocol import ScoredPass
-from ssd.drafting.successors import LEAST_SHARE
+from ssd.drafting.token_recycling import LEAST_SHARE
 
 LEVELS = (LEAST_SHARE, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)
 """Of each level of shares, the bound that it is above."""

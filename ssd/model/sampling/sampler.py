@@ -15,7 +15,7 @@ import torch
 from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
 from ssd.config import SamplingParams
 from ssd.drafting.noise import GAMMA, MIX_1, MIX_2, UInt64
-from ssd.drafting.successors import SUCCESSORS
+from ssd.drafting.token_recycling import TOP_K
 from ssd.errors import first_line
 from ssd.model.sampling.row_choice import LOWEST_TEMPERATURE, choose_rows
 
@@ -175,7 +175,7 @@ def log_min_p(params: SamplingParams) -> float:
 
 Float32s = npt.NDArray[np.float32]
 TopTokens = tuple[TokenIds, Float32s]
-"""int32[B, T, SUCCESSORS], the most probable first, -1 where no more are possible; and their logits, float32."""
+"""int32[B, T, TOP_K], the most probable first, -1 where no more are possible; and their logits, float32."""
 
 _BLOCK = 128
 
@@ -188,7 +188,7 @@ def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
     """
     if logits.device.type != "cpu":
         return unpacked(packed_top(logits))
-    shape = (*logits.shape[:2], SUCCESSORS)
+    shape = (*logits.shape[:2], TOP_K)
     ids, values = np.empty(shape, np.int32), np.empty(shape, np.float32)
     _sweep(logits.float().contiguous().numpy(), np.asarray(counts, np.int64), ids, values)
     return ids, values
@@ -205,16 +205,16 @@ def _top_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | No
 
 
 def packed_top(logits: torch.Tensor) -> torch.Tensor:
-    """Ids and the bits of float32 logits in one tensor of the same device, int32[..., 2, SUCCESSORS]; no waiting.
+    """Ids and the bits of float32 logits in one tensor of the same device, int32[..., 2, TOP_K]; no waiting.
 
     logits : [..., V].
     """
     if (own := _top_of(logits.device)) is not None:
         return own(logits)
-    best = torch.topk(logits, min(SUCCESSORS, logits.shape[-1]))
+    best = torch.topk(logits, min(TOP_K, logits.shape[-1]))
     values = best.values.float()
     ids = torch.where(values > float("-inf"), best.indices, -1).int()
-    missing = SUCCESSORS - ids.shape[-1]
+    missing = TOP_K - ids.shape[-1]
     if missing:
         ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
         values = torch.nn.functional.pad(values, (0, missing), value=float("-inf"))
@@ -241,12 +241,12 @@ def _sweep_row(logits: Float32s, ids: TokenIds, values: Float32s) -> None:
         for i in range(len(block)):
             if not block[i] > least:
                 continue
-            place = SUCCESSORS - 1
+            place = TOP_K - 1
             while place > 0 and values[place - 1] < block[i]:
                 values[place], ids[place] = values[place - 1], ids[place - 1]
                 place -= 1
             values[place], ids[place] = block[i], start + i
-            least = values[SUCCESSORS - 1]
+            least = values[TOP_K - 1]
 
 
 @kernel

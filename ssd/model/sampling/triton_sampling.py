@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ssd.drafting.noise import GAMMA, MIX_1, MIX_2
-from ssd.drafting.successors import SUCCESSORS
+from ssd.drafting.token_recycling import TOP_K
 from ssd.model.kv.triton_attention import num_splits
 from ssd.model.sampling.row_choice import LOWEST_TEMPERATURE
 
@@ -112,12 +112,12 @@ def triton_top(logits: torch.Tensor) -> torch.Tensor:
     rows = logits.flatten(0, -2)
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     splits = max(1, triton.cdiv(rows.shape[1], _BLOCK))
-    found = torch.empty(len(rows), splits, SUCCESSORS, dtype=torch.int64, device=logits.device)
-    out = torch.empty(*logits.shape[:-1], 2, SUCCESSORS, dtype=torch.int32, device=logits.device)
+    found = torch.empty(len(rows), splits, TOP_K, dtype=torch.int64, device=logits.device)
+    out = torch.empty(*logits.shape[:-1], 2, TOP_K, dtype=torch.int32, device=logits.device)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        _top_split[(len(rows), splits)](rows, found, rows.stride(0), rows.shape[1], COUNT=SUCCESSORS, BLOCK=_BLOCK)
-        size = splits * SUCCESSORS
-        _choose_top[(len(rows),)](found, out, size, COUNT=SUCCESSORS, BLOCK=triton.next_power_of_2(size))
+        _top_split[(len(rows), splits)](rows, found, rows.stride(0), rows.shape[1], COUNT=TOP_K, BLOCK=_BLOCK)
+        size = splits * TOP_K
+        _choose_top[(len(rows),)](found, out, size, COUNT=TOP_K, BLOCK=triton.next_power_of_2(size))
     return out
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ssd.compiled.addresses import kernel
-from ssd.drafting.successors import SUCCESSORS
+from ssd.drafting.token_recycling import TOP_K
 from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.sampler import Noise, Sampler, packed_top
@@ -100,7 +100,7 @@ class StepBuffers:
         self._ints = torch.zeros(_GRIDS * max_positions + 2 * max_rows, dtype=torch.int64, device=device)
         self._sees = torch.zeros(max_positions * max_width, dtype=torch.bool, device=device)
         self._chosen = torch.zeros(max_positions, dtype=torch.int64, device=device)
-        self._top = torch.zeros(max_positions, 2, SUCCESSORS, dtype=torch.int32, device=device) if keeps_top else None
+        self._top = torch.zeros(max_positions, 2, TOP_K, dtype=torch.int32, device=device) if keeps_top else None
         self._logits: torch.Tensor | None = None
         self._max_positions = max_positions
         self._views: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
@@ -187,7 +187,7 @@ class StepBuffers:
         found = self._views.get(place)
         if found is None:
             n, grid, part = shape.num_positions, (shape.rows, shape.width), (slice(num_rows), slice(width))
-            top = None if self._top is None else self._top[:n].view(*grid, 2, SUCCESSORS)[part]
+            top = None if self._top is None else self._top[:n].view(*grid, 2, TOP_K)[part]
             found = self._logits[:n].view(*grid, -1)[part], self._chosen[:n].view(grid)[part], top
             self._views[place] = found
         return found

@@ -33,9 +33,9 @@ from ssd.compiled.addresses import (
     view_of,
 )
 from ssd.drafting.acceptance_model import NamespaceModels
+from ssd.drafting.draft_kernel import DraftRow, draft_batch, reset_row_at
 from ssd.drafting.draft_records import MAX_DRAFT
-from ssd.drafting.drafter import NO_SNAPSHOT, Workspace, checked_lengths
-from ssd.drafting.propose import DraftRow, begin_row_at, draft_rows
+from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.pricing.pass_costs import cut_rows, observe_pass, token_price
 from ssd.pricing.price_list import PriceList
 from ssd.retrieval.cache_state import LearnedState
@@ -160,7 +160,9 @@ def _ask(batch: RowBatch, snapshot: int, num_rows: int) -> int:
 
 
 @kernel
-def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int) -> None:
+def _draft_rows_of_batch(
+    batch_address: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int
+) -> None:
     """Draft for the rows that are wanted, cut the drafts to what pays, and write them as rows of
     ``NUM_HEAD + 2 * longest`` words.
 
@@ -176,7 +178,7 @@ def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float
     texts, asked = int64_array(batch.texts, num_rows), int64_array(batch.asked, num_asked)
     for row in asked:
         _text_at(texts[row]).drafting.params.token_cost = price if price > 0.0 else batch.price
-    draft_rows(batch.workspace, int64_array(batch.drafting, num_asked), batch.longest_match, batch.shortest_match)
+    draft_batch(batch.workspace, int64_array(batch.drafting, num_asked), batch.longest_match, batch.shortest_match)
     sizes = int64_array(batch.sizes, num_asked)
     chances = float64_array(batch.probabilities, num_asked * MAX_DRAFT).reshape((num_asked, MAX_DRAFT))
     for number in range(num_asked):
@@ -214,7 +216,7 @@ class Text:
         """``room`` : most tokens that it is going to have. ``address`` : of its TextRecord."""
         self._memory = Records(TextRecord)
         self._record, self.address = self._memory[0], self._memory.address
-        begin_row_at(self.address + _DRAFTING_AT, prompt_length)
+        reset_row_at(self.address + _DRAFTING_AT, prompt_length)
         self._buffer = np.empty(max(room, len(tokens)), np.int32)  # the system gives it as far as it is written
         self._record.tokens, self._record.room = address(self._buffer), len(self._buffer)
         self.replace(tokens, 0)
@@ -338,7 +340,7 @@ class RowDrafter:
         self._arrays.wanted[:count] = wanted
         self._workspace.room_for(snapshot)
         self._batch.limit = min(limit, self.longest)
-        _draft_rows(self._memory.address, snapshot.address, count, seconds, address(words), self.longest)
+        _draft_rows_of_batch(self._memory.address, snapshot.address, count, seconds, address(words), self.longest)
 
     def leave(self) -> None:
         """Nobody is seated any more, as texts have ended."""

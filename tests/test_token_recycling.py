@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.compiled.addresses import kernel
-from ssd.drafting import successors as tables
+from ssd.drafting import token_recycling as tables
 from ssd.drafting.protocol import ScoredPass
-from ssd.drafting.successors import (
+from ssd.drafting.token_recycling import (
     IDLE_PASSES,
-    MOST_TABLES,
+    MAX_TABLES,
     NO_ENTRY,
-    SUCCESSORS,
-    NamespaceSuccessors,
-    row_after_one,
-    row_after_two,
-    successors_at,
+    TOP_K,
+    NamespaceRecyclingTables,
+    entry_after_pair,
+    entry_after_token,
+    recycling_table_at,
 )
 from ssd.retrieval.cache_state import LearnedState
 from tests.reference.successors import Entry, entries_of_row
@@ -32,12 +32,12 @@ TOKENS = st.sampled_from([0, 1, 2, 3, 77, 16_384, 151_000, BIG])
 
 @kernel
 def _read(table: int, before: int, token: int, out: np.ndarray) -> int:
-    found = successors_at(table)
-    row = row_after_one(found, token) if before == -2 else row_after_two(found, before, token)
+    found = recycling_table_at(table)
+    row = entry_after_token(found, token) if before == -2 else entry_after_pair(found, before, token)
     if row == NO_ENTRY:
         return 0
     size = 0
-    for i in range(SUCCESSORS):
+    for i in range(TOP_K):
         out[i, 0], out[i, 1] = found.entries[row].tokens[i], found.entries[row].shares[i]
         if out[i, 0] >= 0:
             size = i + 1
@@ -46,7 +46,7 @@ def _read(table: int, before: int, token: int, out: np.ndarray) -> int:
 
 def entry(table: int, key: Sequence[int]) -> Entry:
     """What a table knows after a token or a pair; nothing is an empty list."""
-    out = np.zeros((SUCCESSORS, 2), np.int64)
+    out = np.zeros((TOP_K, 2), np.int64)
     before, token = (-2, key[0]) if len(key) == 1 else key
     size = _read(table, before, token, out) if table else 0
     return [(int(a), int(b)) for a, b in out[:size]]
@@ -60,7 +60,7 @@ def scored_pass(
 ) -> ScoredPass:
     """A pass of rows (request, learned, may keep, [before, *fed], the most probable tokens after every position)."""
     count, width = len(rows), max(len(row[3]) - 1 for row in rows)
-    fed, top_ids = np.zeros((count, width), np.int64), np.full((count, width, SUCCESSORS), -1, np.int32)
+    fed, top_ids = np.zeros((count, width), np.int64), np.full((count, width, TOP_K), -1, np.int32)
     for b, (_, _, _, text, tops) in enumerate(rows):
         fed[b, : len(text) - 1] = text[1:]
         top_ids[b, :, : len(tops)] = tops
@@ -87,8 +87,8 @@ def passes(draw: st.DrawFn) -> ScoredPass:
     num_rows, width = draw(st.integers(1, 3)), draw(st.integers(1, 5))
     grid = (num_rows, width)
     random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
-    top_ids = random.integers(0, 40, (*grid, SUCCESSORS)).astype(np.int32)
-    top_ids[np.arange(SUCCESSORS) >= random.integers(0, SUCCESSORS + 1, grid)[..., None]] = -1
+    top_ids = random.integers(0, 40, (*grid, TOP_K)).astype(np.int32)
+    top_ids[np.arange(TOP_K) >= random.integers(0, TOP_K + 1, grid)[..., None]] = -1
     logits = -np.sort(-random.choice([-3, -1, 0.5, 0.75, 2, 9], top_ids.shape)).astype(np.float32)
     if draw(st.booleans()):
         logits[random.random(logits.shape) < 0.1] = draw(st.sampled_from([np.nan, np.inf]))
@@ -116,7 +116,7 @@ NAMESPACE = LearnedState()
 @settings(max_examples=60, deadline=None)
 @given(st.lists(passes(), min_size=1, max_size=3))
 def test_a_table_knows_what_was_said_last_after_every_token_and_pair(told: list[ScoredPass]) -> None:
-    successors, expected = NamespaceSuccessors(), dict[tuple[int, ...], Entry]()
+    successors, expected = NamespaceRecyclingTables(), dict[tuple[int, ...], Entry]()
     for scored in told:
         successors.learn(scored)
         for b in range(len(scored.num_positions)):
@@ -130,7 +130,7 @@ def test_a_table_knows_what_was_said_last_after_every_token_and_pair(told: list[
 
 
 def test_what_one_namespace_said_no_other_drafts() -> None:
-    successors = NamespaceSuccessors()
+    successors = NamespaceRecyclingTables()
     one, other = LearnedState(), LearnedState()
     successors.learn(
         scored_pass(
@@ -157,7 +157,7 @@ def test_what_one_namespace_said_no_other_drafts() -> None:
 
 
 def test_the_table_used_longest_ago_gives_way_and_none_that_is_in_use() -> None:
-    successors, namespaces = NamespaceSuccessors(), [LearnedState() for _ in range(MOST_TABLES + 1)]
+    successors, namespaces = NamespaceRecyclingTables(), [LearnedState() for _ in range(MAX_TABLES + 1)]
     *first, late = namespaces
 
     def learn(*those: LearnedState) -> None:
@@ -173,18 +173,18 @@ def test_the_table_used_longest_ago_gives_way_and_none_that_is_in_use() -> None:
 
 
 def test_requests_of_their_own_have_no_more_tables_than_namespaces() -> None:
-    successors = NamespaceSuccessors()
-    names = [str(i) for i in range(MOST_TABLES + 3)]
+    successors = NamespaceRecyclingTables()
+    names = [str(i) for i in range(MAX_TABLES + 3)]
     successors.learn(scored_pass([(name, None, False, [1, 2], [10]) for name in names]))
-    assert sum(bool(successors.of(None, name)) for name in names) == MOST_TABLES
+    assert sum(bool(successors.of(None, name)) for name in names) == MAX_TABLES
     successors.ended(names[0])
     successors.learn(scored_pass([(names[-1], None, False, [1, 2], [10])]))
     assert successors.of(None, names[-1])
 
 
 def test_a_table_is_forgotten_with_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MOST_TABLES", 1)
-    successors, gone = NamespaceSuccessors(), LearnedState()
+    monkeypatch.setattr(tables, "MAX_TABLES", 1)
+    successors, gone = NamespaceRecyclingTables(), LearnedState()
     successors.learn(scored_pass([("a", gone, True, [1, 2], [10])]))
     del gone
     gc.collect()

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import (
     HEAD,
@@ -27,6 +26,7 @@ from ssd.drafting.protocol import (
     SamplingRow,
     ScoredPass,
 )
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot
@@ -36,7 +36,7 @@ from tests.reference.successors import entries_of_row
 from tests.test_acceptance import asked_of, check_draft, levels_of
 from tests.test_row_choice import gumbel_of
 from tests.test_search import contexts, sequences, snapshots
-from tests.test_successors import scored_pass
+from tests.test_token_recycling import scored_pass
 
 Offered = list[tuple[int, int, float, int]]
 

@@ -12,30 +12,30 @@ from hypothesis import strategies as st
 
 from ssd.compiled.addresses import kernel
 from ssd.config import SamplingParams
-from ssd.drafting import choices
-from ssd.drafting.choices import (
-    IN_BUCKET,
-    MOST_CONFIRMED,
-    NO_CHOICE,
-    KeyedChoices,
-    NamespaceChoices,
-    choice_at,
-    choices_at,
-    learn_choices,
-    times_confirmed,
-    token_of,
-)
-from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting import sample_cache
 from ssd.drafting.noise import SequenceNoise, UInt
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
-from ssd.drafting.successors import IDLE_PASSES, MOST_TABLES
+from ssd.drafting.sample_cache import (
+    BUCKET_SIZE,
+    MAX_CONFIRMED,
+    NO_SAMPLE,
+    NamespaceSampleCaches,
+    SampleCache,
+    cached_sample_at,
+    learn_samples,
+    sample_table_at,
+    sampled_token,
+    times_confirmed,
+)
+from ssd.drafting.suffix_drafter import SuffixDrafter
+from ssd.drafting.token_recycling import IDLE_PASSES, MAX_TABLES
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
 from tests.reference.noise import coupled_key, gumbel
 from tests.reference.successors import entries_of_row
 from tests.test_acceptance import asked_of, check_draft, levels_of
-from tests.test_judged_sources import few_snapshots, said, told
+from tests.test_scored_sources import few_snapshots, said, told
 from tests.test_search import contexts
 
 SECRET, STREAM = 7, 3
@@ -47,13 +47,13 @@ texts = st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integ
 
 @kernel
 def _choice(choices: int, key: np.uint64) -> UInt:
-    return choice_at(choices_at(choices), key)
+    return cached_sample_at(sample_table_at(choices), key)
 
 
-def choice(table: KeyedChoices, key: int) -> tuple[int, int] | None:
+def choice(table: SampleCache, key: int) -> tuple[int, int] | None:
     """The token that was chosen last under a key, and how often it was confirmed; None where nothing is known."""
     found = np.uint64(_choice(table.address, np.uint64(key)))
-    return None if found == NO_CHOICE else (token_of(found), times_confirmed(found))
+    return None if found == NO_SAMPLE else (sampled_token(found), times_confirmed(found))
 
 
 def int32(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -77,7 +77,7 @@ def enter(choices: Choices, text: list[int], prompt_length: int, window: int) ->
         key, token = key_behind(text[:at], window), text[at]
         before, confirmed = choices.get(key, (-1, 0))
         run = run + 1 if before == token else 0
-        choices[key] = token, min(MOST_CONFIRMED, confirmed + 1) if before == token else 0
+        choices[key] = token, min(MAX_CONFIRMED, confirmed + 1) if before == token else 0
     return run
 
 
@@ -112,25 +112,25 @@ def teach(
 
 @given(st.lists(texts, max_size=6), st.integers(1, 3))
 def test_a_table_knows_what_was_chosen_last_under_every_key(told: list[Any], window: int) -> None:
-    table, expected = KeyedChoices(), Choices()
+    table, expected = SampleCache(), Choices()
     for text, prompt_length in told:
         noise = noise_of(text, prompt_length, window)
-        learn_choices(table.address, noise.address, True)
-        learn_choices(table.address, noise.address, True)  # nothing is new
+        learn_samples(table.address, noise.address, True)
+        learn_samples(table.address, noise.address, True)  # nothing is new
         enter(expected, text, prompt_length, window)
     assert {key: choice(table, key) for key in expected} == expected
-    assert table._table.num_held == len(expected)
+    assert table._table.num_entries == len(expected)
 
 
 def test_a_table_grows_to_its_bound_and_then_forgets_what_was_confirmed_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "FIRST_BUCKETS", 1 << 5)
-    monkeypatch.setattr(choices, "MOST_BUCKETS", 1 << 9)
-    table, most = KeyedChoices(), IN_BUCKET << 9
+    monkeypatch.setattr(sample_cache, "FIRST_BUCKETS", 1 << 5)
+    monkeypatch.setattr(sample_cache, "MAX_BUCKETS", 1 << 9)
+    table, most = SampleCache(), BUCKET_SIZE << 9
 
     def learn(seed: int, length: int) -> list[int]:
         text: list[int] = np.random.default_rng(seed).integers(0, 1 << 24, length).tolist()
         noise = noise_of(text, 0, 8)
-        learn_choices(table.address, noise.address, True)
+        learn_samples(table.address, noise.address, True)
         return text
 
     def known(text: list[int]) -> list[tuple[int, int] | None]:
@@ -142,7 +142,7 @@ def test_a_table_grows_to_its_bound_and_then_forgets_what_was_confirmed_least(mo
     for number in range(1, 40):
         learn(number, 200)
         table.make_room()
-    assert most >= table._table.num_held > 0.9 * most
+    assert most >= table._table.num_entries > 0.9 * most
     assert sum(found is not None and found[0] == token for found, token in zip(known(first), first, strict=True)) > 95
     newest = learn(40, 10)
     assert known(newest) == [(token, 0) for token in newest]
@@ -151,9 +151,9 @@ def test_a_table_grows_to_its_bound_and_then_forgets_what_was_confirmed_least(mo
 
 
 def test_ids_that_an_entry_cannot_hold_are_left_out() -> None:
-    table, text = KeyedChoices(), [1, 1 << 24, -1, 5]
+    table, text = SampleCache(), [1, 1 << 24, -1, 5]
     noise = noise_of(text, 1, 2)
-    learn_choices(table.address, noise.address, True)
+    learn_samples(table.address, noise.address, True)
     assert [choice(table, key_behind(text[:at], 2)) for at in (1, 2, 3)] == [None, None, (5, 0)]
 
 
@@ -237,7 +237,10 @@ def test_what_a_stream_said_is_drafted_to_its_end_without_any_place_that_says_so
         teach(drafter, ANSWER, 4, 4, learned)
     draft = drafted(drafter, ANSWER[:10], learned, allow_tree=tree)
     assert (draft.token_ids.tolist(), draft.source) == (ANSWER[10:74], "coupled")
-    assert len(drafted(SuffixDrafter(keyed=False), ANSWER[:10], learned, name="b", allow_tree=tree).token_ids) == 0
+    assert (
+        len(drafted(SuffixDrafter(use_sample_cache=False), ANSWER[:10], learned, name="b", allow_tree=tree).token_ids)
+        == 0
+    )
 
 
 def test_what_may_not_teach_teaches_nobody_and_namespaces_are_apart() -> None:
@@ -251,7 +254,7 @@ def test_what_may_not_teach_teaches_nobody_and_namespaces_are_apart() -> None:
 
 
 def test_a_table_that_is_only_read_is_in_use() -> None:
-    tables, namespaces = NamespaceChoices(), [LearnedState() for _ in range(MOST_TABLES + 1)]
+    tables, namespaces = NamespaceSampleCaches(), [LearnedState() for _ in range(MAX_TABLES + 1)]
 
     def table_of(learned: LearnedState, allow_caching: bool) -> int:
         return tables.of(asked("a", ANSWER, noise_of(ANSWER, 4, 4), 0, learned=learned, allow_caching=allow_caching))

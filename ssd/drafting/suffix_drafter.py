@@ -11,12 +11,18 @@ import numpy.typing as npt
 from ssd.compiled.addresses import Int64s, Records, address, kernel
 from ssd.compiled.machine_code import CHECKED, name_memory
 from ssd.drafting.acceptance_model import AcceptanceModel, NamespaceModels
-from ssd.drafting.choices import NamespaceChoices
-from ssd.drafting.choices import warm_up as warm_up_choices
+from ssd.drafting.draft_kernel import (
+    DraftRow,
+    DraftScratch,
+    draft_batch,
+    finish_row,
+    reset_row_at,
+    row_at,
+    save_all_lookahead,
+)
 from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, source_name
-from ssd.drafting.grow import MOST_CARRIED
-from ssd.drafting.lookup import Evidence
-from ssd.drafting.propose import DraftRow, Frame, begin_row_at, draft_rows, end_row, keep_all_guesses, row_at
+from ssd.drafting.grow import MAX_FURTHER_LOOKUPS
+from ssd.drafting.lookup import MatchSamples
 from ssd.drafting.protocol import (
     EMPTY_DRAFT,
     MAX_PROPOSED_TOKENS,
@@ -26,7 +32,9 @@ from ssd.drafting.protocol import (
     ScoredPass,
     TokenIds,
 )
-from ssd.drafting.successors import NamespaceSuccessors
+from ssd.drafting.sample_cache import NamespaceSampleCaches
+from ssd.drafting.sample_cache import warm_up as warm_up_sample_cache
+from ssd.drafting.token_recycling import NamespaceRecyclingTables
 from ssd.errors import ConfigError
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.lanes import MAX_MATCH_LENGTH, PATTERNS_BYTES, Lane, Walker, as_context
@@ -43,14 +51,17 @@ NO_SNAPSHOT = Snapshot(0, SegmentTable(()), np.zeros(1, np.int32), 0, 0)
 
 
 class Workspace:
-    """Scratch memory of one drafter; grows, never shrinks. ``address`` : of its ``Frame``."""
+    """Scratch memory of one drafter; grows, never shrinks. ``address`` : of its ``DraftScratch``."""
 
     def __init__(self) -> None:
-        self._memory = Records(Frame)
-        self._frame, self.address = self._memory[0], self._memory.address
-        self._patterns, self._evidences = np.zeros(PATTERNS_BYTES, np.uint8), Records(Evidence, 1 + MOST_CARRIED)
-        self._frame.lookups.patterns = address(self._patterns)
-        self._frame.evidences = self._evidences.address
+        self._memory = Records(DraftScratch)
+        self._scratch, self.address = self._memory[0], self._memory.address
+        self._patterns, self._samples = (
+            np.zeros(PATTERNS_BYTES, np.uint8),
+            Records(MatchSamples, 1 + MAX_FURTHER_LOOKUPS),
+        )
+        self._scratch.lookups.patterns = address(self._patterns)
+        self._scratch.samples_of_lookups = self._samples.address
         self._make_lanes(32)
 
     def room_for(self, snapshot: Snapshot) -> None:
@@ -60,7 +71,7 @@ class Workspace:
 
     def _make_lanes(self, count: int) -> None:
         self._lanes, self._walkers = Records(Lane, count), Records(Walker, 2 * count)
-        lookups = self._frame.lookups
+        lookups = self._scratch.lookups
         lookups.num_lanes, lookups.lanes, lookups.walkers = count, self._lanes.address, self._walkers.address
 
 
@@ -110,10 +121,10 @@ class Group(NamedTuple):
 
 
 @kernel
-def _look_in(rows: Int64s, snapshot: int, model: int, successors: int) -> None:
+def _look_in(rows: Int64s, snapshot: int, model: int, recycling_table: int) -> None:
     for i in range(len(rows)):
         params = row_at(rows[i]).params
-        params.snapshot, params.model, params.recycling_table = snapshot, model, successors
+        params.snapshot, params.model, params.recycling_table = snapshot, model, recycling_table
 
 
 def _temperature_bucket(temperature: float) -> int:
@@ -160,7 +171,7 @@ class SuffixDrafter:
 
     The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
     Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
-    `lookup.look_up`.
+    `lookup.sample_matches`.
     """
 
     def __init__(
@@ -171,13 +182,13 @@ class SuffixDrafter:
         price: float = 0.1,
         recycling: bool = True,
         retrieval: bool = True,
-        keyed: bool = True,
+        use_sample_cache: bool = True,
     ) -> None:
         """``price`` : of a drafted token in expected accepted tokens, for requests that bring none.
 
         ``recycling`` : whether what the target held likely before is drafted. ``retrieval`` : whether index, own text
         and predictions are looked up; without, what other sources offer is judged all the same.
-        ``keyed`` : whether it is kept what coupled noise chose.
+        ``use_sample_cache`` : whether it is kept what coupled noise chose.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
@@ -185,8 +196,8 @@ class SuffixDrafter:
         self._workspace = Workspace()
         self._models = NamespaceModels()
         self._looks_up = retrieval
-        self._successors = NamespaceSuccessors() if recycling else None
-        self._choices = NamespaceChoices() if keyed else None
+        self._recycling = NamespaceRecyclingTables() if recycling else None
+        self._sample_caches = NamespaceSampleCaches() if use_sample_cache else None
         self._kept: dict[str, KeptRow] = {}
         self._spare: list[KeptRow] = []  # of requests that have ended: new memory costs more than a draft
 
@@ -196,8 +207,8 @@ class SuffixDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order: each learns from what came of those before it."""
-        if self._choices is not None:
-            self._choices.begin_pass()
+        if self._sample_caches is not None:
+            self._sample_caches.begin_pass()
         held, addresses, rows = list[object](), list[int](), list[DraftRow]()
         for request in requests:
             kept = self._kept.get(request.request_id) or self.keep(request)
@@ -205,7 +216,7 @@ class SuffixDrafter:
             kept.learned = request.learned
             addresses.append(kept.address)
             rows.append(kept.row)
-        draft_rows(self._workspace.address, np.array(addresses, np.int64), self._longest, self._shortest)
+        draft_batch(self._workspace.address, np.array(addresses, np.int64), self._longest, self._shortest)
         for row in rows:  # what these lead to goes with ``held``, and by rows the next draft is asked for without
             row.params.num_proposed = row.params.num_token_costs = 0
         del held
@@ -217,7 +228,7 @@ class SuffixDrafter:
             self._kept.clear()
         kept = KeptRow(row, at) if row is not None or not self._spare else self._spare.pop()
         self._kept[request.request_id] = kept
-        begin_row_at(kept.address, request.prompt_length)
+        reset_row_at(kept.address, request.prompt_length)
         if row is not None:
             kept.held = self._settle(row.params, request)
         return kept
@@ -227,25 +238,25 @@ class SuffixDrafter:
 
         ``groups`` : hold all of them, and maybe others.
         """
-        if self._choices is not None:
-            self._choices.begin_pass()
+        if self._sample_caches is not None:
+            self._sample_caches.begin_pass()
         for group in groups:
             self._look_in(group)
-        draft_rows(self._workspace.address, rows, self._longest, self._shortest)
+        draft_batch(self._workspace.address, rows, self._longest, self._shortest)
 
     def _look_in(self, group: Group) -> None:
         snapshot, learned = group.snapshot or NO_SNAPSHOT, group.learned
         self._workspace.room_for(snapshot)
-        successors = 0 if self._successors is None or learned is None else self._successors.of(learned, "")
-        _look_in(group.rows, snapshot.address, self._models.of(learned).address, successors)
+        recycling_table = 0 if self._recycling is None or learned is None else self._recycling.of(learned, "")
+        _look_in(group.rows, snapshot.address, self._models.of(learned).address, recycling_table)
         for request, row in group.own:
             row.params.recycling_table, row.params.sample_cache = (
-                self._successors_of(request),
-                self._choices_of(request),
+                self._recycling_table_of(request),
+                self._sample_cache_of(request),
             )
 
     def _write_params(self, row: DraftRow, request: DraftRequest) -> object:
-        """Write all that is asked for. The result keeps alive what was written: hold it until the kernel returns."""
+        """Write all that is asked for. The result keeps matching what was written: hold it until the kernel returns."""
         params, context, token_costs = row.params, contiguous(request.context), request.token_costs
         snapshot = request.snapshot or NO_SNAPSHOT
         self._workspace.room_for(snapshot)
@@ -253,7 +264,7 @@ class SuffixDrafter:
         params.context, params.context_length = address(context), len(context)
         params.limit, params.is_tree = max(0, min(request.limit, MAX_DRAFT)), request.allow_tree
         held = self._settle(params, request)
-        params.recycling_table, params.sample_cache = self._successors_of(request), self._choices_of(request)
+        params.recycling_table, params.sample_cache = self._recycling_table_of(request), self._sample_cache_of(request)
         if token_costs is None or not len(token_costs):
             params.token_cost = self.price
         elif len(token_costs) == 1:
@@ -287,19 +298,19 @@ class SuffixDrafter:
             params.prediction, params.prediction_length = address(prediction), len(prediction)
         return sampling, prediction
 
-    def _successors_of(self, request: DraftRequest) -> int:
+    def _recycling_table_of(self, request: DraftRequest) -> int:
         """Address of the target's own candidates for a request, 0 for none."""
-        return 0 if self._successors is None else self._successors.of(request.learned, request.request_id)
+        return 0 if self._recycling is None else self._recycling.of(request.learned, request.request_id)
 
-    def _choices_of(self, request: DraftRequest) -> int:
+    def _sample_cache_of(self, request: DraftRequest) -> int:
         """Address of what the same noise chose before, 0 for none."""
-        return 0 if self._choices is None else self._choices.of(request)
+        return 0 if self._sample_caches is None else self._sample_caches.of(request)
 
     def observe_scores(self, scored: ScoredPass) -> None:
         """Keep what the target chose behind wrong tokens: the next draft may go on there."""
-        if self._successors is not None:
+        if self._recycling is not None:
             kept = [self._kept.get(request_id) for request_id in scored.request_ids]
-            keep_all_guesses(
+            save_all_lookahead(
                 np.array([0 if each is None else each.address for each in kept], np.int64),
                 scored.last_accepted,
                 scored.input_ids,
@@ -311,8 +322,8 @@ class SuffixDrafter:
 
     def learn_scores(self, scored: ScoredPass) -> None:
         """Learn what the target held likely at every position of a pass."""
-        if self._successors is not None:
-            self._successors.learn(scored)
+        if self._recycling is not None:
+            self._recycling.learn(scored)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""
@@ -333,15 +344,15 @@ class SuffixDrafter:
             if kept.verified is not None:
                 size, right = kept.verified
                 path = np.arange(right, dtype=np.int32) if isinstance(right, int) else right
-                end_row(kept.address, size, path, self._models.of(kept.learned).address)
+                finish_row(kept.address, size, path, self._models.of(kept.learned).address)
             self._models.ended(kept.learned)
             if kept.is_own and len(self._spare) < _MOST_SPARE:
                 kept.learned = kept.verified = None
                 self._spare.append(kept)
-        if self._successors is not None:
-            self._successors.ended(request_id)
-        if self._choices is not None:
-            self._choices.ended(request_id)
+        if self._recycling is not None:
+            self._recycling.ended(request_id)
+        if self._sample_caches is not None:
+            self._sample_caches.ended(request_id)
 
     def publish(self) -> None:
         """Leave what was learned for other threads and the next process, in every request's ``learned``."""
@@ -352,14 +363,14 @@ class SuffixDrafter:
         request = DraftRequest("", np.zeros(2, np.int32), 2, None, 1)
         draft = self.propose([request])[0]
         _look_in(np.zeros(0, np.int64), 0, 0, 0)
-        if self._choices is not None:
-            warm_up_choices()
+        if self._sample_caches is not None:
+            warm_up_sample_cache()
         self.observe("", draft, 0)
         self.finish("")
 
 
 def _offer(params: DraftParams, proposals: ExternalProposals) -> tuple[npt.NDArray[Any], ...]:
-    """Write what other sources propose; the result keeps it alive."""
+    """Write what other sources propose; the result keeps it matching."""
     tokens, parents, kinds = (
         contiguous(each[:MAX_PROPOSED_TOKENS]) for each in (proposals.token_ids, proposals.parents, proposals.kinds)
     )

@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from ssd.drafting.proposer import Source, tried
 from ssd.drafting.protocol import (
     EMPTY_DRAFT,
     MAX_PROPOSED_TOKENS,
@@ -20,7 +21,6 @@ from ssd.drafting.protocol import (
     ScoreObserver,
     TokenCosts,
 )
-from ssd.drafting.source import Source, tried
 from ssd.errors import require_fault
 from ssd.pricing.rate import StepRate, cost_at
 
@@ -127,7 +127,7 @@ def _add(step: _Step, source: Source, draft: Draft) -> int:
 
 
 def _offers_of(step: _Step) -> ExternalProposals:
-    """All that was drafted for a request as one forest, cut where it is full; a draft without estimates of its own is
+    """All that was drafted for a request as one tree, cut where it is full; a draft without estimates of its own is
     offered at its source's recent rate of acceptance."""
     tokens, parents, chances, kinds = list[int](), list[int](), list[float](), list[int]()
     for each in step.asked:

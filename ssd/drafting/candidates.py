@@ -1,0 +1,519 @@
+"""Collect the candidate tokens of a position, estimate their acceptance probabilities, and learn from the outcome.
+
+The candidates of a request's last draft are kept until the target's own tokens show which of them were right. Learning
+from the context instead of from the number of accepted tokens teaches more, because the outcome of a token is also
+known if it was left out of the draft or cut from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final, NamedTuple
+
+import numpy as np
+
+from ssd.compiled.addresses import Address, Float64s, Int64, Int64s, Record, TokenIds, inlined, kernel
+from ssd.drafting.acceptance import (
+    AGREEMENTS,
+    BEFORE,
+    CACHED_SAMPLE,
+    COARSE_LENGTHS,
+    COARSE_SHARES,
+    CONTEXT,
+    DEPTH_BUCKETS,
+    ERROR_BUCKETS,
+    INDEX,
+    LENGTHS,
+    LEVEL,
+    LEVEL_FEATURES,
+    NOISE,
+    NUM_FEATURES,
+    OFFSETS,
+    ORIGINS,
+    PAIR,
+    PREDICTION,
+    PROPOSAL,
+    PROPOSED_PROBABILITIES,
+    RECYCLED,
+    REQUEST,
+    SHARES,
+    SUPPORTS,
+    TEMPERATURE_BUCKETS,
+    TOKEN,
+    AcceptanceTables,
+    acceptance_probability,
+    coarse_length,
+    coarse_share,
+    depth_bucket,
+    hash_of,
+    hash_of_pair,
+    learn_outcome,
+    length_bucket,
+    proposed_bucket,
+    share_bucket,
+    support_bucket,
+    weight_set,
+)
+from ssd.drafting.draft_records import DraftRecord
+from ssd.drafting.lookup import (
+    MAX_LEVELS,
+    NO_TOKEN,
+    MatchSamples,
+    SearchedTexts,
+    context_position,
+    index_source_of,
+    is_from_context,
+    num_samples,
+)
+from ssd.drafting.noise_prediction import (
+    NOISE_BUCKETS,
+    NOT_LOOKED_UP,
+    RUN_BUCKETS,
+    CachedSample,
+    PositionNoise,
+    RecycledTokens,
+    look_up_recycled,
+    noise_bucket,
+    noise_verdict,
+    rank_of,
+    run_bucket,
+    score_recycled,
+)
+from ssd.drafting.proposal_tree import PROPOSAL_ROOT, ProposalTree, best_child, child_of, has_children
+from ssd.drafting.token_recycling import SHARES as RECYCLED_SHARES
+from ssd.drafting.token_recycling import TOP_K
+from ssd.drafting.votes import (
+    MAX_CANDIDATES,
+    NO_LEVEL,
+    Votes,
+    add_candidate,
+    add_proposed,
+    count_votes,
+    keep_best,
+    votes_by_source,
+)
+
+MAX_SCORED: Final = 48
+"""The maximum number of candidates kept of one draft; the first ones."""
+
+_ERROR_ONE: Final = 1 << 20
+_ERROR_RATE: Final = 0.1
+
+
+class ScoredCandidate(Record):
+    """A candidate and the features that it was scored by.
+
+    Attributes:
+        token: The token.
+        parent: The scored candidate before it; -1 for the end of the context.
+        depth: The number of draft tokens before it.
+        outcome: 1 if the target produced the token, -1 if it did not, 0 while that is unknown.
+        weight_set: See `acceptance.acceptance_probability`.
+        inputs: See there.
+    """
+
+    token: Int64
+    parent: Int64
+    depth: Int64
+    outcome: Int64
+    weight_set: Int64
+    inputs: Annotated[Int64s, np.int64, NUM_FEATURES]
+
+
+class ScoredDraft(Record):
+    """The candidates of a request's last draft: the draft tokens in order, then candidates that were left out.
+
+    Attributes:
+        count: The number of candidates.
+        start: The length of the context that was drafted after.
+        num_drafted: The number of candidates that are draft tokens.
+        mean_error: The running mean of outcome minus estimate over all drafts of the request, in units of 2^-20.
+        candidates: The candidates.
+    """
+
+    count: Int64
+    start: Int64
+    num_drafted: Int64
+    mean_error: Int64
+    candidates: Annotated[Sequence[ScoredCandidate], ScoredCandidate, MAX_SCORED]
+
+
+@inlined
+def reset_scored(scored: ScoredDraft) -> None:
+    """Start a new request, without candidates and without a known error."""
+    scored.count, scored.start, scored.num_drafted, scored.mean_error = 0, 0, 0, 0
+
+
+@inlined
+def start_scored(scored: ScoredDraft, context_length: int) -> None:
+    """Start a new draft after a context of this length."""
+    scored.count, scored.start, scored.num_drafted = 0, context_length, 0
+
+
+@inlined
+def error_bucket(scored: ScoredDraft) -> int:
+    """Return the bucket of the request's recent estimation error, 0..ERROR_BUCKETS - 1; the middle means none."""
+    error = scored.mean_error / _ERROR_ONE
+    return int(min(ERROR_BUCKETS - 1, max(0, int((error + 0.4) * 10.0))))
+
+
+@inlined
+def record_candidate(
+    scored: ScoredDraft, token: int, parent: int, depth: int, weight_set: int, inputs: Int64s, drafted: bool
+) -> None:
+    """Record a candidate and its features, if there is room.
+
+    Args:
+        scored: The record of the draft.
+        token: The candidate.
+        parent: The recorded candidate before it; -1 for the end of the context.
+        depth: The number of draft tokens before it.
+        weight_set: See `acceptance.acceptance_probability`.
+        inputs: See there.
+        drafted: Whether the candidate is in the draft.
+    """
+    count = scored.count
+    if count == MAX_SCORED:
+        return
+    candidate = scored.candidates[count]
+    candidate.token, candidate.parent, candidate.depth, candidate.weight_set = token, parent, depth, weight_set
+    for i in range(NUM_FEATURES):
+        candidate.inputs[i] = inputs[i]
+    scored.count = count + 1
+    scored.num_drafted += int(drafted)
+
+
+@inlined
+def _learn_one(scored: ScoredDraft, candidate: ScoredCandidate, outcome: bool, model: AcceptanceTables) -> None:
+    candidate.outcome = 1 if outcome else -1
+    error = learn_outcome(model, candidate.inputs, candidate.weight_set, 1.0 if outcome else 0.0)
+    scored.mean_error += int(_ERROR_RATE * (error * _ERROR_ONE - scored.mean_error))
+
+
+@kernel
+def learn_from_context(scored: ScoredDraft, context: TokenIds, model: AcceptanceTables) -> None:
+    """Learn from the tokens that followed the drafted context. Candidates after a wrong token teach nothing."""
+    for i in range(scored.count):
+        candidate = scored.candidates[i]
+        place, parent = scored.start + candidate.depth, candidate.parent
+        candidate.outcome = 0
+        if place < len(context) and (parent < 0 or scored.candidates[parent].outcome == 1):
+            _learn_one(scored, candidate, context[place] == candidate.token, model)
+    scored.count = 0
+
+
+@kernel
+def learn_from_path(scored: ScoredDraft, num_verified: int, path: TokenIds, model: AcceptanceTables) -> None:
+    """Learn from the accepted draft tokens of a request that has ended, because its context is not seen again.
+
+    Args:
+        scored: The candidates.
+        num_verified: The number of draft tokens that were verified; the others were cut.
+        path: The indices of the accepted tokens, int32[n]: 0, 1, 2, ... for a chain. A token was tested if all tokens
+            before it are in the path.
+        model: The acceptance model.
+    """
+    for i in range(min(scored.num_drafted, num_verified)):
+        candidate = scored.candidates[i]
+        depth = candidate.depth
+        if depth <= len(path) and (depth == 0 or path[depth - 1] == candidate.parent):
+            _learn_one(scored, candidate, depth < len(path) and path[depth] == i, model)
+    scored.count = 0
+
+
+assert MAX_LEVELS <= LEVEL_FEATURES, "a level without a view"
+
+
+class Candidates(Record):
+    """The candidates of one position, which are the first tokens of ``votes``.
+
+    Attributes:
+        votes: The votes.
+        proposals: What is proposed after the context.
+        recycling_table: The address of the `RecyclingTable` to read; 0 for none.
+        recycled: The recycled tokens of this position.
+        position_noise: The target's noise at this position.
+        cached_sample: The cached sample of this position.
+        inputs: For each candidate, the table entry of each feature.
+        weight_sets: For each candidate, its set of weights.
+        probabilities: For each candidate, the estimated acceptance probability.
+        levels: Scratch, the levels with a match.
+        keys: Scratch, the buckets of length and support of each of these levels.
+        supports: Scratch, the number of matches down to each of these levels.
+    """
+
+    votes: Votes
+    proposals: ProposalTree
+    recycling_table: Address
+    recycled: RecycledTokens
+    position_noise: PositionNoise
+    cached_sample: CachedSample
+    inputs: Annotated[Int64s, np.int64, (MAX_CANDIDATES, NUM_FEATURES)]
+    weight_sets: Annotated[Int64s, np.int64, MAX_CANDIDATES]
+    probabilities: Annotated[Float64s, np.float64, MAX_CANDIDATES]
+    levels: Annotated[Int64s, np.int64, MAX_LEVELS]
+    keys: Annotated[Int64s, np.int64, MAX_LEVELS]
+    supports: Annotated[Float64s, np.float64, MAX_LEVELS]
+
+
+class Position(NamedTuple):
+    """A position of a draft.
+
+    Attributes:
+        depth: The number of draft tokens before it.
+        since_lookup: The number of these since the samples were looked up.
+        last_token: The token before the position.
+        token_before_last: The token before that one; NO_TOKEN if there is none.
+        proposal_node: The node of the proposal tree that the draft so far leads to; NO_TOKEN if it is not in the tree.
+        temperature_bucket: See `DraftParams`.
+        predicted: The token of the client's prediction; NO_TOKEN if there is none.
+        prediction_match_length: The number of tokens that the prediction has matched in a row.
+        always_matched: Whether the prediction has never differed.
+        error_bucket: See `candidates.error_bucket`.
+        prompt_length: The length of the request's prompt.
+    """
+
+    depth: int
+    since_lookup: int
+    last_token: int
+    token_before_last: int
+    proposal_node: int
+    temperature_bucket: int
+    predicted: int
+    prediction_match_length: int
+    always_matched: bool
+    error_bucket: int
+    prompt_length: int
+
+
+@inlined
+def _noise_entry(candidates: Candidates, token: int, rank: int, coarse: int) -> int:
+    """Return the table entry of the noise feature.
+
+    Args:
+        candidates: The candidates.
+        token: The token.
+        rank: Its rank among the recycled tokens.
+        coarse: The bucket of its match length and share of votes.
+    """
+    verdict = noise_verdict(candidates.position_noise, candidates.recycled, rank)
+    key = verdict * NOISE_BUCKETS + noise_bucket(candidates.position_noise, token)
+    return int(OFFSETS[NOISE] + key * COARSE_LENGTHS * COARSE_SHARES + coarse)
+
+
+@inlined
+def _cached_sample_key(candidates: Candidates, has_places: bool, temperature_bucket: int) -> int:
+    """Return the key of the cached-sample feature, without whether the token equals the cached sample."""
+    cached_sample, votes, agreement = candidates.cached_sample, candidates.votes, 0
+    if has_places:
+        agreement = (
+            2
+            if votes.context_newest_token == cached_sample.token or votes.index_newest_token == cached_sample.token
+            else 1
+        )
+    key = (cached_sample.confirmed * RUN_BUCKETS + run_bucket(cached_sample.run)) * AGREEMENTS + agreement
+    return int(key * TEMPERATURE_BUCKETS + temperature_bucket)
+
+
+@inlined
+def score_candidates(
+    samples: MatchSamples, size: int, at: Position, model: AcceptanceTables, candidates: Candidates
+) -> None:
+    """Compute the features and the acceptance probability of the first ``size`` candidates.
+
+    Args:
+        samples: The samples that voted.
+        size: The number of candidates.
+        at: The position.
+        model: The acceptance model.
+        candidates: Receives features, weight sets and probabilities.
+    """
+    votes = candidates.votes
+    index_top, context_top = votes.index_top, votes.context_top
+    own_key = index_key = 0
+    if context_top < NO_LEVEL:
+        own_key = length_bucket(samples.lengths[context_top] + at.since_lookup) * SUPPORTS + support_bucket(
+            votes.context_support[context_top]
+        )
+    if index_top < NO_LEVEL:
+        index_key = length_bucket(samples.lengths[index_top] + at.since_lookup) * SUPPORTS + support_bucket(
+            votes.index_support[index_top]
+        )
+    origin = index_source_of(votes.index_newest)
+    in_output = votes.context_newest >= 0 and context_position(votes.context_newest) >= at.prompt_length
+    # First what all candidates have in common: the levels with a match, and the key of each.
+    levels, keys, num_levels = candidates.levels, candidates.keys, 0
+    sum_support = 0.0
+    for level in range(samples.num_levels):
+        here = votes.index_support[level] + votes.context_support[level]
+        if here <= 0.0:
+            continue  # the same matches as at the level above
+        sum_support += here
+        bucket = length_bucket(samples.lengths[level] + at.since_lookup)
+        levels[num_levels], candidates.supports[num_levels] = level, sum_support
+        keys[num_levels] = bucket * SUPPORTS + support_bucket(sum_support)
+        num_levels += 1
+    recycled, has_recycled = candidates.recycled, candidates.recycled.count > 0
+    has_proposal = has_children(candidates.proposals, at.proposal_node)
+    best = best_child(candidates.proposals, at.proposal_node) if has_proposal else NO_TOKEN
+    chosen = weight_set(
+        context_top < NO_LEVEL,
+        index_top < NO_LEVEL,
+        at.predicted >= 0,
+        has_proposal,
+        has_recycled,
+        candidates.position_noise.is_known == 1,
+        candidates.cached_sample.token >= 0,
+        num_levels,
+        at.depth,
+    )
+    cached_sample_key = (
+        _cached_sample_key(candidates, num_levels > 0, at.temperature_bucket)
+        if candidates.cached_sample.token >= 0
+        else 0
+    )
+    for i in range(size):
+        token, cast, inputs = votes.tokens[i], votes.of_token[i], candidates.inputs[i]
+        inputs[:] = -1
+        if context_top < NO_LEVEL:
+            share = share_bucket(cast.context[context_top], votes.context_support[context_top])
+            inputs[CONTEXT] = (
+                OFFSETS[CONTEXT]
+                + ((own_key * SHARES + share) * 2 + int(votes.context_newest_token == token)) * 2
+                + int(in_output)
+            )
+        if index_top < NO_LEVEL:
+            share = share_bucket(cast.index[index_top], votes.index_support[index_top])
+            key = (index_key * SHARES + share) * 2 + int(votes.index_newest_token == token)
+            inputs[INDEX] = OFFSETS[INDEX] + key * ORIGINS + origin
+        if at.predicted >= 0:
+            key = length_bucket(at.prediction_match_length) * 2 + int(at.always_matched)
+            inputs[PREDICTION] = OFFSETS[PREDICTION] + key * 2 + int(at.predicted == token)
+        sum_votes, length, voted = 0.0, 0, 0
+        for feature in range(num_levels):
+            level = levels[feature]
+            sum_votes += cast.index[level] + cast.context[level]
+            share = share_bucket(sum_votes, candidates.supports[feature])
+            inputs[LEVEL + feature] = OFFSETS[LEVEL + feature] + keys[feature] * SHARES + share
+            if voted == 0:
+                length, voted = keys[feature] // SUPPORTS, share
+        key = length * SHARES + voted
+        inputs[REQUEST] = OFFSETS[REQUEST] + at.error_bucket * LENGTHS * SHARES + key
+        coarse = coarse_length(length) * COARSE_SHARES + coarse_share(voted)
+        inputs[TOKEN] = OFFSETS[TOKEN] + hash_of(token) * COARSE_LENGTHS * COARSE_SHARES + coarse
+        inputs[BEFORE] = OFFSETS[BEFORE] + hash_of(at.last_token) * COARSE_LENGTHS * COARSE_SHARES + coarse
+        inputs[PAIR] = OFFSETS[PAIR] + hash_of_pair(at.last_token, token) * COARSE_LENGTHS * COARSE_SHARES + coarse
+        if has_proposal:
+            child = child_of(candidates.proposals, at.proposal_node, token)
+            shown = child if child >= 0 else best
+            key = candidates.proposals.kinds[shown] * 2 + int(child >= 0)
+            key = key * PROPOSED_PROBABILITIES + proposed_bucket(candidates.proposals.probabilities[shown])
+            inputs[PROPOSAL] = OFFSETS[PROPOSAL] + key * DEPTH_BUCKETS + depth_bucket(at.depth)
+        rank = rank_of(recycled, token)
+        if has_recycled:
+            key = (at.temperature_bucket * 2 + recycled.is_pair) * (TOP_K + 1) + rank
+            share = recycled.shares[rank if rank < TOP_K else 0]
+            inputs[RECYCLED] = OFFSETS[RECYCLED] + key * RECYCLED_SHARES + share
+        if candidates.position_noise.is_known:
+            inputs[NOISE] = _noise_entry(candidates, token, rank, coarse)
+        if candidates.cached_sample.token >= 0:
+            inputs[CACHED_SAMPLE] = (
+                OFFSETS[CACHED_SAMPLE] + cached_sample_key * 2 + int(token == candidates.cached_sample.token)
+            )
+        candidates.weight_sets[i], candidates.probabilities[i] = chosen, acceptance_probability(model, inputs, chosen)
+
+
+SURE_LENGTH: Final = 9
+"""The match length from which token recycling is not consulted if all matches agree."""
+
+
+@inlined
+def _is_sure(samples: MatchSamples, size: int, since_lookup: int, votes: Votes) -> bool:
+    top = min(votes.index_top, votes.context_top)
+    return bool(size == 1 and top < NO_LEVEL and samples.lengths[top] + since_lookup >= SURE_LENGTH)
+
+
+@inlined
+def collect_candidates(
+    texts: SearchedTexts,
+    samples: MatchSamples,
+    matching: Int64s,
+    num_matching: int,
+    at: Position,
+    most: int,
+    most_recycled: int,
+    candidates: Candidates,
+) -> int:
+    """Collect the candidates of a position and return their number.
+
+    Args:
+        texts: The texts that samples lie in.
+        samples: The samples.
+        matching: The indices of samples that agree with the draft so far.
+        num_matching: The number of these.
+        at: The position.
+        most: The maximum number of candidates with votes or from proposals, the predicted token and the cached sample
+            included.
+        most_recycled: The maximum number of further candidates from token recycling.
+        candidates: Receives the candidates.
+    """
+    votes, recycled = candidates.votes, candidates.recycled
+    size = count_votes(texts, samples, matching, num_matching, at.since_lookup, at.predicted, votes)
+    recycled.count = NOT_LOOKED_UP
+    if candidates.recycling_table != 0 and not _is_sure(samples, size, at.since_lookup, votes):
+        look_up_recycled(candidates.recycling_table, at.token_before_last, at.last_token, recycled)
+    if candidates.position_noise.is_known:
+        score_recycled(candidates.position_noise, recycled)
+    size, cached_sample = (
+        add_proposed(candidates.proposals, at.proposal_node, size, votes),
+        candidates.cached_sample.token,
+    )
+    if cached_sample >= 0:
+        size = add_candidate(cached_sample, size, votes)
+    if size > most:
+        size = keep_best(
+            votes, size, most, samples.num_levels, at.predicted, cached_sample, candidates.proposals, at.proposal_node
+        )
+    for rank in range(min(most_recycled, recycled.count)):
+        size = add_candidate(recycled.tokens[rank], size, votes)
+    return size
+
+
+_BY_OWN: Final = 3
+_BY_PREDICTION: Final = 4
+_BY_OFFER: Final = 5
+_BY_RECYCLING: Final = 8
+_BY_NOISE: Final = 9
+
+
+@inlined
+def set_source(candidates: Candidates, i: int, samples: MatchSamples, predicted: int, out: DraftRecord) -> None:
+    """Write the match length and the source of a draft, given the candidate chosen for its first token. O(samples).
+
+    The source is the kind of text with most of the candidate's votes; for the cache it is that of the longest match
+    that the token follows. Without votes it is the drafter that proposed the token, or token recycling. A cached sample
+    takes precedence over votes, because it is the most specific.
+
+    Args:
+        candidates: The candidates.
+        i: The chosen one.
+        samples: All samples, which voted last.
+        predicted: The predicted token; it takes precedence over all else.
+        out: Receives source and match length.
+    """
+    token = candidates.votes.tokens[i]
+    index, own = votes_by_source(candidates.votes, i)
+    out.match_length = samples.lengths[0] if samples.num_levels > 0 else 0
+    out.source = _BY_OWN
+    if token == predicted:
+        out.source = _BY_PREDICTION
+    elif token == candidates.cached_sample.token:
+        out.source = _BY_NOISE
+    elif own < index:
+        for sample in range(num_samples(samples)):
+            if candidates.votes.next_tokens[sample] == token and not is_from_context(samples, sample):
+                out.source = index_source_of(samples.recency[sample])
+                break
+    elif own == 0.0:
+        child = child_of(candidates.proposals, PROPOSAL_ROOT, token)
+        out.source = _BY_OFFER + candidates.proposals.kinds[child] if child >= 0 else _BY_RECYCLING

@@ -1,0 +1,313 @@
+"""Draft for rows of a batch in one kernel: learn from the last draft, look up, and grow the next one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import numpy as np
+
+from ssd.compiled.addresses import (
+    Address,
+    Int64s,
+    Record,
+    TokenIds,
+    inlined,
+    int32_array,
+    kernel,
+    view_of,
+)
+from ssd.drafting.acceptance import AcceptanceTables, acceptance_tables_at
+from ssd.drafting.candidates import (
+    Candidates,
+    ScoredDraft,
+    learn_from_context,
+    learn_from_path,
+    reset_scored,
+    start_scored,
+)
+from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, DraftRecord, clear_draft
+from ssd.drafting.grow import (
+    CONTINUED_CONTEXT,
+    MIN_CONTINUED_MATCH,
+    ChainScratch,
+    FurtherLookups,
+    TreeScratch,
+    copy_context_end,
+    grow_chain,
+    grow_tree,
+)
+from ssd.drafting.lookup import (
+    MATCH_SAMPLES_BYTES,
+    NO_SEGMENT_TABLE,
+    LookupScratch,
+    MatchCursor,
+    MatchSamples,
+    ScanHits,
+    SearchedTexts,
+    match_samples_at,
+    resume_matches,
+    sample_matches,
+    save_matches,
+    searched_texts,
+)
+from ssd.drafting.noise_prediction import start_noise
+from ssd.drafting.prediction import PredictionCursor, advance_prediction, reset_prediction
+from ssd.drafting.proposal_tree import (
+    Lookahead,
+    build_proposals,
+    propose_lookahead,
+    save_lookahead,
+)
+from ssd.retrieval.snapshot import SnapshotRecord, snapshot_at
+
+
+class RowState(Record):
+    """The state of a request that is kept from one step to the next.
+
+    Attributes:
+        match_cursor: The matches of the last step.
+        scored: The candidates of the last draft.
+        prediction: The position in the client's prediction.
+        lookahead: The tokens sampled after the last rejected draft token.
+    """
+
+    match_cursor: MatchCursor
+    scored: ScoredDraft
+    prediction: PredictionCursor
+    lookahead: Lookahead
+
+
+class DraftRow(Record):
+    """One sequence as the drafting kernel sees it. It must not move in memory until the sequence ends.
+
+    Attributes:
+        params: The parameters of the next draft.
+        draft: The last draft.
+        state: The state of the request.
+    """
+
+    params: DraftParams
+    draft: DraftRecord
+    state: RowState
+
+
+class DraftScratch(Record):
+    """Scratch memory of a drafter.
+
+    Attributes:
+        samples_of_lookups: The address of MatchSamples[1 + MAX_FURTHER_LOOKUPS]: those of the context, then those of a
+            tree's further lookups.
+        lookups: Scratch for lookups.
+        prediction_hits: Scratch for the search in a client's prediction.
+        candidates: Scratch for candidates.
+        chain: Scratch for chains.
+        tree: Scratch for trees.
+        continued: The text of a chain's further lookups.
+    """
+
+    samples_of_lookups: Address
+    lookups: LookupScratch
+    prediction_hits: ScanHits
+    candidates: Candidates
+    chain: ChainScratch
+    tree: TreeScratch
+    continued: Annotated[TokenIds, np.int32, CONTINUED_CONTEXT + MAX_DRAFT]
+
+
+draft_scratch_at, row_at = view_of(DraftScratch), view_of(DraftRow)
+
+
+@inlined
+def reset_row(row: DraftRow, prompt_length: int) -> None:
+    """Drop the state of the previous request in a row."""
+    row.params.prompt_length, state = prompt_length, row.state
+    state.match_cursor.table = NO_SEGMENT_TABLE
+    reset_scored(state.scored)
+    reset_prediction(state.prediction, prompt_length)
+    state.lookahead.count = 0
+
+
+@kernel
+def reset_row_at(row: int, prompt_length: int) -> None:
+    """Call `reset_row` for the row at an address."""
+    reset_row(row_at(row), prompt_length)
+
+
+@kernel
+def save_all_lookahead(
+    rows: Int64s,
+    ends: Int64s,
+    input_ids: Int64s,
+    counts: Int64s,
+    parents: Int64s,
+    is_tree: bool,
+    sampled_ids: Int64s,
+) -> None:
+    """Save the tokens that the target sampled after rejected draft tokens, for every row of a `ScoredPass`.
+
+    Args:
+        rows: The address of each `DraftRow`, int64[B]; 0 for none.
+        ends: The last accepted position of each row, int64[B]; negative for none.
+        input_ids: As in `ScoredPass`.
+        counts: The number of positions of each row, int64[B].
+        parents: As in `ScoredPass`.
+        is_tree: Whether to use ``parents``.
+        sampled_ids: As in `ScoredPass`.
+    """
+    for b in range(len(rows)):
+        if rows[b] != 0:
+            lookahead = row_at(rows[b]).state.lookahead
+            save_lookahead(lookahead, input_ids[b], parents[b], is_tree, counts[b], sampled_ids[b], ends[b])
+
+
+_MAX_CONTINUATIONS: Final = 4
+"""The maximum number of times that a chain is continued by a further lookup."""
+
+
+@kernel
+def _search(
+    scratch: DraftScratch,
+    snapshot: SnapshotRecord,
+    params: DraftParams,
+    context: TokenIds,
+    max_length: int,
+    min_length: int,
+    samples: MatchSamples,
+) -> None:
+    """Sample the matches of the end of the context, unless lookups are disabled."""
+    if params.no_lookup == 1:
+        samples.num_levels = 0
+    else:
+        sample_matches(snapshot, scratch.lookups, context, max_length, min_length, samples)
+
+
+@inlined
+def _continued(scratch: DraftScratch, context: TokenIds, out: DraftRecord) -> TokenIds:
+    """Return the end of the context followed by the draft, as one text."""
+    kept, drafted = copy_context_end(context, scratch.continued), out.size
+    scratch.continued[kept : kept + drafted] = out.tokens[:drafted]
+    return scratch.continued[: kept + drafted]
+
+
+@kernel
+def _draft_tree(
+    scratch: DraftScratch,
+    snapshot: SnapshotRecord,
+    texts: SearchedTexts,
+    params: DraftParams,
+    state: RowState,
+    model: AcceptanceTables,
+    max_length: int,
+    min_length: int,
+    out: DraftRecord,
+) -> None:
+    samples, out.is_tree = match_samples_at(scratch.samples_of_lookups), 1
+    _search(scratch, snapshot, params, texts.context, max_length, min_length, samples)
+    further_at, least = scratch.samples_of_lookups + MATCH_SAMPLES_BYTES, max(min_length, MIN_CONTINUED_MATCH)
+    further = FurtherLookups(snapshot, scratch.lookups, further_at, max_length, least)
+    grow_tree(
+        texts, samples, further, params, state.prediction, model, scratch.candidates, scratch.tree, state.scored, out
+    )
+    state.match_cursor.table = NO_SEGMENT_TABLE
+
+
+@kernel
+def _draft_chain(
+    scratch: DraftScratch,
+    snapshot: SnapshotRecord,
+    texts: SearchedTexts,
+    params: DraftParams,
+    state: RowState,
+    model: AcceptanceTables,
+    max_length: int,
+    min_length: int,
+    out: DraftRecord,
+) -> None:
+    prediction, scored, candidates, chain_scratch = state.prediction, state.scored, scratch.candidates, scratch.chain
+    samples = match_samples_at(scratch.samples_of_lookups)
+    resume_matches(state.match_cursor, snapshot.table_number, texts, max_length, samples)
+    has_ended, may_look_up = True, params.no_lookup == 0
+    if samples.num_levels > 0:
+        has_ended = grow_chain(
+            texts, samples, 0, may_look_up, params, prediction, model, candidates, chain_scratch, scored, out
+        )
+    if out.size < params.limit:  # no saved matches, or they ended too early
+        start_scored(scored, len(texts.context))
+        clear_draft(out)
+        _search(scratch, snapshot, params, texts.context, max_length, min_length, samples)
+        has_ended = grow_chain(
+            texts, samples, 0, may_look_up, params, prediction, model, candidates, chain_scratch, scored, out
+        )
+    save_matches(state.match_cursor, snapshot.table_number, texts, samples)
+    context = texts.context
+    for number in range(_MAX_CONTINUATIONS + 1):
+        # All matches have ended, but another token would be worth its cost: look up the end of the draft.
+        drafted = out.size
+        if not has_ended or drafted == 0 or drafted == params.limit:
+            break
+        texts = searched_texts(_continued(scratch, context, out), snapshot)
+        may_look_up = may_look_up and number < _MAX_CONTINUATIONS
+        if may_look_up:
+            _search(scratch, snapshot, params, texts.context, max_length, max(min_length, MIN_CONTINUED_MATCH), samples)
+        else:
+            samples.num_levels = 0
+        has_ended = grow_chain(
+            texts, samples, drafted, may_look_up, params, prediction, model, candidates, chain_scratch, scored, out
+        )
+        if out.size == drafted:
+            break
+
+
+@kernel
+def draft_row(scratch: DraftScratch, row: DraftRow, max_length: int, min_length: int) -> None:
+    """Learn from the outcome of a row's last draft, and draft for it again."""
+    params, out, state = row.params, row.draft, row.state
+    searched, learned = snapshot_at(params.snapshot), acceptance_tables_at(params.model)
+    context = int32_array(params.context, params.context_length)
+    clear_draft(out)
+    learn_from_context(state.scored, context, learned)
+    if params.limit < 1 or len(context) == 0:
+        return
+    start_scored(state.scored, len(context))
+    if params.prediction_length > 0:
+        prediction = int32_array(params.prediction, params.prediction_length)
+        advance_prediction(state.prediction, prediction, context, scratch.prediction_hits)
+    scratch.candidates.recycling_table = params.recycling_table
+    start_noise(params, scratch.candidates.position_noise, scratch.candidates.cached_sample)
+    build_proposals(params, scratch.candidates.proposals)
+    propose_lookahead(state.lookahead, context, scratch.candidates.proposals)
+    texts = searched_texts(context, searched)
+    if params.is_tree:
+        _draft_tree(scratch, searched, texts, params, state, learned, max_length, min_length, out)
+    else:
+        _draft_chain(scratch, searched, texts, params, state, learned, max_length, min_length, out)
+
+
+@kernel
+def draft_batch(workspace: int, rows: Int64s, max_length: int, min_length: int) -> None:
+    """Draft for rows one after another, each from the snapshot and the acceptance model in its parameters.
+
+    A row's last draft is learned from before the next row is drafted for.
+
+    Args:
+        workspace: The address of a `DraftScratch`.
+        rows: The address of each `DraftRow`, int64[n]. Their ``draft`` and ``state`` are written.
+        max_length: The maximum match length.
+        min_length: The minimum match length.
+    """
+    scratch = draft_scratch_at(workspace)
+    for i in range(len(rows)):
+        draft_row(scratch, row_at(rows[i]), max_length, min_length)
+
+
+@kernel
+def finish_row(row: int, num_verified: int, path: TokenIds, model: int) -> None:
+    """Learn from the last draft of a request that has ended.
+
+    Args:
+        row: The address of the `DraftRow`.
+        num_verified: The number of draft tokens that were verified.
+        path: The indices of the accepted ones.
+        model: The address of the acceptance model.
+    """
+    learn_from_path(row_at(row).state.scored, num_verified, path, acceptance_tables_at(model))

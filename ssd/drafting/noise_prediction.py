@@ -1,0 +1,325 @@
+"""Predict the token that the target will sample, from its known Gumbel noise.
+
+A sampled token is ``argmax(log p + g)``. The noise g is a pure function of the token and of a key, which depends only
+on the seed and the position, or on the preceding text (`noise`). So the noise is known before the pass.
+
+Given the noise, a token with probability p is sampled with probability ``exp(-exp(-(log(p / (1 - p)) + g)))``, because
+the maximum of the other scores is Gumbel distributed (Maddison et al. 2014, section 3). If the recycling table holds
+the target's earlier top-k tokens, their scores with this noise are compared directly. The acceptance model learns how
+reliable either prediction is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Final
+
+import numpy as np
+
+from ssd.compiled.addresses import (
+    Address,
+    Float64,
+    Float64s,
+    Int64,
+    Int64s,
+    Record,
+    Uint64,
+    UInt64s,
+    inlined,
+    int32_array,
+)
+from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, DraftRecord, parent_of
+from ssd.drafting.lookup import NO_TOKEN
+from ssd.drafting.noise import coupled_place, gumbel_at, hash_behind, key_at, noise_at, times_counted
+from ssd.drafting.sample_cache import (
+    NO_SAMPLE,
+    cached_sample_at,
+    learn_samples,
+    sample_table_at,
+    sampled_token,
+    times_confirmed,
+)
+from ssd.drafting.token_recycling import (
+    NO_ENTRY,
+    SHARES,
+    TOP_K,
+    entry_after_pair,
+    entry_after_token,
+    recycling_table_at,
+)
+
+NOT_LOOKED_UP: Final = -1
+"""The number of recycled tokens if the table was not read."""
+
+
+class RecycledTokens(Record):
+    """The tokens of one entry of a `RecyclingTable`.
+
+    Attributes:
+        count: The number of tokens; 0 if there is no entry, NOT_LOOKED_UP if the table was not read.
+        is_pair: Whether the entry is that of a pair of tokens.
+        tokens: The tokens, most probable first.
+        shares: The level of each token's share.
+    """
+
+    count: Int64
+    is_pair: Int64
+    tokens: Annotated[Int64s, np.int64, TOP_K]
+    shares: Annotated[Int64s, np.int64, TOP_K]
+
+
+@inlined
+def look_up_recycled(recycling_table: int, earlier: int, before: int, recycled: RecycledTokens) -> None:
+    """Read the entry after the last two tokens, or else the one after the last token. O(1).
+
+    Args:
+        recycling_table: The address of the table.
+        earlier: The token before the last one; NO_TOKEN if there is none.
+        before: The last token.
+        recycled: Receives the tokens.
+    """
+    recycled.count = 0
+    if before < 0:
+        return
+    table = recycling_table_at(recycling_table)
+    row = entry_after_pair(table, earlier, before) if earlier >= 0 else NO_ENTRY
+    recycled.is_pair = int(row != NO_ENTRY)
+    if row == NO_ENTRY:
+        row = entry_after_token(table, before)
+    if row == NO_ENTRY:
+        return
+    entry, count = table.entries[row], 0
+    while count < TOP_K and entry.tokens[count] >= 0:
+        recycled.tokens[count], recycled.shares[count] = entry.tokens[count], entry.shares[count]
+        count += 1
+    recycled.count = count
+
+
+@inlined
+def rank_of(recycled: RecycledTokens, token: int) -> int:
+    """Return the rank of a token in the entry; TOP_K if it is not there."""
+    for rank in range(recycled.count):
+        if recycled.tokens[rank] == token:
+            return rank
+    return TOP_K
+
+
+VERDICTS: Final = 7
+"""The number of verdicts of the noise about a token.
+
+0: there is no entry. 1: the token is not in the entry. In the entry, 2: its score is far below the best one; 3: close
+below it. The best score, with 4: a small, 5: a clear, 6: a large lead.
+"""
+
+NOISE_BUCKETS: Final = 8
+"""The number of buckets for the noise of a token."""
+
+TYPICAL_SHARE: Final = np.array([0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95])
+"""The share that each level stands for."""
+
+assert len(TYPICAL_SHARE) == SHARES
+_LOG_SHARE: Final = np.log(TYPICAL_SHARE)
+_CLOSE: Final = 1.0
+_CLEARLY: Final = 0.5
+_BY_FAR: Final = 1.5
+
+
+class PositionNoise(Record):
+    """The Gumbel noise at one position of a draft.
+
+    Attributes:
+        is_known: 1 if the target samples with known noise, else 0.
+        noise: The address of the request's `NoiseRecord`.
+        request: ``NoiseRecord.request``.
+        window: ``NoiseRecord.window``: 0 if keys depend on the position.
+        context: The text before the draft, int32[start].
+        start: The number of tokens in ``context``.
+        temperature: The request's temperature.
+        key: The key of the position.
+        hashes: For noise that requests share, the hash of the last tokens at each node n, at index n + 1. See
+            `hash_behind`.
+        best: The rank of the recycled token with the greatest score.
+        lead: Its score minus that of the second; infinite if there is none.
+        scores: The scores of the recycled tokens: log share at the request's temperature, plus noise.
+    """
+
+    is_known: Int64
+    noise: Address
+    request: Uint64
+    window: Int64
+    context: Address
+    start: Int64
+    temperature: Float64
+    key: Uint64
+    hashes: Annotated[UInt64s, np.uint64, MAX_DRAFT + 1]
+    best: Int64
+    lead: Float64
+    scores: Annotated[Float64s, np.float64, TOP_K]
+
+
+@inlined
+def set_noise_key(position_noise: PositionNoise, out: DraftRecord, node: int, depth: int) -> None:
+    """Set the key of the position after a node of the draft.
+
+    O(1); for shared noise O(window + depth), and the positions on the path to the node must have been visited before.
+
+    Args:
+        position_noise: Receives the key.
+        out: The draft.
+        node: The node before the position; -1 for the end of the context.
+        depth: The number of draft tokens before the position.
+    """
+    if position_noise.window == 0:
+        position_noise.key = key_at(position_noise.request, position_noise.start + depth)
+    else:
+        _set_coupled_key(position_noise, out, node)
+
+
+@inlined
+def _set_coupled_key(position_noise: PositionNoise, out: DraftRecord, node: int) -> None:
+    context, parents = (
+        int32_array(position_noise.context, position_noise.start),
+        out.parents[: MAX_DRAFT if out.is_tree else 0],
+    )
+    found = hash_behind(position_noise.window, context, position_noise.start, out.tokens, parents, node)
+    times, above = times_counted(noise_at(position_noise.noise), found), node
+    while above >= 0:
+        above = parent_of(out, above)
+        times += position_noise.hashes[above + 1] == found
+    position_noise.hashes[node + 1] = found
+    position_noise.key = key_at(position_noise.request, coupled_place(found, times))
+
+
+@inlined
+def score_recycled(position_noise: PositionNoise, recycled: RecycledTokens) -> None:
+    """Score the recycled tokens as the target will if their probabilities are what they were. O(tokens)."""
+    position_noise.best = 0
+    second = -math.inf
+    for rank in range(recycled.count):
+        noise = gumbel_at(position_noise.key, recycled.tokens[rank])
+        score = _LOG_SHARE[recycled.shares[rank]] / position_noise.temperature + noise
+        position_noise.scores[rank] = score
+        if rank == 0:
+            continue
+        if score > position_noise.scores[position_noise.best]:
+            second, position_noise.best = position_noise.scores[position_noise.best], rank
+        elif score > second:
+            second = score
+    position_noise.lead = position_noise.scores[position_noise.best] - second
+
+
+@inlined
+def noise_verdict(position_noise: PositionNoise, recycled: RecycledTokens, rank: int) -> int:
+    """Return what the noise says about the recycled token with this rank, 0..VERDICTS - 1. See `VERDICTS`.
+
+    A rank of TOP_K stands for any other token.
+    """
+    if recycled.count <= 0:
+        return 0
+    if rank == TOP_K:
+        return 1
+    if rank != position_noise.best:
+        return 3 if position_noise.scores[position_noise.best] - position_noise.scores[rank] < _CLOSE else 2
+    if position_noise.lead < _CLEARLY:
+        return 4
+    return 5 if position_noise.lead < _BY_FAR else 6
+
+
+@inlined
+def noise_bucket(position_noise: PositionNoise, token: int) -> int:
+    """Return the bucket of a token's noise, 0..NOISE_BUCKETS - 1."""
+    noise = gumbel_at(position_noise.key, token)
+    return int(min(NOISE_BUCKETS - 1, max(0, int(2.0 * (noise + 1.0) + 1.0))))
+
+
+RUN_BUCKETS: Final = 6
+"""The number of buckets for the length of a run of correct cached samples."""
+
+_RUN_BUCKET_OF: Final = np.searchsorted([1, 2, 4, 8, 16], np.arange(17), side="right")
+
+
+class CachedSample(Record):
+    """The token that was sampled before with the key of a position.
+
+    Attributes:
+        table: The address of the `SampleTable`; 0 if the request does not use one.
+        token: The cached token; NO_TOKEN if the key is not in the table.
+        confirmed: How often in a row it was confirmed.
+        run: The number of tokens right before the position, drafted ones included, that equal their cached sample.
+        run_before: ``run`` at the end of the context.
+        tokens: The cached token after each node n of the draft, at index n + 1.
+        runs: ``run`` after each node n, at index n + 1.
+    """
+
+    sample_cache: Address
+    token: Int64
+    confirmed: Int64
+    run: Int64
+    run_before: Int64
+    tokens: Annotated[Int64s, np.int64, MAX_DRAFT + 1]
+    runs: Annotated[Int64s, np.int64, MAX_DRAFT + 1]
+
+
+@inlined
+def run_bucket(run: int) -> int:
+    """Return the bucket of a run's length, 0..RUN_BUCKETS - 1."""
+    return int(_RUN_BUCKET_OF[min(run, 16)])
+
+
+@inlined
+def _look_up_sample(cached_sample: CachedSample, position_noise: PositionNoise, out: DraftRecord, node: int) -> None:
+    sample = cached_sample_at(sample_table_at(cached_sample.sample_cache), position_noise.key)
+    cached_sample.token, cached_sample.confirmed, cached_sample.run = (
+        NO_TOKEN,
+        times_confirmed(sample),
+        cached_sample.run_before,
+    )
+    if sample != np.uint64(NO_SAMPLE):
+        cached_sample.token = sampled_token(sample)
+    if node >= 0:
+        above = parent_of(out, node) + 1
+        cached_sample.run = cached_sample.runs[above] + 1 if cached_sample.tokens[above] == out.tokens[node] else 0
+    cached_sample.tokens[node + 1], cached_sample.runs[node + 1] = cached_sample.token, cached_sample.run
+
+
+@inlined
+def enter_node(
+    cached_sample: CachedSample, position_noise: PositionNoise, out: DraftRecord, node: int, depth: int
+) -> None:
+    """Set the noise and the cached sample of the position after a node of the draft.
+
+    The positions on the path to it must have been visited before. O(depth) for shared noise, else O(1).
+
+    Args:
+        cached_sample: Receives the cached sample.
+        position_noise: Receives the noise.
+        out: The draft.
+        node: The node before the position; -1 for the end of the context.
+        depth: The number of draft tokens before the position.
+    """
+    if position_noise.is_known:
+        set_noise_key(position_noise, out, node, depth)
+    if cached_sample.sample_cache != 0:
+        _look_up_sample(cached_sample, position_noise, out, node)
+
+
+@inlined
+def start_noise(params: DraftParams, position_noise: PositionNoise, cached_sample: CachedSample) -> None:
+    """Set the noise of a request at the start of a draft, and record its new tokens in the sample cache."""
+    position_noise.is_known, cached_sample.sample_cache, cached_sample.token = (
+        int(params.temperature > 0.0),
+        0,
+        NO_TOKEN,
+    )
+    if params.temperature <= 0.0:
+        return
+    noise = noise_at(params.noise)
+    position_noise.noise, position_noise.request, position_noise.window = params.noise, noise.request, noise.window
+    position_noise.context, position_noise.start, position_noise.temperature = (
+        params.context,
+        params.context_length,
+        params.temperature,
+    )
+    if params.sample_cache != 0:
+        learn_samples(params.sample_cache, params.noise, params.allow_caching == 1)
+        cached_sample.sample_cache, cached_sample.run_before = params.sample_cache, noise.run_length

@@ -1,0 +1,80 @@
+"""Follow the client's prediction of the output (OpenAI's predicted outputs).
+
+The client sends text that most of the output will equal, such as the file to be edited. The output is compared with it
+token by token; after a difference, the position in the prediction is searched again.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ssd.compiled.addresses import Int64, Record, TokenIds, inlined, int32_array, kernel
+from ssd.drafting.draft_records import DraftParams
+from ssd.drafting.lookup import NO_TOKEN, ScanHits
+from ssd.retrieval.search import scan
+
+_LONGEST: Final = 32
+
+_FAR: Final = 64
+"""The distance from the expected position beyond which a match of a single token is ignored."""
+
+
+class PredictionCursor(Record):
+    """The position of the output in the client's prediction.
+
+    Attributes:
+        position: The position in the prediction where the output is expected to continue.
+        match_length: The number of tokens before that position that match the output since the last difference.
+        num_compared: The length of the context that has been compared.
+        has_differed: Whether any output token differed from the prediction.
+    """
+
+    position: Int64
+    match_length: Int64
+    num_compared: Int64
+    has_differed: Int64
+
+
+@inlined
+def reset_prediction(state: PredictionCursor, prompt_length: int) -> None:
+    """Start a request, whose output is expected to begin like the prediction."""
+    state.position, state.match_length, state.num_compared, state.has_differed = 0, 0, prompt_length, 0
+
+
+@kernel
+def advance_prediction(state: PredictionCursor, prediction: TokenIds, context: TokenIds, hits: ScanHits) -> None:
+    """Compare the new tokens of the context with the prediction.
+
+    After a difference, the position advances by one, as if one token was replaced, and the last tokens of the context
+    are searched in the whole prediction. The longest match wins; among equal ones the nearest to the old position.
+    O(new tokens), and O(prediction) more for each token that differs.
+    """
+    position, match_length = state.position, state.match_length
+    for i in range(state.num_compared, len(context)):
+        if position < len(prediction) and prediction[position] == context[i]:
+            position, match_length = position + 1, match_length + 1
+            continue
+        position, match_length = min(position + 1, len(prediction)), 0
+        state.has_differed = 1
+    state.num_compared = len(context)
+    if state.has_differed and match_length < _LONGEST:
+        found = scan(prediction, 0, len(prediction), context, min(len(context), _LONGEST), hits.positions, hits.lengths)
+        best, longest = position, match_length
+        for hit in range(found):
+            length, distance = hits.lengths[hit], abs(hits.positions[hit] - position)
+            is_nearer = length == longest and length > 0 and distance < abs(best - position)
+            if (length > longest or is_nearer) and (length > 1 or distance <= _FAR):
+                best, longest = hits.positions[hit], length
+        position, match_length = best, longest
+    state.position, state.match_length = position, match_length
+
+
+@inlined
+def predicted_token(params: DraftParams, prediction: PredictionCursor, depth: int) -> int:
+    """Return the predicted token at ``depth`` draft tokens after the context; NO_TOKEN after the prediction's end."""
+    position = prediction.position + depth
+    return (
+        int(int32_array(params.prediction, params.prediction_length)[position])
+        if position < params.prediction_length
+        else NO_TOKEN
+    )

@@ -1,0 +1,265 @@
+"""Collect proposals that need no lookup in one tree: those of other drafters, and lookahead tokens.
+
+Lookahead tokens are those that the target sampled after a rejected draft token. Jacobi decoding (Santilli et al. 2023,
+arXiv 2305.10427) and lookahead decoding (Fu et al. 2024, arXiv 2402.02057) verify such tokens in the next pass; here
+they are proposals, which are scored together with all other candidates. A sampled lookahead token was drawn with the
+Gumbel noise of its position, which is the noise that the next pass uses there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import numpy as np
+
+from ssd.compiled.addresses import (
+    Float64s,
+    Int64,
+    Int64s,
+    Record,
+    TokenIds,
+    float64_array,
+    inlined,
+    int32_array,
+    kernel,
+)
+from ssd.drafting.draft_records import DraftParams
+from ssd.drafting.lookup import NO_TOKEN
+from ssd.drafting.protocol import LOOKAHEAD, MAX_PROPOSED_TOKENS, NUM_PROPOSER_KINDS
+
+MAX_LOOKAHEAD: Final = 16
+"""The maximum number of lookahead tokens. They do not count against the limit of external proposals."""
+
+PROPOSAL_ROOT: Final = 0
+"""The node at the end of the context."""
+
+_MOST_NODES: Final = 1 + MAX_PROPOSED_TOKENS + MAX_LOOKAHEAD
+
+
+class ProposalTree(Record):
+    """The proposed tokens. Siblings are different tokens.
+
+    Node PROPOSAL_ROOT stands for the end of the context. Every other node below ``count`` is a token.
+
+    Attributes:
+        count: The number of nodes.
+        tokens: The token of each node.
+        kinds: The kind of drafter that gave the token its greatest probability.
+        probabilities: That probability: the drafter's estimate that the token is accepted, given that the tokens before
+            it are.
+        first: The first child of each node; NO_TOKEN if there is none.
+        next: The next sibling of each node; NO_TOKEN if there is none.
+        numbers: Scratch, the node of each external proposal.
+    """
+
+    count: Int64
+    tokens: Annotated[Int64s, np.int64, _MOST_NODES]
+    kinds: Annotated[Int64s, np.int64, _MOST_NODES]
+    probabilities: Annotated[Float64s, np.float64, _MOST_NODES]
+    first: Annotated[Int64s, np.int64, _MOST_NODES]
+    next: Annotated[Int64s, np.int64, _MOST_NODES]
+    numbers: Annotated[Int64s, np.int64, MAX_PROPOSED_TOKENS]
+
+
+@inlined
+def clear_tree(proposals: ProposalTree) -> None:
+    """Remove all proposals."""
+    proposals.count, proposals.first[PROPOSAL_ROOT] = 1, NO_TOKEN
+
+
+@inlined
+def child_of(proposals: ProposalTree, node: int, token: int) -> int:
+    """Return the child of a node with the given token; NO_TOKEN if there is none. O(children).
+
+    The node may be NO_TOKEN, which has no children.
+    """
+    child = proposals.first[node] if node >= 0 else NO_TOKEN
+    while child >= 0 and proposals.tokens[child] != token:
+        child = proposals.next[child]
+    return int(child)
+
+
+@inlined
+def has_children(proposals: ProposalTree, node: int) -> bool:
+    """Return whether anything is proposed after a node; False for NO_TOKEN."""
+    return bool(node >= 0 and proposals.first[node] >= 0)
+
+
+@inlined
+def best_child(proposals: ProposalTree, node: int) -> int:
+    """Return the child with the greatest probability, the first of equal ones. O(children).
+
+    The node must have a child.
+    """
+    best = proposals.first[node]
+    child = proposals.next[best]
+    while child >= 0:
+        if proposals.probabilities[child] > proposals.probabilities[best]:
+            best = child
+        child = proposals.next[child]
+    return int(best)
+
+
+@inlined
+def add_proposal(proposals: ProposalTree, parent: int, token: int, probability: float, kind: int) -> int:
+    """Add a token after a node and return its node. O(children).
+
+    If several drafters propose the same token at the same place, the greatest probability counts; among equal ones the
+    first.
+
+    Args:
+        proposals: The tree.
+        parent: The node before the token. NO_TOKEN ignores the proposal.
+        token: The token. A negative number is ignored.
+        probability: The drafter's estimate. NaN counts as 0.
+        kind: The kind of the drafter.
+
+    Returns:
+        The node of the token; NO_TOKEN if it was ignored.
+    """
+    if parent < 0 or token < 0 or kind < 0 or kind >= NUM_PROPOSER_KINDS:
+        return NO_TOKEN
+    probability = probability if probability > 0.0 else 0.0  # also if it is NaN
+    last, node = NO_TOKEN, proposals.first[parent]
+    while node >= 0 and proposals.tokens[node] != token:
+        last, node = node, proposals.next[node]
+    if node < 0:
+        node = proposals.count
+        proposals.count = node + 1
+        if last < 0:
+            proposals.first[parent] = node
+        else:
+            proposals.next[last] = node
+        proposals.tokens[node], proposals.first[node], proposals.next[node] = token, NO_TOKEN, NO_TOKEN
+        proposals.kinds[node], proposals.probabilities[node] = kind, probability
+    elif probability > proposals.probabilities[node]:
+        proposals.kinds[node], proposals.probabilities[node] = kind, probability
+    return int(node)
+
+
+@kernel
+def build_tree(
+    proposals: ProposalTree, tokens: TokenIds, parents: TokenIds, probabilities: Float64s, kinds: TokenIds
+) -> None:
+    """Fill the tree with the tokens of an `ExternalProposals`. O(tokens * children).
+
+    A token whose parent does not come before it is ignored, and so are its descendants.
+    """
+    clear_tree(proposals)
+    for i in range(min(len(tokens), MAX_PROPOSED_TOKENS)):
+        parent = parents[i]
+        behind = NO_TOKEN
+        if parent == -1:
+            behind = PROPOSAL_ROOT
+        elif 0 <= parent < i:
+            behind = proposals.numbers[parent]
+        proposals.numbers[i] = add_proposal(proposals, behind, tokens[i], probabilities[i], kinds[i])
+
+
+_DRAFTED_PROBABILITY: Final = 0.7
+"""The probability given to a lookahead token that equals the draft token at its position.
+
+The acceptance model learns how reliable it is.
+"""
+
+_LOOKAHEAD_PROBABILITY: Final = 0.3
+"""The probability given to any other lookahead token."""
+
+
+class Lookahead(Record):
+    """The tokens that the target sampled after the first rejected draft token of the last pass.
+
+    Attributes:
+        count: The number of tokens, one after another.
+        before: The token before ``last``.
+        last: The token that the context then ended with; the lookahead tokens follow it.
+        tokens: The tokens.
+        was_drafted: Whether each token equals the next draft token.
+    """
+
+    count: Int64
+    before: Int64
+    last: Int64
+    tokens: Annotated[Int64s, np.int64, MAX_LOOKAHEAD]
+    was_drafted: Annotated[Int64s, np.int64, MAX_LOOKAHEAD]
+
+
+@inlined
+def _next_input(parents: Int64s, is_tree: bool, count: int, node: int, token: int, input_ids: Int64s) -> int:
+    """Return the position of the input token after a node; NO_TOKEN at the end of the draft.
+
+    In a tree it is the child that equals ``token``, else the first child.
+    """
+    if not is_tree:
+        return node + 1 if node + 1 < count else NO_TOKEN
+    first = NO_TOKEN
+    for child in range(node + 1, count):
+        if parents[child] == node:
+            if input_ids[child] == token:
+                return child
+            if first == NO_TOKEN:
+                first = child
+    return first
+
+
+@inlined
+def save_lookahead(
+    lookahead: Lookahead, input_ids: Int64s, parents: Int64s, is_tree: bool, count: int, sampled_ids: Int64s, end: int
+) -> None:
+    """Save the tokens that the target sampled after the first rejected token of one row.
+
+    O(positions * MAX_LOOKAHEAD) for a tree, O(MAX_LOOKAHEAD) for a chain.
+
+    Args:
+        lookahead: Receives the tokens.
+        input_ids: The row's tokens in the pass, as in `ScoredPass`.
+        parents: The parents of a tree.
+        is_tree: Whether to use ``parents``.
+        count: The number of positions.
+        sampled_ids: The token that the target sampled at each position.
+        end: The last accepted position.
+    """
+    size, node = 0, NO_TOKEN
+    if 0 <= end < count:
+        lookahead.before, lookahead.last = input_ids[end], sampled_ids[end]
+        node = _next_input(parents, is_tree, count, end, sampled_ids[end], input_ids)
+    while node >= 0 and size < MAX_LOOKAHEAD:
+        after = _next_input(parents, is_tree, count, node, sampled_ids[node], input_ids)
+        lookahead.tokens[size] = sampled_ids[node]
+        lookahead.was_drafted[size] = int(after >= 0 and input_ids[after] == sampled_ids[node])
+        node, size = after, size + 1
+    lookahead.count = size
+
+
+@inlined
+def propose_lookahead(lookahead: Lookahead, context: TokenIds, proposals: ProposalTree) -> None:
+    """Add the lookahead tokens to the tree, if the context ends as it did after the last pass."""
+    n = len(context)
+    if lookahead.count == 0 or n < 2 or context[n - 1] != lookahead.last or context[n - 2] != lookahead.before:
+        return
+    node = PROPOSAL_ROOT
+    for i in range(lookahead.count):
+        node = add_proposal(
+            proposals,
+            node,
+            lookahead.tokens[i],
+            _DRAFTED_PROBABILITY if lookahead.was_drafted[i] else _LOOKAHEAD_PROBABILITY,
+            LOOKAHEAD,
+        )
+
+
+@inlined
+def build_proposals(params: DraftParams, proposals: ProposalTree) -> None:
+    """Fill the tree with the external proposals of a request."""
+    number = params.num_proposed
+    if number == 0:
+        clear_tree(proposals)
+        return
+    tokens, parents = int32_array(params.proposed_tokens, number), int32_array(params.proposed_parents, number)
+    build_tree(
+        proposals,
+        tokens,
+        parents,
+        float64_array(params.proposed_probabilities, number),
+        int32_array(params.proposed_kinds, number),
+    )

@@ -1,0 +1,323 @@
+"""Keep the target's most probable next tokens (top-k) after single tokens and after pairs of tokens.
+
+Token recycling (Luo et al. 2024, arXiv 2408.08696, section 3.1): every position of a pass has logits, also positions of
+rejected draft tokens. Their top-k tokens are drafted when the same token comes again, which drafts text that was never
+generated before. The paper keeps one entry per token; here there is another one per pair of tokens, which is more
+specific and known less often.
+
+Each namespace has a table, and so has each request without a namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import exp
+from typing import Annotated, Final, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.compiled.addresses import Int64, Int64s, Record, TokenIds, address, dtype_of, inlined, kernel, view_of
+from ssd.drafting.protocol import ScoredPass
+from ssd.retrieval.cache_state import LearnedState
+
+TOP_K: Final = 8
+"""The number of tokens in an entry, most probable first."""
+
+NUM_TOKEN_ENTRIES: Final = 1 << 14
+
+NUM_PAIR_ENTRIES: Final = 1 << 16
+"""The number of entries after single tokens and after pairs. A new entry replaces the one at the same hash."""
+
+SHARES: Final = 8
+"""The number of levels of a token's share of the probability of its entry. See `share_level`."""
+
+LEAST_SHARE: Final = 1 / 256
+"""The share up to which a token is left out."""
+
+NO_ENTRY: Final = -1
+Int8s = npt.NDArray[np.int8]
+Float32s = npt.NDArray[np.float32]
+
+
+class RecyclingEntry(Record):
+    """The top-k tokens after a token or after a pair of tokens.
+
+    Attributes:
+        key: The token or the pair; 0 for an empty entry.
+        tokens: The tokens, most probable first, padded with -1.
+        shares: The level of each token's share, 0..SHARES - 1.
+    """
+
+    key: Int64
+    tokens: Annotated[TokenIds, np.int32, TOP_K]
+    shares: Annotated[Int8s, np.int8, TOP_K]
+
+
+class RecyclingTable(Record):
+    """The entries of one namespace. Memory of zeros is an empty table.
+
+    Attributes:
+        entries: The first NUM_TOKEN_ENTRIES are keyed by a token, the others by a pair.
+    """
+
+    entries: Annotated[Sequence[RecyclingEntry], RecyclingEntry, NUM_TOKEN_ENTRIES + NUM_PAIR_ENTRIES]
+
+
+recycling_table_at = view_of(RecyclingTable)
+
+
+@inlined
+def _place_of_token(token: int) -> int:
+    return ((token * 40503) >> 2) & (NUM_TOKEN_ENTRIES - 1)
+
+
+@inlined
+def _place_of_pair(before: int, token: int) -> int:
+    return NUM_TOKEN_ENTRIES + ((((token * 40503) ^ (before * 69069 + (before >> 7))) >> 1) & (NUM_PAIR_ENTRIES - 1))
+
+
+@inlined
+def _key(token: int) -> int:
+    return token + 1
+
+
+@inlined
+def _pair_key(before: int, token: int) -> int:
+    return ((before << 32) | token) + 1
+
+
+@inlined
+def entry_after_token(table: RecyclingTable, token: int) -> int:
+    """Return the index of the entry after a token; NO_ENTRY if there is none. O(1)."""
+    if token < 0:
+        return NO_ENTRY
+    place = _place_of_token(token)
+    return place if table.entries[place].key == _key(token) else NO_ENTRY
+
+
+@inlined
+def entry_after_pair(table: RecyclingTable, before: int, token: int) -> int:
+    """Return the index of the entry after the pair (``before``, ``token``); NO_ENTRY if there is none. O(1)."""
+    if before < 0 or token < 0:
+        return NO_ENTRY
+    place = _place_of_pair(before, token)
+    return place if table.entries[place].key == _pair_key(before, token) else NO_ENTRY
+
+
+@inlined
+def share_level(share: float) -> int:
+    """Return the level of a share, 0..SHARES - 1; -1 if the token is left out (as for NaN).
+
+    The bounds are LEAST_SHARE, 1/32, 1/16, 1/8, 1/4, 1/2, 3/4 and 7/8: below one half each level doubles the
+    probability of the token, above it halves that of all others. A share at a bound belongs to the level below.
+    """
+    if not share > LEAST_SHARE:
+        return -1
+    return (
+        (share > 1 / 32)
+        + (share > 1 / 16)
+        + (share > 1 / 8)
+        + (share > 1 / 4)
+        + (share > 1 / 2)
+        + (share > 3 / 4)
+        + (share > 7 / 8)
+    )
+
+
+@inlined
+def _write(entry: RecyclingEntry, key: int, ids: TokenIds, logits: Float32s) -> None:
+    """Write an entry; keep the old one if all tokens are left out."""
+    total = 0.0
+    for i in range(TOP_K):
+        if ids[i] >= 0:
+            total += exp(float(logits[i]) - float(logits[0]))
+    size = 0
+    for i in range(TOP_K):
+        level = share_level(exp(float(logits[i]) - float(logits[0])) / total) if ids[i] >= 0 else -1
+        if level < 0:
+            break
+        entry.tokens[size], entry.shares[size] = ids[i], level
+        size += 1
+    if size:
+        entry.key = key
+        entry.tokens[size:] = -1
+
+
+@kernel
+def learn_top_tokens(
+    tables: Int64s,
+    before: TokenIds,
+    fed: Int64s,
+    counts: Int64s,
+    parents: Int64s,
+    is_tree: bool,
+    top_ids: TokenIds,
+    top_logits: Float32s,
+) -> None:
+    """Write the top-k tokens of every position of a pass into the tables. O(positions).
+
+    Args:
+        tables: For each row, the address of the `RecyclingTable` that learns from it; 0 for none. int64[B].
+        before: The token before the first input token of each row, as in `ScoredPass.previous_ids`.
+        fed: The input tokens, int64[B, T].
+        counts: The number of positions of each row, int64[B].
+        parents: The parents of trees, int64[B, T].
+        is_tree: Whether to use ``parents``.
+        top_ids: The top-k tokens, int32[B, T, TOP_K].
+        top_logits: Their logits, float32[B, T, TOP_K].
+    """
+    for b in range(len(tables)):
+        if tables[b] == 0:
+            continue
+        table = recycling_table_at(tables[b])
+        for t in range(counts[b]):
+            token, previous = fed[b, t], int(before[b])
+            if t > 0:
+                previous = fed[b, parents[b, t] if is_tree else t - 1]
+            ids, logits = top_ids[b, t], top_logits[b, t]
+            if token >= 0:
+                _write(table.entries[_place_of_token(token)], _key(token), ids, logits)
+                if previous >= 0:
+                    place, key = _place_of_pair(previous, token), _pair_key(previous, token)
+                    _write(table.entries[place], key, ids, logits)
+
+
+T = TypeVar("T")
+MAX_TABLES: Final = 16
+
+IDLE_PASSES: Final = 64
+"""The number of passes that a namespace must have been idle before another namespace may replace its table.
+
+Otherwise, with a few more busy namespaces than tables, every table would be replaced before it is read.
+"""
+
+
+class NamespaceTables(Generic[T]):
+    """Tables by namespace, MAX_TABLES at most. Not thread-safe: owned by the drafter's thread.
+
+    A table is deleted with its namespace. If there are too many, the least recently used table is replaced, unless it
+    is in use.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        """Create an empty set of tables.
+
+        Args:
+            make: Creates a table.
+        """
+        self._make = make
+        self._tables: WeakKeyDictionary[LearnedState, T] = WeakKeyDictionary()
+        self._last_passes: WeakKeyDictionary[LearnedState, int] = WeakKeyDictionary()
+        self._num_passes = self._full_until = 0
+
+    def begin_pass(self) -> None:
+        """Count a pass. Passes measure how long ago a table was used."""
+        self._num_passes += 1
+
+    def get(self, learned: LearnedState) -> T | None:
+        """Return the table of a namespace and mark it as used; None if there is none. O(1)."""
+        table = self._tables.get(learned)
+        if table is not None:
+            self._last_passes[learned] = self._num_passes
+        return table
+
+    def get_or_create(self, learned: LearnedState) -> T | None:
+        """Return the table of a namespace and mark it as used; create it if there is room, else return None."""
+        if learned not in self._tables and self._has_room():
+            self._tables[learned] = self._make()
+        return self.get(learned)
+
+    def _has_room(self) -> bool:
+        """Return whether another table may be created, after deleting the least recently used one if necessary."""
+        if len(self._tables) < MAX_TABLES:
+            return True
+        if self._num_passes < self._full_until:
+            return False
+        oldest = min(self._tables, key=self._last_passes.__getitem__)
+        self._full_until = self._last_passes[oldest] + IDLE_PASSES
+        if self._num_passes < self._full_until:
+            return False
+        del self._tables[oldest]
+        return True
+
+
+class _Table:
+    """A recycling table in memory of zeros, which the operating system allocates as it is written."""
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(1, dtype_of(RecyclingTable))
+        self.address = address(self._memory)
+
+
+class NamespaceRecyclingTables:
+    """The recycling tables of namespaces, and of requests without a namespace. Owned by the drafter's thread.
+
+    Tokens of one namespace are never drafted in another, also not if the other shares its cache. A request without a
+    namespace learns only from itself, and its table is deleted when it ends. A request that does not allow caching
+    drafts from its namespace's table and adds nothing to it. Nothing is stored on disk, because a few passes fill a
+    table again.
+
+    All tables of namespaces take 63 MB at most, and so do those of requests.
+    """
+
+    def __init__(self) -> None:
+        self._tables = NamespaceTables(_Table)
+        self._own: dict[str, _Table] = {}
+
+    def of(self, learned: LearnedState | None, request_id: str) -> int:
+        """Return the address of the table that a request drafts from; 0 for none. O(1).
+
+        It is valid until the next call of ``learn`` or ``ended``.
+        """
+        found = self._own.get(request_id) if learned is None else self._tables.get(learned)
+        return 0 if found is None else found.address
+
+    def learn(self, scored: ScoredPass) -> None:
+        """Write the top-k tokens of a pass into the table of each row's request. O(positions)."""
+        self._tables.begin_pass()
+        tables, table = list[int](), 0
+        last: LearnedState | None = None
+        for count, *place in zip(
+            scored.num_positions.tolist(),
+            scored.learned,
+            scored.request_ids,
+            scored.allow_caching.tolist(),
+            strict=True,
+        ):
+            learned, _, allow_caching = place
+            if not count:
+                table, last = 0, None
+            elif (
+                learned is None or not allow_caching or learned is not last
+            ):  # else the table of the row before: most rows belong to one namespace
+                table, last = self._table_for(*place), learned if allow_caching else None
+            tables.append(table)
+        parents = scored.input_ids if scored.parents is None else scored.parents
+        learn_top_tokens(
+            np.array(tables, np.int64),
+            scored.previous_ids,
+            scored.input_ids,
+            scored.num_positions,
+            parents,
+            scored.parents is not None,
+            scored.top_ids,
+            scored.top_logits,
+        )
+
+    def ended(self, request_id: str) -> None:
+        """Delete the table of a request that has ended."""
+        self._own.pop(request_id, None)
+
+    def _table_for(self, learned: LearnedState | None, request_id: str, allow_caching: bool) -> int:
+        """Return the address of the table that a row writes to, creating it if there is room; 0 for none."""
+        if learned is None:
+            own = self._own.get(request_id)
+            if own is None and len(self._own) < MAX_TABLES:
+                own = self._own[request_id] = _Table()
+            return 0 if own is None else own.address
+        if not allow_caching:
+            return 0
+        table = self._tables.get_or_create(learned)
+        return 0 if table is None else table.address

@@ -1,0 +1,265 @@
+"""Count what followed the sampled matches, by token, by kind of text and by match length.
+
+Every sample that agrees with the draft so far votes for the token that follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import numpy as np
+
+from ssd.compiled.addresses import Float64, Float64s, Int64, Int64s, Record, inlined, kernel
+from ssd.drafting.lookup import (
+    MAX_LEVELS,
+    MAX_SAMPLES,
+    NO_TOKEN,
+    MatchSamples,
+    SearchedTexts,
+    is_from_context,
+    next_token,
+)
+from ssd.drafting.proposal_tree import MAX_LOOKAHEAD, ProposalTree, child_of, has_children
+from ssd.drafting.protocol import MAX_PROPOSED_TOKENS
+
+MAX_VOTED_CANDIDATES: Final = 12
+"""The maximum number of candidates at a position that come from matches or proposals.
+
+Those with the greatest share of the votes, at any match length and in any kind of text, or with the greatest proposed
+probability are chosen.
+"""
+
+MAX_RECYCLED_CANDIDATES: Final = 6
+"""The maximum number of candidates at a position that come from token recycling alone."""
+
+MAX_CANDIDATES: Final = MAX_VOTED_CANDIDATES + MAX_RECYCLED_CANDIDATES
+"""The maximum number of candidates at a position."""
+
+NO_LEVEL: Final = MAX_LEVELS
+"""The level of a kind of text in which no sample is left."""
+
+_MAX_TOKENS: Final = MAX_SAMPLES + 2 + MAX_PROPOSED_TOKENS + MAX_LOOKAHEAD
+
+
+class TokenVotes(Record):
+    """The votes for one token.
+
+    Attributes:
+        index: The votes of matches in the cache, by level.
+        context: The votes of matches in the request's context, by level.
+        greatest: The token's greatest share of the votes, or its proposed probability if that is greater.
+    """
+
+    index: Annotated[Float64s, np.float64, MAX_LEVELS]
+    context: Annotated[Float64s, np.float64, MAX_LEVELS]
+    greatest: Float64
+
+
+class Votes(Record):
+    """The votes at one position.
+
+    Attributes:
+        next_tokens: The token after each sample that votes.
+        tokens: The tokens that have votes, or are candidates without.
+        of_token: The votes for each of these tokens.
+        index_support: The number of matches in the cache, by level.
+        context_support: The number of matches in the context, by level.
+        index_top: The level of the longest match in the cache that is left; NO_LEVEL if there is none.
+        context_top: The same for the context.
+        index_newest: The recency of the newest of these matches in the cache; -1 if there is none.
+        context_newest: The same for the context.
+        index_newest_token: The token after the newest match in the cache.
+        context_newest_token: The same for the context.
+    """
+
+    next_tokens: Annotated[Int64s, np.int64, MAX_SAMPLES]
+    tokens: Annotated[Int64s, np.int64, _MAX_TOKENS]
+    of_token: Annotated[Sequence[TokenVotes], TokenVotes, _MAX_TOKENS]
+    index_support: Annotated[Float64s, np.float64, MAX_LEVELS]
+    context_support: Annotated[Float64s, np.float64, MAX_LEVELS]
+    index_top: Int64
+    context_top: Int64
+    index_newest: Int64
+    context_newest: Int64
+    index_newest_token: Int64
+    context_newest_token: Int64
+
+
+@inlined
+def votes_by_source(votes: Votes, candidate: int) -> tuple[float, float]:
+    """Return a token's votes from the cache and from the context."""
+    index = own = 0.0
+    cast = votes.of_token[candidate]
+    for level in range(MAX_LEVELS):
+        index += cast.index[level]
+        own += cast.context[level]
+    return index, own
+
+
+@inlined
+def _add_token(votes: Votes, candidate: int, token: int) -> None:
+    votes.tokens[candidate] = token
+    votes.of_token[candidate].index[:] = 0.0
+    votes.of_token[candidate].context[:] = 0.0
+
+
+@inlined
+def _exchange(votes: Votes, one: int, other: int) -> None:
+    """Swap two tokens and their votes."""
+    votes.tokens[one], votes.tokens[other] = votes.tokens[other], votes.tokens[one]
+    here, there = votes.of_token[one], votes.of_token[other]
+    here.greatest, there.greatest = there.greatest, here.greatest
+    for level in range(MAX_LEVELS):
+        here.index[level], there.index[level] = there.index[level], here.index[level]
+        here.context[level], there.context[level] = there.context[level], here.context[level]
+
+
+@inlined
+def _find_token(token: int, size: int, votes: Votes) -> int:
+    """Return the index of a token among the first ``size`` candidates; ``size`` if it is not there."""
+    candidate = 0
+    while candidate < size and votes.tokens[candidate] != token:
+        candidate += 1
+    return candidate
+
+
+@inlined
+def add_candidate(token: int, size: int, votes: Votes) -> int:
+    """Add a token without votes to the first ``size`` candidates, unless it is there, and return their new number."""
+    if _find_token(token, size, votes) < size:
+        return size
+    _add_token(votes, size, token)
+    return size + 1
+
+
+@kernel
+def keep_best(
+    votes: Votes,
+    size: int,
+    most: int,
+    num_levels: int,
+    predicted: int,
+    cached_sample: int,
+    proposals: ProposalTree,
+    proposal_node: int,
+) -> int:
+    """Move the best ``most`` candidates to the front and return how many there are.
+
+    The best are those with the greatest share of the votes at any level. A proposed probability counts as a share. The
+    predicted token and the cached sample always stay.
+
+    Args:
+        votes: The candidates.
+        size: The number of candidates.
+        most: The maximum number to keep.
+        num_levels: The number of match lengths.
+        predicted: The token of the client's prediction; NO_TOKEN for none.
+        cached_sample: The token sampled before with the same key; NO_TOKEN for none.
+        proposals: The proposals.
+        proposal_node: The node of ``proposals`` at this position.
+    """
+    if size <= most:
+        return size
+    index_top, context_top = votes.index_top, votes.context_top
+    for candidate in range(size):
+        cast, greatest, sum_votes, sum_support = votes.of_token[candidate], 0.0, 0.0, 0.0
+        for level in range(num_levels):
+            here = cast.index[level] + cast.context[level]
+            sum_support += votes.index_support[level] + votes.context_support[level]
+            if here > 0.0:  # without a vote the share does not grow
+                sum_votes += here
+                greatest = max(greatest, sum_votes / sum_support)
+        if index_top < NO_LEVEL and cast.index[index_top] > 0.0:
+            greatest = max(greatest, cast.index[index_top] / votes.index_support[index_top])
+        if context_top < NO_LEVEL and cast.context[context_top] > 0.0:
+            greatest = max(greatest, cast.context[context_top] / votes.context_support[context_top])
+        child = child_of(proposals, proposal_node, votes.tokens[candidate])
+        if child >= 0:
+            greatest = max(greatest, proposals.probabilities[child])
+        token = votes.tokens[candidate]
+        cast.greatest = 2.0 if token in (predicted, cached_sample) else greatest
+    for place in range(most):
+        best = place
+        for candidate in range(place + 1, size):
+            if votes.of_token[candidate].greatest > votes.of_token[best].greatest:
+                best = candidate
+        if best != place:
+            _exchange(votes, place, best)
+    return most
+
+
+@inlined
+def count_votes(
+    texts: SearchedTexts,
+    samples: MatchSamples,
+    matching: Int64s,
+    num_matching: int,
+    since_lookup: int,
+    predicted: int,
+    votes: Votes,
+) -> int:
+    """Count the votes of the matching samples, and return the number of candidates. O(samples * tokens).
+
+    A sample whose sequence has ended counts as a match but has no vote.
+
+    Args:
+        texts: The texts that samples lie in.
+        samples: The samples.
+        matching: The indices of samples that agree with the draft so far, longer matches first.
+        num_matching: The number of these.
+        since_lookup: The number of draft tokens since the samples were looked up.
+        predicted: The token of the client's prediction, which is added as a candidate; NO_TOKEN for none.
+        votes: Receives the votes.
+    """
+    votes.index_support[:] = 0.0
+    votes.context_support[:] = 0.0
+    size, level, index_top, context_top = 0, 0, NO_LEVEL, NO_LEVEL
+    index_newest, context_newest, index_newest_token, context_newest_token = -1, -1, NO_TOKEN, NO_TOKEN
+    for i in range(num_matching):
+        sample = matching[i]
+        while sample >= samples.ends[level]:
+            level += 1
+        token, weight, recency = (
+            next_token(samples, sample, since_lookup, texts),
+            samples.weights[sample],
+            samples.recency[sample],
+        )
+        votes.next_tokens[i] = token
+        own = is_from_context(samples, sample)
+        if own:
+            votes.context_support[level] += weight
+            context_top = min(context_top, level)
+            if level == context_top and recency > context_newest:
+                context_newest, context_newest_token = recency, token
+        else:
+            votes.index_support[level] += weight
+            index_top = min(index_top, level)
+            if level == index_top and recency > index_newest:
+                index_newest, index_newest_token = recency, token
+        if token < 0:
+            continue
+        candidate = _find_token(token, size, votes)
+        if candidate == size:
+            _add_token(votes, candidate, token)
+            size += 1
+        if own:
+            votes.of_token[candidate].context[level] += weight
+        else:
+            votes.of_token[candidate].index[level] += weight
+    if predicted >= 0:
+        size = add_candidate(predicted, size, votes)
+    votes.index_top, votes.context_top = index_top, context_top
+    votes.index_newest, votes.context_newest = index_newest, context_newest
+    votes.index_newest_token, votes.context_newest_token = index_newest_token, context_newest_token
+    return size
+
+
+@inlined
+def add_proposed(proposals: ProposalTree, proposal_node: int, size: int, votes: Votes) -> int:
+    """Add the tokens proposed after a node to the first ``size`` candidates, and return their new number."""
+    child = proposals.first[proposal_node] if has_children(proposals, proposal_node) else NO_TOKEN
+    while child >= 0:
+        size = add_candidate(proposals.tokens[child], size, votes)
+        child = proposals.next[child]
+    return size
