@@ -22,7 +22,7 @@ from ssd.config import EngineConfig, SamplingParams
 from ssd.drafting.draft_kernel import DraftRow, row_at
 from ssd.drafting.draft_records import clear_draft
 from ssd.drafting.protocol import Drafter, DraftRequest
-from ssd.drafting.suffix_drafter import Group, KeptRow, SuffixDrafter
+from ssd.drafting.suffix_drafter import NamespaceGroup, RequestRow, SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget
@@ -60,13 +60,13 @@ class KnownDrafter(SuffixDrafter):
         self._draft = draft
         self._places = dict[int, int]()
 
-    def keep(self, request: DraftRequest, row: DraftRow | None = None, at: int = 0) -> KeptRow:
+    def start_request(self, request: DraftRequest, row: DraftRow | None = None, at: int = 0) -> RequestRow:
         """And remember whose text goes where."""
-        kept = super().keep(request, row, at)
+        kept = super().start_request(request, row, at)
         self._places[kept.address] = int(request.request_id)
         return kept
 
-    def draft_groups(self, rows: Int64s, groups: Iterable[Group]) -> None:
+    def draft_groups(self, rows: Int64s, groups: Iterable[NamespaceGroup]) -> None:
         """The next ``draft`` tokens of each text."""
         super().draft_groups(rows, groups)
         places = np.array([self._places[address] for address in rows.tolist()], np.int64)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from benchmarks.exactness import differs
 from benchmarks.run import in_turn
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
-from ssd.drafting import Arbiter, make_drafter
+from ssd.drafting import HybridDrafter, make_drafter
 from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine, Request
 from ssd.model.draft.drafter import HeadDrafter, tapped_by
@@ -50,7 +50,7 @@ def open_engine(
     asked = make_drafter(drafter, draft) if isinstance(drafter, str) else drafter
     engine = Engine(
         target,
-        drafter=asked if loaded is None else Arbiter([asked, HeadDrafter(loaded, target)]),
+        drafter=asked if loaded is None else HybridDrafter([asked, HeadDrafter(loaded, target)]),
         config=config or EngineConfig(max_num_seqs=slots, enable_prefix_caching=False),
         draft=draft,
         **more,

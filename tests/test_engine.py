@@ -44,7 +44,7 @@ def test_requests_are_answered_while_the_kernels_that_draft_are_compiled(monkeyp
         warm_up(drafter)
 
     def noted(drafter: SuffixDrafter, rows: Any, groups: Any) -> None:
-        asked.extend(drafter._kept)
+        asked.extend(drafter._rows)
         draft(drafter, rows, groups)
 
     draft = SuffixDrafter.draft_groups

@@ -31,8 +31,8 @@ def drafter() -> SuffixDrafter:
 
 def learn_nothing(carried: SuffixDrafter) -> None:
     """Take away what it would learn from at the next step, so that only what it follows makes it differ."""
-    for kept in carried._kept.values():
-        kept.row.state.scored.count = 0
+    for kept in carried._rows.values():
+        kept.record.state.scored.count = 0
 
 
 def ask(context: Any, snapshot: Snapshot | None, limit: int = LIMIT, request_id: str = "a") -> DraftRequest:

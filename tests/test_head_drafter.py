@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams
-from ssd.drafting import Arbiter
+from ssd.drafting import HybridDrafter
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
 from ssd.drafting.suffix_drafter import SuffixDrafter
@@ -107,7 +107,7 @@ def test_no_option_lets_a_head_change_the_output(
     params = replace(sampling, seed=sampling.seed or 0)
     requests = [ask("0", prompt, params, namespace=None), ask("1", prompt, max_tokens=9, namespace=None)]
     expected = run(target, "none", requests)[1]
-    for chosen in (drafter, Arbiter([SuffixDrafter(), drafter])):
+    for chosen in (drafter, HybridDrafter([SuffixDrafter(), drafter])):
         assert run(target, chosen, requests, shape=shape)[1] == expected
 
 
@@ -359,8 +359,8 @@ def test_what_is_new_to_a_head_takes_time_to_begin() -> None:
     target.prefill([0], np.full((1, 70), 7), [70])
     long = asked(0, "long", [7] * 70 + [8])
     drafter.propose([long])
-    assert drafter.seconds_to_begin(long) == 0.0
-    assert drafter.seconds_to_begin(replace(long, request_id="another")) > 0.0
+    assert drafter.seconds_to_start(long) == 0.0
+    assert drafter.seconds_to_start(replace(long, request_id="another")) > 0.0
 
 
 laws = st.lists(st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3), min_size=1, max_size=5)

@@ -14,7 +14,7 @@ import pytest
 
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, SamplingParams, StructuredOutput
-from ssd.drafting import Arbiter, make_drafter
+from ssd.drafting import HybridDrafter, make_drafter
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
 from ssd.engine import Engine, FinishReason, Request
 from ssd.engine.sequence import Sequence as EngineSequence
@@ -221,7 +221,7 @@ def test_a_fault_in_drafting_or_learning_fails_nothing_and_silences_nobody_else(
     monkeypatch.setattr(SuffixCache, "append", failing)
     with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
         poisoned = Poisoned(kind("injected"))
-        drafter = Arbiter([poisoned, make_drafter("none", DraftConfig())]) if several else poisoned
+        drafter = HybridDrafter([poisoned, make_drafter("none", DraftConfig())]) if several else poisoned
         engine = engine_of(caches, overlap=overlap, shape="chain", drafter=drafter)
         assert all_answered(engine, requests_of()) == undisturbed()
         assert poisoned.num_drafts > 0 and poisoned.num_deaf > 0

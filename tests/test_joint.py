@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ssd.drafting.hybrid_drafter import Arbiter, num_verified, walked
-from ssd.drafting.proposer import TRIAL_EVERY
+from ssd.drafting.hybrid_drafter import HybridDrafter, num_shared_tokens, path_of_tokens
+from ssd.drafting.proposer import PROBE_INTERVAL
 from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, Draft, DraftRequest
 
 STEP_S = 0.1
@@ -94,7 +94,7 @@ class Costly:
     def seconds_per_token(self, num_rows: int) -> float:
         return self.cost_s * num_rows
 
-    def seconds_to_begin(self, request: DraftRequest) -> float:
+    def seconds_to_start(self, request: DraftRequest) -> float:
         return 0.0 if self.asked else self.begin_s
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -120,13 +120,13 @@ def ask(name: str = "a", limit: int = 16, price: float | None = 0.01, *, is_tree
 
 def verdict(draft: Draft, said: Sequence[int]) -> tuple[Draft, int]:
     """The draft with the path that agrees with what the target says."""
-    path = walked(draft, said)
+    path = path_of_tokens(draft, said)
     if draft.parents is None:
         return draft, len(path)
     return replace(draft, path=np.array(path, np.int32)), len(path)
 
 
-def run_steps(arbiter: Arbiter, clock: Clock, steps: int, said: Sequence[int]) -> None:
+def run_steps(arbiter: HybridDrafter, clock: Clock, steps: int, said: Sequence[int]) -> None:
     for _ in range(steps):
         draft = arbiter.propose([ask()])[0]
         clock.now += STEP_S
@@ -136,7 +136,7 @@ def run_steps(arbiter: Arbiter, clock: Clock, steps: int, said: Sequence[int]) -
 def test_what_is_offered_and_what_is_known_go_into_one_tree() -> None:
     judge = Judge({1: tree([5, 6], [-1, 0], [0.5, 0.9])})
     costly = Costly(chain([7, 8], [0.8, 0.8]))
-    draft = Arbiter([judge, costly]).propose([ask()])[0]
+    draft = HybridDrafter([judge, costly]).propose([ask()])[0]
     assert sorted(draft.token_ids.tolist()) == [5, 6, 7, 8]
     assert draft.token_ids[0] == 7 and draft.path_probabilities().tolist() == sorted(
         draft.path_probabilities().tolist(), reverse=True
@@ -149,7 +149,7 @@ def test_what_is_offered_and_what_is_known_go_into_one_tree() -> None:
 def test_a_draft_without_estimates_is_offered_at_its_sources_rate_and_each_is_told_its_own() -> None:
     judge = Judge({1: tree([5, 6], [-1, 0], [0.5, 0.9])})
     costly = Costly(chain([5, 7, 9], None))
-    arbiter = Arbiter([judge, costly])
+    arbiter = HybridDrafter([judge, costly])
     draft = arbiter.propose([ask(limit=4)])[0]
     assert draft.token_ids.tolist() == [5, 7, 6, 9]
     proposals = judge.asked[1].proposals
@@ -172,16 +172,16 @@ def test_a_draft_without_estimates_is_offered_at_its_sources_rate_and_each_is_to
     ],
 )
 def test_as_much_of_a_draft_was_verified_as_stands_in_the_one_that_was(own: Draft, verified: Draft, count: int) -> None:
-    assert num_verified(own, verified) == count
+    assert num_shared_tokens(own, verified) == count
 
 
 def test_a_source_that_adds_nothing_is_soon_asked_only_now_and_then() -> None:
     clock = Clock()
     costly = Costly(chain([5, 6], [0.8, 0.8]), cost_s=STEP_S / 10)
-    arbiter = Arbiter([Judge({1: tree([5, 6], [-1, 0], [0.5, 0.9])}), costly], clock=clock)
+    arbiter = HybridDrafter([Judge({1: tree([5, 6], [-1, 0], [0.5, 0.9])}), costly], clock=clock)
     run_steps(arbiter, clock, 150, [5, 6])
     costly.asked.clear()
-    run_steps(arbiter, clock, 3 * TRIAL_EVERY, [5, 6])
+    run_steps(arbiter, clock, 3 * PROBE_INTERVAL, [5, 6])
     assert len(costly.asked) <= 3
 
 
@@ -190,7 +190,7 @@ def test_what_an_asking_takes_beside_its_tokens_counts(beside_s: float, is_asked
     clock = Clock()
     costly = Costly(chain([7, 8], [0.8, 0.8]), cost_s=STEP_S / 10)
     costly.meanwhile = lambda: clock.wait(beside_s)
-    arbiter = Arbiter([Judge({1: tree([5, 6], [-1, 0], [0.5, 0.9])}), costly], clock=clock)
+    arbiter = HybridDrafter([Judge({1: tree([5, 6], [-1, 0], [0.5, 0.9])}), costly], clock=clock)
     run_steps(arbiter, clock, 150, [7, 8])
     costly.asked.clear()
     run_steps(arbiter, clock, 50, [7, 8])
@@ -200,7 +200,7 @@ def test_what_an_asking_takes_beside_its_tokens_counts(beside_s: float, is_asked
 FOUR = chain([7, 8, 9, 10], [0.9] * 4)
 
 
-def seen(arbiter: Arbiter, clock: Clock, steps: int, said: Sequence[int] = (7, 8, 9, 10)) -> list[bool]:
+def seen(arbiter: HybridDrafter, clock: Clock, steps: int, said: Sequence[int] = (7, 8, 9, 10)) -> list[bool]:
     """Of each of so many steps whether anything was drafted."""
     drafted = []
     for _ in range(steps):
@@ -214,7 +214,7 @@ def seen(arbiter: Arbiter, clock: Clock, steps: int, said: Sequence[int] = (7, 8
 
 def test_a_drafter_that_costs_little_is_asked_and_told_its_cost() -> None:
     clock, costly = Clock(), Costly(FOUR, cost_s=STEP_S / 50)
-    arbiter = Arbiter([Judge(), costly], clock=clock)
+    arbiter = HybridDrafter([Judge(), costly], clock=clock)
     assert all(seen(arbiter, clock, 50))
     # Retrieval brings nothing, so a token saves a step of 0.1 s: 2 ms are worth 0.02 of a token.
     assert costly.asked[-1].token_costs == pytest.approx([0.01 + 0.02])
@@ -223,11 +223,11 @@ def test_a_drafter_that_costs_little_is_asked_and_told_its_cost() -> None:
 def test_whom_to_ask_is_considered_ever_more_rarely_while_nobody_is_worth_it() -> None:
     clock = Clock()
     costly = Costly(FOUR, cost_s=100 * STEP_S)
-    arbiter = Arbiter([Judge(), costly], clock=clock)
+    arbiter = HybridDrafter([Judge(), costly], clock=clock)
     seen(arbiter, clock, 120)
     due = [arbiter.is_due(1) for _ in range(80)]
     assert due[7::8] == [True] * 10 and sum(due) == 10
-    assert arbiter._sources[1].num_not_asked >= 70
+    assert arbiter._proposers[1].rows_since_use >= 70
     costly.cost_s = 0.0
     arbiter.propose([ask()])
     assert len(costly.asked) and all(arbiter.is_due(1) for _ in range(10))
@@ -235,7 +235,7 @@ def test_whom_to_ask_is_considered_ever_more_rarely_while_nobody_is_worth_it() -
 
 def test_reading_begins_when_as_much_has_been_forgone() -> None:
     clock, costly = Clock(), Costly(FOUR, cost_s=STEP_S / 50, begin_s=10 * STEP_S)
-    arbiter = Arbiter([Judge(), costly], clock=clock)
+    arbiter = HybridDrafter([Judge(), costly], clock=clock)
     # Ten plain steps' tokens are what reading costs; one token a step is what is expected of asking at first.
     arbiter.propose([ask("warm-up")])
     clock.now += STEP_S
@@ -249,7 +249,7 @@ def test_reading_begins_when_as_much_has_been_forgone() -> None:
 
 def test_what_was_never_proposed_for_is_told_nobody_and_all_hear_of_the_end() -> None:
     judge, costly = Judge({1: chain([5], [0.3])}), Costly(FOUR)
-    arbiter = Arbiter([judge, costly])
+    arbiter = HybridDrafter([judge, costly])
     arbiter.observe("never proposed for", EMPTY_DRAFT, 0)
     assert not judge.told and not costly.told
     arbiter.finish("a")
@@ -259,7 +259,7 @@ def test_what_was_never_proposed_for_is_told_nobody_and_all_hear_of_the_end() ->
 def test_a_failing_drafter_is_counted_and_asked_ever_more_rarely() -> None:
     judge, costly = Judge({1: chain([5], [0.3])}), Costly(FOUR)
     costly.failing = True
-    arbiter = Arbiter([judge, costly])
+    arbiter = HybridDrafter([judge, costly])
     for _ in range(16):
         assert arbiter.propose([ask()])[0].token_ids.tolist() == [5]
     assert len(costly.asked) == arbiter.num_failures == 4  # at steps 1, 3, 6, 11

@@ -17,7 +17,7 @@ from ssd.engine.pass_timing import plausible_times
 from ssd.pricing.calibration import FRUITLESS_AFTER, KeptShares, PlattScaling, Throttle
 from ssd.pricing.pass_costs import add_observation, cut_rows, fit_nonnegative, num_paying
 from ssd.pricing.price_list import PriceList
-from ssd.pricing.rate import AcceptanceRates, Excess, StepRate
+from ssd.pricing.rate import AcceptanceRates, MarginalGain, StepRate
 from tests.reference import pricing as slow
 from tests.reference.drafts import promise_tested
 
@@ -390,7 +390,7 @@ def test_rates_learn_lean_and_fade() -> None:
 def test_expected_excess_is_the_mean_of_those_alike_leaning_on_all(
     seen: list[tuple[float, float, int]], promised: float, first: float
 ) -> None:
-    excess = Excess()
+    excess = MarginalGain()
     for each in seen:
         excess.learn(*each)
     assert excess.expected(promised, first) == pytest.approx(slow.mean_excess(seen, promised, first))

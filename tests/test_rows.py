@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.drafting.batch_drafter import NUM_HEAD, RowDrafter, Text, Tokens
+from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText, Tokens
 from ssd.drafting.suffix_drafter import NO_SNAPSHOT
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.snapshot import Snapshot
@@ -24,8 +24,8 @@ SETTINGS: dict[str, Any] = {"max_length": WIDTH, "vocab_size": VOCAB_SIZE, "end_
 
 
 @pytest.fixture
-def drafter() -> RowDrafter:
-    return RowDrafter(longest=LIMIT, **SETTINGS)
+def drafter() -> BatchDrafter:
+    return BatchDrafter(longest=LIMIT, **SETTINGS)
 
 
 def filled(random: np.random.Generator) -> Iterator[SuffixCache]:
@@ -40,18 +40,18 @@ def filled(random: np.random.Generator) -> Iterator[SuffixCache]:
 
 
 def said(lengths: list[int], sampled: list[list[int]]) -> Tokens:
-    """What a step gave, as `RowDrafter.take` has it."""
-    words = np.zeros((len(sampled), NUM_HEAD + max(map(len, sampled), default=0)), np.int32)
+    """What a step gave, as `BatchDrafter.append` has it."""
+    words = np.zeros((len(sampled), NUM_HEADER_WORDS + max(map(len, sampled), default=0)), np.int32)
     for row, (length, new) in enumerate(zip(lengths, sampled, strict=True)):
-        words[row, : NUM_HEAD + len(new)] = [length, len(new), *new]
+        words[row, : NUM_HEADER_WORDS + len(new)] = [length, len(new), *new]
     return words
 
 
-def drafted(drafter: RowDrafter, wanted: list[bool], snapshot: Snapshot, seconds: float = 0.0) -> list[list[int]]:
+def drafted(drafter: BatchDrafter, wanted: list[bool], snapshot: Snapshot, seconds: float = 0.0) -> list[list[int]]:
     """What it drafts for the texts that are seated."""
     words = drafter.new_words(len(wanted) + 1)
     drafter.draft(np.array(wanted, bool), snapshot, words, LIMIT, seconds)
-    return [row[NUM_HEAD : NUM_HEAD + row[1]] for row in words[: len(wanted)].tolist()]
+    return [row[NUM_HEADER_WORDS : NUM_HEADER_WORDS + row[1]] for row in words[: len(wanted)].tolist()]
 
 
 @settings(max_examples=30)
@@ -59,9 +59,9 @@ def drafted(drafter: RowDrafter, wanted: list[bool], snapshot: Snapshot, seconds
 def test_drafts_are_those_of_the_twin_however_rows_move(seed: int, data: st.DataObject) -> None:
     random = np.random.default_rng(seed)
     for cache in filled(random):
-        fast, slow = RowDrafter(longest=LIMIT, **SETTINGS), SlowRowDrafter(limit=LIMIT, **SETTINGS)
+        fast, slow = BatchDrafter(longest=LIMIT, **SETTINGS), SlowRowDrafter(limit=LIMIT, **SETTINGS)
         texts: dict[str, list[int]] = {}
-        known: dict[str, Text] = {}
+        known: dict[str, RowText] = {}
         names: list[str] = []
         for step in range(data.draw(st.integers(4, 25), label="steps")):
             moves = data.draw(st.integers(0, 5), label="moves") == 0 or not names
@@ -69,16 +69,16 @@ def test_drafts_are_those_of_the_twin_however_rows_move(seed: int, data: st.Data
                 gone = names.pop(int(random.integers(len(names))))
                 slow.drafter.finish(gone)
                 known.pop(gone)
-                fast.leave()
+                fast.clear()
             if moves:
                 for _ in range(int(random.integers(1, 4))):
                     if len(names) < 6:
                         names.append(name := f"{step}-{len(names)}")
                         texts[name] = random.integers(0, VOCAB_SIZE, int(random.integers(1, 20))).tolist()
                         prompt_length = min(5, len(texts[name]))
-                        known[name] = Text(np.array(texts[name], np.int32), prompt_length, WIDTH)
+                        known[name] = RowText(np.array(texts[name], np.int32), prompt_length, WIDTH)
                 random.shuffle(names)
-                fast.seat([known[name] for name in names])
+                fast.assign([known[name] for name in names])
                 slow.asked = []
             sampled = []
             for name in names:
@@ -90,7 +90,7 @@ def test_drafts_are_those_of_the_twin_however_rows_move(seed: int, data: st.Data
                 sampled.append(new)
             seconds, snapshot = float(random.uniform(0.001, 0.01)), cache.snapshot()
             rows = [known[name] for name in names]
-            assert fast.take(rows, said([len(texts[name]) for name in names], sampled)) == []
+            assert fast.append(rows, said([len(texts[name]) for name in names], sampled)) == []
             got = drafted(fast, [bool(new) for new in sampled], snapshot, seconds)
             prompts = [known[name].prompt_length for name in names]
             want = slow.draft(names, [texts[name] for name in names], prompts, [*map(len, sampled)], snapshot, seconds)
@@ -99,20 +99,20 @@ def test_drafts_are_those_of_the_twin_however_rows_move(seed: int, data: st.Data
                 assert text.tokens.tolist() == texts[name]
 
 
-def test_a_text_whose_tokens_are_missing_does_not_follow(drafter: RowDrafter) -> None:
-    text, other = (Text(np.array([1, 2, 4, 5] * 6, np.int32), 1, 26) for _ in range(2))
+def test_a_text_whose_tokens_are_missing_does_not_follow(drafter: BatchDrafter) -> None:
+    text, other = (RowText(np.array([1, 2, 4, 5] * 6, np.int32), 1, 26) for _ in range(2))
     texts = [text, None, other]
-    assert drafter.take(texts, said([24, 9, 25], [[5], [5], [1]])) == [0], "none is new, so it says"
-    assert drafter.take(texts, said([26, 0, 27], [[1], [], [1, 2]])) == [0, 2], "one between; no room"
+    assert drafter.append(texts, said([24, 9, 25], [[5], [5], [1]])) == [0], "none is new, so it says"
+    assert drafter.append(texts, said([26, 0, 27], [[1], [], [1, 2]])) == [0, 2], "one between; no room"
     assert (text.length, other.length) == (24, 25)
     text.replace(np.array([1, 2, 4, 5] * 6 + [1, 2], np.int32), 1)
     assert (text.length, text.num_new) == (26, 1)
-    assert drafter.take([text], np.array([[25, -1, 3]], np.int32)) == [0]
+    assert drafter.append([text], np.array([[25, -1, 3]], np.int32)) == [0]
 
 
-def test_more_rows_than_there_was_room_for(drafter: RowDrafter) -> None:
-    texts = [Text(np.array([1, 2, 4, 5] * 6, np.int32), 1, WIDTH) for _ in range(40)]
-    drafter.seat([*texts, None])
+def test_more_rows_than_there_was_room_for(drafter: BatchDrafter) -> None:
+    texts = [RowText(np.array([1, 2, 4, 5] * 6, np.int32), 1, WIDTH) for _ in range(40)]
+    drafter.assign([*texts, None])
     drafts = drafted(drafter, [True] * 41, NO_SNAPSHOT)
     assert drafts[0] == drafts[39] != [] and drafts[40] == []
     assert drafter.counts[:2] == (40, 40)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
-from ssd.drafting import Arbiter
+from ssd.drafting import HybridDrafter
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import Engine, FinishReason, Request
 from ssd.engine.sequence import Sequence
@@ -127,7 +127,7 @@ def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(
         suffix, model_drafter = SuffixDrafter(), DraftModelDrafter(draft_target)
         engine = Engine(
             target,
-            drafter=Arbiter([suffix, model_drafter]),
+            drafter=HybridDrafter([suffix, model_drafter]),
             caches=caches,
             config=EngineConfig(max_num_seqs=SLOTS, prefill_chunk_tokens=48, scheduling_policy="priority"),
             draft=DraftConfig(num_speculative_tokens=4),
@@ -141,7 +141,7 @@ def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(
         assert kv_cache_bytes(target) == kv_bytes
         assert engine.check() == [] and not engine.has_work()
         assert not model_drafter._last
-        assert not suffix._kept
+        assert not suffix._rows
         gc.collect()
         assert not [found for found in gc.get_objects() if type(found) is Sequence]
 

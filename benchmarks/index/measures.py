@@ -20,7 +20,7 @@ from ssd.compiled.addresses import Records, address
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DraftRequest
 from ssd.drafting.draft_kernel import DraftRow
-from ssd.drafting.suffix_drafter import Group, SuffixDrafter, draft_of
+from ssd.drafting.suffix_drafter import NamespaceGroup, SuffixDrafter, draft_of
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import Segment, unpack
@@ -208,8 +208,12 @@ class Prober:
 
     def row(self, tokens: Tokens, snapshot: Snapshot) -> tuple[float, Tokens]:
         """The same of a row that an engine keeps, whose tokens are where the kernels look for them."""
-        request, row, groups = self._request(tokens, snapshot), self._memory[0], [Group(snapshot, None, self._rows, ())]
-        self.drafter.keep(request, row, self._memory.address)
+        request, row, groups = (
+            self._request(tokens, snapshot),
+            self._memory[0],
+            [NamespaceGroup(snapshot, None, self._rows, ())],
+        )
+        self.drafter.start_request(request, row, self._memory.address)
         params = row.params
         params.context, params.context_length, params.is_tree = address(tokens), len(tokens), 0
         params.limit, params.token_cost = DRAFT_TOKENS, self.drafter.price

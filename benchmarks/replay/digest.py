@@ -19,7 +19,7 @@ from benchmarks.walk import agreeing
 from cache_builder.evaluation.log import RecordedOutput, TokenIds
 from ssd.config import CacheConfig, IndexConfig
 from ssd.drafting import Draft, DraftRequest
-from ssd.drafting.batch_drafter import NUM_HEAD, RowDrafter, Text
+from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.cache_state import LearnedState
@@ -95,28 +95,28 @@ def _rows(rows: Sequence[RecordedOutput]) -> _Digest:
     """Rows of a matrix, each of which has a text till the batch ends."""
     digest, learned = _Digest(), LearnedState()
     width = max((len(row.context) + len(row.output) for row in rows), default=1) + 1
-    drafter = RowDrafter(longest=_LIMIT, max_length=width, vocab_size=1 << 30, end_of_text_ids=(2,), learned=learned)
-    words, said = drafter.new_words(_AT_ONCE), np.zeros((_AT_ONCE, NUM_HEAD + _LIMIT + 1), np.int32)
+    drafter = BatchDrafter(longest=_LIMIT, max_length=width, vocab_size=1 << 30, end_of_text_ids=(2,), learned=learned)
+    words, said = drafter.new_words(_AT_ONCE), np.zeros((_AT_ONCE, NUM_HEADER_WORDS + _LIMIT + 1), np.int32)
     with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
         for texts, prompts in _batches(rows, caches.get(), _AT_ONCE):
             snapshot = caches.get().snapshot()
             at, count = [max(1, prompt) for prompt in prompts], len(texts)
-            names = [Text(text[: at[i]], prompts[i], len(text)) for i, text in enumerate(texts)]
-            drafter.seat(names)
+            names = [RowText(text[: at[i]], prompts[i], len(text)) for i, text in enumerate(texts)]
+            drafter.assign(names)
             seconds, wanted = 0.0, np.ones(count, bool)
             while any(at[i] < len(text) for i, text in enumerate(texts)):
                 drafter.draft(wanted, snapshot, words, _LIMIT, seconds)
-                drafts = [row[NUM_HEAD : NUM_HEAD + row[1]] for row in words[:count].tolist()]
+                drafts = [row[NUM_HEADER_WORDS : NUM_HEADER_WORDS + row[1]] for row in words[:count].tolist()]
                 for i, draft in enumerate(drafts):
                     digest.add(Draft(np.array(draft, np.int32)))
                     accepted = agreeing(draft, None, texts[i].tolist(), at[i])
                     taken = texts[i][at[i] : at[i] + accepted + 1]
                     at[i] += len(taken)
-                    said[i, : NUM_HEAD + len(taken)] = [at[i], len(taken), *taken]
+                    said[i, : NUM_HEADER_WORDS + len(taken)] = [at[i], len(taken), *taken]
                 wanted = said[:count, 1] > 0
-                drafter.take(names, said)
+                drafter.append(names, said)
                 seconds = 0.02 + 0.0004 * (count + sum(map(len, drafts)))
-            drafter.leave()
+            drafter.clear()
     drafter.publish()
     digest.add_bytes(learned.newest.to_bytes() if learned.newest is not None else b"")
     return digest

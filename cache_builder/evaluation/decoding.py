@@ -212,7 +212,7 @@ class OutputDecoder:
     def decode(self, row: RecordedOutput, snapshot: Snapshot | None) -> Decoded:
         """Replay an output over an index, or over none if ``snapshot`` is None. O(output) drafts."""
         text, searched = row.text(), snapshot or NO_SNAPSHOT
-        self._workspace.room_for(searched)
+        self._workspace.reserve(searched)
         if len(self._steps) < 3 * len(row.output):
             self._steps = np.zeros(6 * len(row.output), np.int32)
         began = time.thread_time_ns()

@@ -19,12 +19,12 @@ def main() -> None:
     from server.command.arguments import parse_arguments  # these import kernels, which must come after `prebuild`
     from server.command.start import EngineLoader
     from ssd.bundled import HEAD_PATH
-    from ssd.drafting.batch_drafter import RowDrafter
+    from ssd.drafting.batch_drafter import BatchDrafter
 
     for arguments in ([], ["--draft-head", str(HEAD_PATH)]):
         with ExitStack() as resources:
             EngineLoader(parse_arguments(arguments, {}))(resources).warm_up()
-    RowDrafter(longest=1, max_length=8, vocab_size=8).warm_up()
+    BatchDrafter(longest=1, max_length=8, vocab_size=8).warm_up()
     files = list(PREBUILT.glob("*"))
     size = sum(file.stat().st_size for file in files) / 1e6
     print(f"{PREBUILT}: {len(files)} files, {size:.1f} MB, compiled in {kernel_counts().compile_seconds:.0f} s")

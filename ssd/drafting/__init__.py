@@ -1,9 +1,9 @@
-"""Drafters: they propose tokens, the target decides."""
+"""Drafters: they propose tokens, and the target accepts or rejects them."""
 
 from __future__ import annotations
 
 from ssd.config import DraftConfig
-from ssd.drafting.hybrid_drafter import Arbiter
+from ssd.drafting.hybrid_drafter import HybridDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, NoDrafter, SamplingRow
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.errors import ConfigError
@@ -12,7 +12,11 @@ DRAFTER_NAMES = ("ssd", "none")
 
 
 def make_drafter(name: str, config: DraftConfig) -> Drafter:
-    """The drafter called ``name``, one of DRAFTER_NAMES. Raises ConfigError for another name."""
+    """Return the drafter with this name.
+
+    Raises:
+        ConfigError: If ``name`` is not in DRAFTER_NAMES.
+    """
     if name not in DRAFTER_NAMES:
         raise ConfigError(f"unknown drafter {name!r}; use one of {', '.join(DRAFTER_NAMES)}")
     if name == "none":
@@ -28,10 +32,10 @@ def make_drafter(name: str, config: DraftConfig) -> Drafter:
 __all__ = [
     "DRAFTER_NAMES",
     "EMPTY_DRAFT",
-    "Arbiter",
     "Draft",
     "DraftRequest",
     "Drafter",
+    "HybridDrafter",
     "SamplingRow",
     "make_drafter",
 ]

@@ -1,11 +1,11 @@
-"""The suffix drafter for an engine that keeps its sequences as rows of a batch: one kernel call a step.
+"""The suffix drafter for another engine, such as vLLM, which keeps its sequences as rows of a batch.
 
-A forward pass leaves the caches to its own weights, so between two of them every line of Python costs several times
-what it costs in a loop. What is done for every row of every step is therefore done in kernels; Python is only told when
-a row holds another text than before.
+One kernel call drafts for all rows of a step. Between two forward passes every line of Python costs several times what
+it costs in a loop, because the pass evicts the CPU caches. So everything that is done for every row and step is done in
+kernels; Python code runs only when a row gets another sequence.
 
-The engine's device may be ahead of what is known here. So texts follow what each step gave, whenever that arrives, and
-a chain is drafted from what is known: as long as what the device is about to say and a draft after it.
+The engine's device may be ahead of the host. So the drafter's copy of each text is extended with the results of each
+step whenever they arrive, and a chain covers the tokens that the device is about to sample and a draft after them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,26 @@ from ssd.pricing.price_list import PriceList
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
-NUM_HEAD: Final = 2
-"""Words before the tokens in what a step gave (length with them, how many) and in a chain (length known, how many)."""
+NUM_HEADER_WORDS: Final = 2
+"""The number of words before the tokens of a row.
 
-_PRICE_UNKNOWN: Final = 0.1
-"""Of a drafted token, in expected accepted tokens, while it is not known what steps cost."""
+In the results of a step they are the length of the text and the number of new tokens; in a draft, the length of the
+text and the size of the draft.
+"""
+
+_DEFAULT_TOKEN_COST: Final = 0.1
+"""The cost of a draft token in expected accepted tokens, until the time of steps has been measured."""
 
 
-class TextRecord(Record):
-    """What a row holds, as kernels find it: a copy of it at ``tokens``, with room for ``room`` tokens.
+class RowTextRecord(Record):
+    """The text of a row, as kernels read it.
 
-    ``length`` : tokens so far, of which ``num_new`` came with the last step.
+    Attributes:
+        tokens: The tokens, int32[room].
+        room: The maximum number of tokens.
+        length: The number of tokens so far.
+        num_new: The number of these that the last step appended.
+        drafting: The state of the drafter.
     """
 
     tokens: Address
@@ -61,26 +70,45 @@ class TextRecord(Record):
     drafting: DraftRow
 
 
-class RowBatch(Record):
+class DraftBatchRecord(Record):
     """The rows of a batch, and what they are drafted with.
 
-    Of each row: ``texts`` : int64, address of its TextRecord, 0 for none. ``wanted`` : int64, whether it is drafted
-    for. ``asked``, ``drafting``, ``sizes``, ``probabilities``, ``best_first`` : scratch, of the drafts asked for.
-
-    ``cost`` : see `PassCosts`. ``price`` : of a drafted token while that says nothing. ``ends`` : int32[num_ends], the
-    ids of ends of text. ``num_new`` : tokens that came since the last call. ``last_asked``, ``last_positions`` : rows
-    and positions of the last call; -1 rows where others were seated since.
+    Attributes:
+        texts: For each row, the address of its `RowTextRecord`, int64; 0 for none.
+        wanted: For each row, whether to draft for it, int64.
+        selected: Scratch, the rows that are drafted for.
+        drafting: Scratch, the addresses of their `DraftRow`.
+        sizes: Scratch, the sizes of their drafts.
+        probabilities: Scratch, the acceptance probabilities of their drafts.
+        best_first: Scratch for `cut_rows`.
+        cost: The `PassCosts`.
+        default_token_cost: The cost of a draft token until ``cost`` is known.
+        workspace: The `DraftScratch`.
+        model: The acceptance model.
+        ends: The ids of end-of-text tokens, int32[num_ends].
+        num_ends: The number of ``ends``.
+        vocab_size: The size of the target's vocabulary.
+        limit: The maximum number of draft tokens.
+        max_length: The maximum length of a text.
+        longest_match: The maximum match length.
+        shortest_match: The minimum match length.
+        num_new: The number of tokens appended since the last call.
+        last_num_drafting: The number of rows that the last call drafted for; -1 if rows were assigned since.
+        last_positions: The number of positions of the last call's pass.
+        num_proposals: The number of rows drafted for since the start.
+        num_drafts: The number of drafts since the start that were not empty.
+        num_draft_tokens: The number of draft tokens since the start.
     """
 
     texts: Address
     wanted: Address
-    asked: Address
+    selected: Address
     drafting: Address
     sizes: Address
     probabilities: Address
     best_first: Address
     cost: Address
-    price: Float64
+    default_token_cost: Float64
     workspace: Address
     model: Address
     ends: Address
@@ -91,23 +119,28 @@ class RowBatch(Record):
     longest_match: Int64
     shortest_match: Int64
     num_new: Int64
-    last_asked: Int64
+    last_num_drafting: Int64
     last_positions: Int64
     num_proposals: Int64
     num_drafts: Int64
     num_draft_tokens: Int64
 
 
-_text_at, _batch_at = view_of(TextRecord), view_of(RowBatch)
-_DRAFTING_AT: Final = offset_of(TextRecord, "drafting")
+_text_at, _batch_at = view_of(RowTextRecord), view_of(DraftBatchRecord)
+_DRAFTING_AT: Final = offset_of(RowTextRecord, "drafting")
 
 
 @kernel
-def _follow(texts_at: int, words_at: int, lost_at: int, num_rows: int, width: int) -> int:
-    """Take over what a step gave each text; how many could not be, which are marked in ``lost``.
+def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, width: int) -> int:
+    """Append a step's tokens to each text, and return the number of texts for which that is impossible.
 
-    ``texts_at`` : int64[rows], addresses of TextRecords, 0 for none. ``words_at`` : int32[rows, width], of each
-    the length of the text now and how many of its tokens are new, then these. ``lost_at`` : int64[rows], written.
+    Args:
+        texts_at: int64[rows], the address of each `RowTextRecord`; 0 for none.
+        words_at: int32[rows, width], for each row the new length of its text, the number of new tokens, and these
+            tokens.
+        lost_at: int64[rows], receives 1 for each text that misses tokens.
+        num_rows: The number of rows.
+        width: The number of words per row.
     """
     texts, lost = int64_array(texts_at, num_rows), int64_array(lost_at, num_rows)
     words, num_lost = int32_array(words_at, num_rows * width), 0
@@ -117,19 +150,19 @@ def _follow(texts_at: int, words_at: int, lost_at: int, num_rows: int, width: in
         if texts[row] == 0 or count == 0:
             continue
         text = _text_at(texts[row])
-        if count < 0 or count > width - NUM_HEAD or text.length + count != length or length > text.room:
+        if count < 0 or count > width - NUM_HEADER_WORDS or text.length + count != length or length > text.room:
             lost[row] = 1
             num_lost += 1
             continue
-        known, first = int32_array(text.tokens, length), row * width + NUM_HEAD
+        known, first = int32_array(text.tokens, length), row * width + NUM_HEADER_WORDS
         known[length - count :] = words[first : first + count]
         text.length, text.num_new = length, count
     return num_lost
 
 
 @kernel
-def _usable(tokens: TokenIds, size: int, batch: RowBatch) -> int:
-    """How much of a draft: up to an end of text; nothing where an id is not the target's."""
+def _usable(tokens: TokenIds, size: int, batch: DraftBatchRecord) -> int:
+    """Return how much of a draft is usable: up to an end-of-text token; nothing if a token is not in the vocabulary."""
     ends, usable = int32_array(batch.ends, batch.num_ends), size
     for i in range(size):
         if tokens[i] < 0 or tokens[i] >= batch.vocab_size:
@@ -142,125 +175,144 @@ def _usable(tokens: TokenIds, size: int, batch: RowBatch) -> int:
 
 
 @kernel
-def _ask(batch: RowBatch, snapshot: int, num_rows: int) -> int:
-    """Ask for a draft for each row that is to have one; how many. ``drafting`` has the addresses of their rows."""
+def _fill_params(batch: DraftBatchRecord, snapshot: int, num_rows: int) -> int:
+    """Fill the parameters of each row to draft for, and return their number."""
     texts, wanted = int64_array(batch.texts, num_rows), int64_array(batch.wanted, num_rows)
-    asked, drafting, num_asked = int64_array(batch.asked, num_rows), int64_array(batch.drafting, num_rows), 0
+    selected, drafting, num_drafting = int64_array(batch.selected, num_rows), int64_array(batch.drafting, num_rows), 0
     for row in range(num_rows):
         if texts[row] == 0 or wanted[row] == 0:
             continue
         text = _text_at(texts[row])
         ask = text.drafting.params
         ask.context, ask.context_length, ask.snapshot, ask.model = text.tokens, text.length, snapshot, batch.model
-        # One token is always the target's own.
+        # The target adds one token to the accepted draft.
         ask.limit = max(0, min(batch.limit, batch.max_length - text.length - 1))
-        asked[num_asked], drafting[num_asked] = row, texts[row] + _DRAFTING_AT
-        num_asked += 1
-    return num_asked
+        selected[num_drafting], drafting[num_drafting] = row, texts[row] + _DRAFTING_AT
+        num_drafting += 1
+    return num_drafting
 
 
 @kernel
 def _draft_rows_of_batch(
     batch_address: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int
 ) -> None:
-    """Draft for the rows that are wanted, cut the drafts to what pays, and write them as rows of
-    ``NUM_HEAD + 2 * longest`` words.
+    """Draft for the selected rows, cut the drafts together, and write them.
 
-    ``snapshot`` : its address. ``seconds`` : since the last call's end; 0 where that says nothing. Of each row the
-    length of its text and of its chain, then the chain's tokens as int32, then its chances as float32.
+    Args:
+        batch_address: The address of the `DraftBatchRecord`.
+        snapshot: The address of the snapshot.
+        num_rows: The number of rows.
+        seconds: The time since the last call returned; 0 if it says nothing about the cost of a step.
+        words_at: int32[rows, NUM_HEADER_WORDS + 2 * longest], receives for each row the length of its text, the size of
+            its chain, the chain's tokens, and their acceptance probabilities as float32.
+        longest: The maximum number of draft tokens.
     """
     batch = _batch_at(batch_address)
-    num_asked = _ask(batch, snapshot, num_rows)
-    if seconds > 0.0 and 0 < num_asked == num_rows == batch.last_asked:
+    num_drafting = _fill_params(batch, snapshot, num_rows)
+    if seconds > 0.0 and 0 < num_drafting == num_rows == batch.last_num_drafting:
         observe_pass(batch.cost, batch.last_positions, batch.last_positions > num_rows, batch.num_new, seconds)
     batch.num_new = 0
-    price = token_price(batch.cost, num_asked)
-    texts, asked = int64_array(batch.texts, num_rows), int64_array(batch.asked, num_asked)
-    for row in asked:
-        _text_at(texts[row]).drafting.params.token_cost = price if price > 0.0 else batch.price
-    draft_batch(batch.workspace, int64_array(batch.drafting, num_asked), batch.longest_match, batch.shortest_match)
-    sizes = int64_array(batch.sizes, num_asked)
-    chances = float64_array(batch.probabilities, num_asked * MAX_DRAFT).reshape((num_asked, MAX_DRAFT))
-    for number in range(num_asked):
-        draft = _text_at(texts[asked[number]]).drafting.draft
+    price = token_price(batch.cost, num_drafting)
+    texts, selected = int64_array(batch.texts, num_rows), int64_array(batch.selected, num_drafting)
+    for row in selected:
+        _text_at(texts[row]).drafting.params.token_cost = price if price > 0.0 else batch.default_token_cost
+    draft_batch(batch.workspace, int64_array(batch.drafting, num_drafting), batch.longest_match, batch.shortest_match)
+    sizes = int64_array(batch.sizes, num_drafting)
+    probabilities = float64_array(batch.probabilities, num_drafting * MAX_DRAFT).reshape((num_drafting, MAX_DRAFT))
+    for number in range(num_drafting):
+        draft = _text_at(texts[selected[number]]).drafting.draft
         size = _usable(draft.tokens, draft.size, batch)
-        sizes[number], chances[number, :size] = size, draft.probabilities[:size]
-    cut_rows(batch.cost, chances, sizes, float64_array(batch.best_first, num_rows * MAX_DRAFT))
-    width, number, positions = NUM_HEAD + 2 * longest, 0, num_rows
+        sizes[number], probabilities[number, :size] = size, draft.probabilities[:size]
+    cut_rows(batch.cost, probabilities, sizes, float64_array(batch.best_first, num_rows * MAX_DRAFT))
+    width, number, positions = NUM_HEADER_WORDS + 2 * longest, 0, num_rows
     words, floats = int32_array(words_at, num_rows * width), float32_array(words_at, num_rows * width)
     for row in range(num_rows):
         at = row * width
         words[at], words[at + 1] = 0 if texts[row] == 0 else _text_at(texts[row]).length, 0
-        if number < num_asked and asked[number] == row:
+        if number < num_drafting and selected[number] == row:
             words[at + 1] = size = sizes[number]
             for i in range(size):
-                words[at + NUM_HEAD + i] = _text_at(texts[row]).drafting.draft.tokens[i]
-                floats[at + NUM_HEAD + longest + i] = chances[number, i]
+                words[at + NUM_HEADER_WORDS + i] = _text_at(texts[row]).drafting.draft.tokens[i]
+                floats[at + NUM_HEADER_WORDS + longest + i] = probabilities[number, i]
             batch.num_drafts += size > 0
             positions += size
             number += 1
-    batch.num_proposals += num_asked
+    batch.num_proposals += num_drafting
     batch.num_draft_tokens += positions - num_rows
-    batch.last_asked, batch.last_positions = num_asked, positions
+    batch.last_num_drafting, batch.last_positions = num_drafting, positions
 
 
 Tokens = npt.NDArray[np.int32]
 
 
-class Text:
-    """What a row holds: the engine may move it and write over it, so it is kept here too."""
+class RowText:
+    """The drafter's copy of a row's text, because the engine may move or overwrite its own.
+
+    ``address`` is that of its `RowTextRecord`.
+    """
 
     __slots__ = ("_buffer", "_memory", "_record", "address")
 
     def __init__(self, tokens: Tokens, prompt_length: int, room: int) -> None:
-        """``room`` : most tokens that it is going to have. ``address`` : of its TextRecord."""
-        self._memory = Records(TextRecord)
+        """Copy a text.
+
+        Args:
+            tokens: The prompt and the output so far, int32[n].
+            prompt_length: The number of prompt tokens.
+            room: The maximum number of tokens.
+        """
+        self._memory = Records(RowTextRecord)
         self._record, self.address = self._memory[0], self._memory.address
         reset_row_at(self.address + _DRAFTING_AT, prompt_length)
-        self._buffer = np.empty(max(room, len(tokens)), np.int32)  # the system gives it as far as it is written
+        self._buffer = np.empty(max(room, len(tokens)), np.int32)  # memory is allocated as it is written
         self._record.tokens, self._record.room = address(self._buffer), len(self._buffer)
         self.replace(tokens, 0)
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Return the number of tokens."""
         return self._record.length
 
     @property
     def num_new(self) -> int:
-        """Of these, tokens that came with the last step."""
+        """Return the number of tokens that the last step appended."""
         return self._record.num_new
 
     @property
     def prompt_length(self) -> int:
-        """Of these, tokens of the prompt."""
+        """Return the number of prompt tokens."""
         return self._record.drafting.params.prompt_length
 
     @property
     def tokens(self) -> Tokens:
-        """int32[length]: prompt and output so far. A view, valid until more is taken over."""
+        """Return a view of the prompt and the output, int32[length], valid until tokens are appended."""
         return self._buffer[: self.length]
 
     def replace(self, tokens: Tokens, num_new: int) -> None:
-        """``tokens`` is the whole text, int32[n], cut to its room; the last ``num_new`` are of this step. O(n)."""
+        """Replace the whole text, cut to its room. O(n).
+
+        Args:
+            tokens: The text, int32[n].
+            num_new: The number of its tokens that are new in this step.
+        """
         tokens = tokens[: len(self._buffer)]
         self._buffer[: len(tokens)] = tokens
         self._record.length, self._record.num_new = len(tokens), num_new
 
 
-class _RowArrays:
-    """Arrays of a batch with ``count`` rows, by their names in `RowBatch`."""
+class _BatchArrays:
+    """The arrays of a batch with ``count`` rows, under their names in `DraftBatchRecord`."""
 
     def __init__(self, count: int) -> None:
-        self.texts, self.wanted, self.asked, self.drafting, self.sizes = np.zeros((5, count), np.int64)
+        self.texts, self.wanted, self.selected, self.drafting, self.sizes = np.zeros((5, count), np.int64)
         self.probabilities, self.best_first = np.zeros((2, count * MAX_DRAFT))
 
 
-class RowDrafter:
-    """Drafts as ``SuffixDrafter`` does, for all rows of a batch in one call, and cuts them to what pays together.
+class BatchDrafter:
+    """Drafts as ``SuffixDrafter`` does, for all rows of a batch in one call, and cuts the drafts together.
 
-    Whose text a row holds is said by ``seat`` and holds until it is said again; texts grow by ``take``. Owned by one
-    thread. Deterministic given its calls and the times that it is told.
+    ``assign`` sets the text of each row, until it is called again; ``append`` extends the texts. Owned by one thread.
+    Deterministic given its calls and the times that they are given.
     """
 
     def __init__(
@@ -273,100 +325,115 @@ class RowDrafter:
         max_match_length: int = 32,
         min_match_length: int = 1,
         learned: LearnedState | None = None,
-        price: float = _PRICE_UNKNOWN,
+        price: float = _DEFAULT_TOKEN_COST,
     ) -> None:
-        """``longest`` : most tokens of a draft, at most MAX_DRAFT. ``max_length`` : of a text; drafts leave room for
-        the target's own token. ``vocab_size`` : of the target; a draft with another id is none. Drafts end with one of
-        ``end_of_text_ids``.
-        ``learned`` : where what is learned about the namespace is published; None keeps it to itself. ``price`` : of a
-        drafted token, in expected accepted tokens, while it is not known what steps cost.
-        Raises ConfigError when ``max_match_length`` is not within 1..256.
+        """Create a drafter.
+
+        Args:
+            longest: The maximum number of draft tokens, at most MAX_DRAFT.
+            max_length: The maximum length of a text. Drafts leave room for the target's own token.
+            vocab_size: The size of the target's vocabulary. A draft with another token is dropped.
+            end_of_text_ids: The tokens that end a draft.
+            max_match_length: The maximum match length in tokens.
+            min_match_length: The minimum match length in tokens.
+            learned: The namespace's learned models, which receive what is learned. None keeps it within the drafter.
+            price: The cost of a draft token in expected accepted tokens, until the time of steps has been measured.
+
+        Raises:
+            ConfigError: If ``max_match_length`` is not within 1..256.
         """
         assert longest <= MAX_DRAFT
         self.longest = longest
-        self._workspace, self._price_list = Workspace(), PriceList()
+        self._workspace, self._cost_model = Workspace(), PriceList()
         self._models, self._learned = NamespaceModels(), learned
-        self._memory = Records(RowBatch)
+        self._memory = Records(DraftBatchRecord)
         self._batch = batch = self._memory[0]
         self._num_rows = 0
         self._ends = np.array(sorted(end_of_text_ids), np.int32)
         batch.ends, batch.num_ends = address(self._ends), len(self._ends)
-        batch.cost, batch.workspace = self._price_list.address, self._workspace.address
+        batch.cost, batch.workspace = self._cost_model.address, self._workspace.address
         batch.model = self._models.of(learned).address
-        batch.vocab_size, batch.max_length, batch.price = vocab_size, max_length, price
+        batch.vocab_size, batch.max_length, batch.default_token_cost = vocab_size, max_length, price
         batch.longest_match, batch.shortest_match = checked_lengths(max_match_length, min_match_length)
         self._make_rows(16)
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Since the start: rows that could have had a draft, drafts that were not empty, their tokens."""
+        """Return the totals since the start: rows drafted for, drafts that were not empty, draft tokens."""
         return self._batch.num_proposals, self._batch.num_drafts, self._batch.num_draft_tokens
 
     def new_words(self, num_rows: int) -> Tokens:
-        """Memory for what ``draft`` writes of so many rows."""
-        return np.zeros((num_rows, NUM_HEAD + 2 * self.longest), np.int32)
+        """Return memory for the drafts of ``num_rows`` rows."""
+        return np.zeros((num_rows, NUM_HEADER_WORDS + 2 * self.longest), np.int32)
 
-    def seat(self, texts: Sequence[Text | None]) -> None:
-        """Say whose text is in each row; None is drafted nothing for. O(rows)."""
+    def assign(self, texts: Sequence[RowText | None]) -> None:
+        """Assign a text to each row; None disables drafting for it. O(rows)."""
         self._num_rows = len(texts)
         if len(texts) > len(self._arrays.texts):
             self._make_rows(2 * len(texts))
         self._arrays.texts[: len(texts)] = _addresses(texts)
-        self._batch.last_asked = -1
+        self._batch.last_num_drafting = -1
 
-    def take(self, texts: Sequence[Text | None], words: Tokens) -> list[int]:
-        """Take over what a step gave these texts; returns those that could not follow, as tokens are missing.
+    def append(self, texts: Sequence[RowText | None], words: Tokens) -> list[int]:
+        """Append a step's tokens to texts, and return the indices of texts that miss tokens. O(new tokens).
 
-        ``words`` : int32[texts or more, n]; of each the length of the text now and how many of its tokens are new, 0
-        for none, then these. O(new tokens).
+        Args:
+            texts: The texts.
+            words: int32[n, width], for each text its new length, the number of new tokens (0 for none), and these
+                tokens.
         """
         count = len(texts)
         addresses, lost = _addresses(texts), np.empty(count, np.int64)
         self._batch.num_new += int(words[:count, 1].sum())
-        found = _follow(address(addresses), address(words), address(lost), count, words.shape[1])
+        found = _append_tokens(address(addresses), address(words), address(lost), count, words.shape[1])
         return np.flatnonzero(lost).tolist() if found else []
 
     def draft(
         self, wanted: npt.NDArray[np.bool_], snapshot: Snapshot, words: Tokens, limit: int, seconds: float = 0.0
     ) -> None:
-        """Draft for the texts that are seated and wanted, at most ``limit`` tokens each.
+        """Draft for the assigned rows that are wanted.
 
-        ``wanted`` : bool[rows]. ``words`` : int32[rows or more, NUM_HEAD + 2 * longest], of ``new_words``; of each row
-        written are the length of its text and of its draft, then the draft's tokens and, from NUM_HEAD + longest on,
-        their chances as float32. ``seconds`` : since the last call returned, for what a step costs.
+        Args:
+            wanted: Whether to draft for each row, bool[rows].
+            snapshot: The snapshot to search.
+            words: Receives the drafts, as `new_words` allocates it: for each row the length of its text, the size of
+                its draft, the draft tokens and, from NUM_HEADER_WORDS + longest on, their acceptance probabilities as
+                float32.
+            limit: The maximum number of draft tokens per row.
+            seconds: The time since the last call returned, from which the cost of a step is learned.
         """
         count = self._num_rows
-        assert count == len(wanted) <= len(words) and words.shape[1] == NUM_HEAD + 2 * self.longest
+        assert count == len(wanted) <= len(words) and words.shape[1] == NUM_HEADER_WORDS + 2 * self.longest
         self._arrays.wanted[:count] = wanted
-        self._workspace.room_for(snapshot)
+        self._workspace.reserve(snapshot)
         self._batch.limit = min(limit, self.longest)
         _draft_rows_of_batch(self._memory.address, snapshot.address, count, seconds, address(words), self.longest)
 
-    def leave(self) -> None:
-        """Nobody is seated any more, as texts have ended."""
+    def clear(self) -> None:
+        """Clear all row assignments, because their texts have ended."""
         self._num_rows = 0
         self._models.ended(self._learned)
 
     def publish(self) -> None:
-        """Leave what was learned in ``learned``, for other threads and the next process."""
+        """Publish what was learned in ``learned``, for other threads and the next process."""
         self._models.publish()
 
     def warm_up(self) -> None:
-        """Compile the kernels, so that the first request compiles nothing."""
-        self._batch.model = self._models.of(None).address  # the namespace learns nothing from it
-        text = Text(np.zeros(1, np.int32), 1, 2)
-        self.take([text], np.array([[2, 1, 5]], np.int32))
-        self.seat([text])
+        """Compile the kernels, so that the first request does not have to."""
+        self._batch.model = self._models.of(None).address  # so that the namespace does not learn from the warm-up
+        text = RowText(np.zeros(1, np.int32), 1, 2)
+        self.append([text], np.array([[2, 1, 5]], np.int32))
+        self.assign([text])
         self.draft(np.ones(1, bool), NO_SNAPSHOT, self.new_words(1), 1)
-        self.leave()
+        self.clear()
         self._batch.num_proposals = self._batch.num_new = 0
         self._batch.model = self._models.of(self._learned).address
 
     def _make_rows(self, count: int) -> None:
-        self._arrays = arrays = _RowArrays(count)
+        self._arrays = arrays = _BatchArrays(count)
         for name, array in vars(arrays).items():
             setattr(self._batch, name, address(array))
 
 
-def _addresses(texts: Sequence[Text | None]) -> npt.NDArray[np.int64]:
+def _addresses(texts: Sequence[RowText | None]) -> npt.NDArray[np.int64]:
     return np.fromiter((0 if text is None else text.address for text in texts), np.int64, len(texts))

@@ -1,4 +1,4 @@
-"""A drafter among several: asked without ever failing the others, tried now and then, its time and tokens counted."""
+"""Keep the state of one proposer, a drafter among several: failures, use now and then, latency and acceptance."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Final, Protocol, runtime_checkable
 from ssd.drafting.protocol import EMPTY_DRAFT, MODEL, Draft, Drafter, DraftRequest, ScoreObserver
 from ssd.errors import require_fault
 from ssd.pricing.pass_costs import OUTLIER
-from ssd.pricing.rate import AcceptanceRates, Excess
+from ssd.pricing.rate import AcceptanceRates, MarginalGain
 
 
-class OneByOne:
-    """Asks a drafter for all requests at once; after a failure for each alone, to find those that it fails for.
+class FaultIsolatingDrafter:
+    """Drafts for all requests at once; after a failure for each request alone, to find those that cause it.
 
-    They get no draft and are not asked for again until ``forget``. Where all fail it is the drafter that does; where
-    there is one only, and the drafter just worked for others, it is the request.
+    These get no draft until ``forget``. If all requests fail, the drafter is at fault. If there is only one request and
+    the drafter just worked for others, the request is.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -24,21 +24,25 @@ class OneByOne:
         """Requests that the drafter failed for while it drafted for others."""
         self._drafter = drafter
         self._failing: set[str] = set()
-        self._works = False  # when it was last asked
+        self._works = False  # whether its last call succeeded
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One draft per request, in order; raises what the drafter raises where it fails for all of them."""
+        """Return one draft for each request, in order.
+
+        Raises:
+            BaseException: What the drafter raises, if it fails for all requests.
+        """
         if not self._failing:
-            return self._ask(requests)
-        is_asked = [request.request_id not in self._failing for request in requests]
-        drafts = iter(self._ask([request for request, yes in zip(requests, is_asked, strict=True) if yes]))
-        return [next(drafts) if yes else EMPTY_DRAFT for yes in is_asked]
+            return self._propose(requests)
+        is_included = [request.request_id not in self._failing for request in requests]
+        drafts = iter(self._propose([request for request, yes in zip(requests, is_included, strict=True) if yes]))
+        return [next(drafts) if yes else EMPTY_DRAFT for yes in is_included]
 
     def forget(self, request_id: str) -> None:
-        """The request has ended, or begins anew."""
+        """Forget that a request failed, because it has ended or starts anew."""
         self._failing.discard(request_id)
 
-    def _ask(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         if not requests:
             return []
         try:
@@ -68,56 +72,64 @@ class OneByOne:
 
 
 log = logging.getLogger(__name__)
-_MOST_SKIPPED: Final = 1024
+_MAX_SKIPPED: Final = 1024
 _FIRST_DEPTH: Final = 4.0
 _RECENT: Final = 0.1
-"""How far what was seen of depths and times goes by the last asking."""
+"""The weight of the latest observation in the running means of depths and times."""
 
 
 @runtime_checkable
 class CostlyDrafter(Protocol):
-    """A drafter whose time counts; of one without these methods it does not."""
+    """A drafter whose latency matters. The latency of drafters without these methods is ignored."""
 
     def seconds_per_token(self, num_rows: int) -> float:
-        """Seconds to draft one more token for each of ``num_rows`` requests together; 0 while it is not known."""
+        """Return the seconds to draft one more token for each of ``num_rows`` requests together; 0 if unknown."""
         ...
 
-    def seconds_to_begin(self, request: DraftRequest) -> float:
-        """Seconds before it can draft for ``request`` at all, spent once: to read a context it has not followed."""
+    def seconds_to_start(self, request: DraftRequest) -> float:
+        """Return the one-time cost, in seconds, of reading a context that the drafter has not followed."""
         ...
 
 
-class Source:
-    """One drafter of several.
+class ProposerState:
+    """The state of one drafter of several.
 
-    ``rates`` : how often its tokens are accepted. ``excess`` : what asking it brought beyond what was there.
-    ``forgone`` : of each request, the gains it would have had if the drafter had read its context; in tokens.
-    ``depth`` : of its recent drafts, in tokens one after another. ``seconds_beside`` : of an asking, beyond those of
-    its tokens. ``kind`` : as `ExternalProposals` has it. ``observer`` : the drafter, where it learns from what the
-    target says.
+    Attributes:
+        drafter: The drafter.
+        rates: The acceptance rates of its tokens.
+        marginal_gain: The accepted tokens that it added to the draft that was there.
+        forgone_gains: For each request whose context it has not read, the gain that was missed so far, in tokens.
+        depth: The running mean of its drafts' depth in tokens.
+        fixed_seconds: The running mean of the time of a call beyond that of its tokens.
+        kind: Its kind, as in `ExternalProposals`.
+        rows_since_use: The number of rows of all steps since it was used.
+        observer: The drafter, if it learns from the logits of a pass; else None.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.rates = AcceptanceRates()
-        self.excess = Excess()
-        self.forgone: dict[str, float] = {}
-        self.depth, self.seconds_beside = _FIRST_DEPTH, 0.0
+        self.marginal_gain = MarginalGain()
+        self.forgone_gains: dict[str, float] = {}
+        self.depth, self.fixed_seconds = _FIRST_DEPTH, 0.0
         self.kind: int = getattr(drafter, "kind", MODEL)
-        self.num_not_asked = 0
-        self._asked = OneByOne(drafter)
-        # Asked once: to see whether an object keeps a protocol takes ten microseconds.
+        self.rows_since_use = 0
+        self._isolated = FaultIsolatingDrafter(drafter)
+        # Checked once, because checking whether an object implements a protocol takes ten microseconds.
         self._costly = drafter if isinstance(drafter, CostlyDrafter) else None
         self.observer = drafter if isinstance(drafter, ScoreObserver) else None
         self._num_failures = self._failures_in_a_row = self._num_to_skip = 0
 
     @property
     def num_failures(self) -> int:
-        """Times that it failed, for all requests or for one."""
-        return self._num_failures + self._asked.num_failures
+        """Return the number of its failures, for all requests or for one."""
+        return self._num_failures + self._isolated.num_failures
 
-    def ask(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One draft per request, in order; none of one that fails, which is left alone for 1, 2, 4 ... calls."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return one draft for each request, in order; empty drafts if the drafter fails.
+
+        After the n-th failure in a row it is left out for 2^(n - 1) calls.
+        """
         nothing = [EMPTY_DRAFT] * len(requests)
         if not requests:
             return nothing
@@ -125,50 +137,59 @@ class Source:
             self._num_to_skip -= 1
             return nothing
         try:
-            drafts = self._asked.propose(requests)
+            drafts = self._isolated.propose(requests)
         except BaseException as error:
             require_fault(error)
             self.count_failure()
-            self._num_to_skip = min(2 ** (self._failures_in_a_row - 1), _MOST_SKIPPED)
+            self._num_to_skip = min(2 ** (self._failures_in_a_row - 1), _MAX_SKIPPED)
             return nothing
         self._failures_in_a_row = 0
         return drafts
 
     def seconds_per_token(self, num_rows: int) -> float:
-        """Of one more token for each of so many requests together."""
+        """Return the seconds of one more token for each of ``num_rows`` requests together."""
         return 0.0 if self._costly is None else self._costly.seconds_per_token(num_rows)
 
-    def seconds_to_begin(self, request: DraftRequest) -> float:
-        """Before it can draft for a request at all."""
-        return 0.0 if self._costly is None else self._costly.seconds_to_begin(request)
+    def seconds_to_start(self, request: DraftRequest) -> float:
+        """Return the seconds that it takes once before it can draft for a request."""
+        return 0.0 if self._costly is None else self._costly.seconds_to_start(request)
 
-    def may_begin(self, request: DraftRequest, cost: float, gain: float) -> bool:
-        """Whether beginning, which costs so many tokens, costs no more than was forgone so far; else ``gain`` is."""
-        forgone = self.forgone.get(request.request_id, 0.0)
-        if cost <= forgone:
+    def should_start(self, request: DraftRequest, cost: float, gain: float) -> bool:
+        """Return whether the gains forgone so far cover the cost of starting on a request.
+
+        If they do not, ``gain`` is added to them. Both are in tokens.
+        """
+        forgone_gains = self.forgone_gains.get(request.request_id, 0.0)
+        if cost <= forgone_gains:
             return True
-        self.forgone[request.request_id] = forgone + gain
+        self.forgone_gains[request.request_id] = forgone_gains + gain
         return False
 
-    def drafted(self, depth: int) -> None:
-        """Count a draft of so many tokens one after another."""
+    def record_depth(self, depth: int) -> None:
+        """Record the depth of a draft."""
         self.depth += _RECENT * (depth - self.depth)
 
-    def took(self, seconds: float, num_rows: int, depth: int) -> None:
-        """Count an asking for so many requests, whose longest draft has so many tokens one after another."""
+    def record_latency(self, seconds: float, num_rows: int, depth: int) -> None:
+        """Record the time of a call.
+
+        Args:
+            seconds: The time.
+            num_rows: The number of requests.
+            depth: The greatest depth of their drafts.
+        """
         known = depth * self.seconds_per_token(num_rows)
         if known:
-            beside = min(seconds, OUTLIER * (known + self.seconds_beside)) - known
-            self.seconds_beside = max(0.0, self.seconds_beside + _RECENT * (beside - self.seconds_beside))
+            beside = min(seconds, OUTLIER * (known + self.fixed_seconds)) - known
+            self.fixed_seconds = max(0.0, self.fixed_seconds + _RECENT * (beside - self.fixed_seconds))
 
     def forget(self, request_id: str) -> None:
-        """Forget that a request failed: it has ended, or begins anew."""
-        self._asked.forget(request_id)
+        """Forget that a request failed, because it has ended or starts anew."""
+        self._isolated.forget(request_id)
 
     def finish(self, request_id: str) -> None:
-        """Tell the drafter that a request has ended, also where that fails."""
+        """Tell the drafter that a request has ended, and count a failure if that fails."""
         self.rates.forget(request_id)
-        self.forgone.pop(request_id, None)
+        self.forgone_gains.pop(request_id, None)
         self.forget(request_id)
         try:
             self.drafter.finish(request_id)
@@ -177,31 +198,37 @@ class Source:
             self.count_failure()
 
     def count_failure(self) -> None:
-        """Count a failure that is being handled; the 1st, 2nd, 4th, 8th ... is logged."""
+        """Count a failure that is being handled, and log the 1st, 2nd, 4th, 8th, ... one."""
         self._num_failures += 1
         self._failures_in_a_row += 1
         if self._num_failures.bit_count() == 1:
             log.exception("%s failed (%d failures so far)", type(self.drafter).__name__, self._num_failures)
 
 
-TRIAL_EVERY = 512
-"""A source that has not been worth its cost is tried at most once in this many steps of requests."""
+PROBE_INTERVAL = 512
+"""The minimum number of rows between two probes of a proposer that has not been worth its cost."""
 
-_TRIAL_SHARE = 0.005
-"""Most that trials may cost, in output tokens for each step of a request."""
+_PROBE_SHARE = 0.005
+"""The maximum cost of probes, in output tokens per row and step."""
 
 
-def tried(source: Source, num_rows: int, num_asked: int, costs: Callable[[], Mapping[int, float]]) -> int | None:
-    """Which row of a step to try ``source`` for, None for none, after a step that asked it for ``num_asked``.
+def pick_probe(
+    proposer: ProposerState, num_rows: int, num_used: int, costs: Callable[[], Mapping[int, float]]
+) -> int | None:
+    """Return the row of a step for which to probe a proposer that was not worth its cost; None for none.
 
-    ``costs`` : says of each row that can be asked for what a trial costs, in output tokens; called where one is due.
+    Args:
+        proposer: The proposer.
+        num_rows: The number of rows of the step.
+        num_used: The number of rows for which the step used the proposer.
+        costs: Returns the cost of a probe in output tokens for each possible row. It is called only if a probe is due.
     """
-    source.num_not_asked = 0 if num_asked else source.num_not_asked + num_rows
-    if source.num_not_asked < TRIAL_EVERY:
+    proposer.rows_since_use = 0 if num_used else proposer.rows_since_use + num_rows
+    if proposer.rows_since_use < PROBE_INTERVAL:
         return None
     known = costs()
     cheapest = min(known, key=lambda i: known[i], default=None)
-    if cheapest is None or known[cheapest] > _TRIAL_SHARE * source.num_not_asked:
+    if cheapest is None or known[cheapest] > _PROBE_SHARE * proposer.rows_since_use:
         return None
-    source.num_not_asked = 0
+    proposer.rows_since_use = 0
     return cheapest

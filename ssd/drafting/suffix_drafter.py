@@ -1,4 +1,4 @@
-"""The default drafter: own text, index and prediction together, each token with an estimated chance of acceptance."""
+"""Draft from matches in the context and in the cache together with all other proposals: the default drafter."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.lanes import MAX_MATCH_LENGTH, PATTERNS_BYTES, Lane, Walker, as_context
 from ssd.retrieval.snapshot import SegmentTable, Snapshot
 
-_MOST_KEPT: Final = 4096  # requests remembered; when there are more, all begin anew
-_MOST_SPARE: Final = 64
+_MAX_REQUESTS: Final = 4096  # the state of all requests is dropped if there are more
+_MAX_SPARE: Final = 64
 
-_COOL: Final = 0.5
-"""Temperature up to which the target mostly chooses what it holds most probable."""
+_LOW_TEMPERATURE: Final = 0.5
+"""The temperature up to which the target mostly samples its most probable token."""
 
 _INT32: Final = np.dtype(np.int32)
 NO_SNAPSHOT = Snapshot(0, SegmentTable(()), np.zeros(1, np.int32), 0, 0)
 
 
 class Workspace:
-    """Scratch memory of one drafter; grows, never shrinks. ``address`` : of its ``DraftScratch``."""
+    """The scratch memory of one drafter. It grows and never shrinks. ``address`` is that of its `DraftScratch`."""
 
     def __init__(self) -> None:
         self._memory = Records(DraftScratch)
@@ -62,80 +62,97 @@ class Workspace:
         )
         self._scratch.lookups.patterns = address(self._patterns)
         self._scratch.samples_of_lookups = self._samples.address
-        self._make_lanes(32)
+        self._allocate_lanes(32)
 
-    def room_for(self, snapshot: Snapshot) -> None:
-        """Grow, if that has more segments than any before."""
+    def reserve(self, snapshot: Snapshot) -> None:
+        """Grow, if the snapshot has more segments than any before."""
         if len(snapshot.segments) > len(self._lanes):
-            self._make_lanes(2 * len(snapshot.segments))
+            self._allocate_lanes(2 * len(snapshot.segments))
 
-    def _make_lanes(self, count: int) -> None:
+    def _allocate_lanes(self, count: int) -> None:
         self._lanes, self._walkers = Records(Lane, count), Records(Walker, 2 * count)
         lookups = self._scratch.lookups
         lookups.num_lanes, lookups.lanes, lookups.walkers = count, self._lanes.address, self._walkers.address
 
 
-class KeptRow:
-    """The `DraftRow` of a request, at ``address`` from its first draft to its end, and what goes with it.
+class RequestRow:
+    """The `DraftRow` of a request, from its first draft to its end.
 
-    ``learned`` : of its namespace. ``verified`` : of its last draft so many tokens, and which were right: so many of
-    the first, or these.
+    Attributes:
+        record: The `DraftRow`.
+        address: Its address.
+        references: The arrays that the record points to, which must be kept alive.
+        owns_memory: Whether this object allocated the record.
+        learned: The learned models of the request's namespace.
+        verified: The number of tokens of the last draft that were verified, and the accepted ones: their number, or
+            their indices in a tree. None if nothing is known.
     """
 
-    __slots__ = ("address", "held", "is_own", "learned", "row", "verified")
+    __slots__ = ("address", "learned", "owns_memory", "record", "references", "verified")
 
-    def __init__(self, row: DraftRow | None = None, at: int = 0) -> None:
-        """``row``, ``at`` : memory of the caller's for it, and where that lies; None takes memory of its own."""
-        self.held: object = None
-        self.is_own = row is None
-        if row is None:
-            self.held = memory = Records(DraftRow)
-            row, at = memory[0], memory.address
-        self.row, self.address = row, at
+    def __init__(self, record: DraftRow | None = None, at: int = 0) -> None:
+        """Use the caller's memory, or allocate some.
+
+        Args:
+            record: The caller's record; None allocates one.
+            at: The address of the caller's record.
+        """
+        self.references: object = None
+        self.owns_memory = record is None
+        if record is None:
+            self.references = memory = Records(DraftRow)
+            record, at = memory[0], memory.address
+        self.record, self.address = record, at
         self.learned: LearnedState | None = None
         self.verified: tuple[int, int | TokenIds] | None = None
 
 
 def draft_of(record: Any) -> Draft:
-    """A `DraftRecord` as an object."""
+    """Return a `DraftRecord` as an object."""
     size = record.size
     if size == 0:
         return EMPTY_DRAFT
     parents = np.frombuffer(record.parents, np.int32, size).copy() if record.is_tree else None
-    chances = np.frombuffer(record.probabilities, np.float64, size).copy() if record.has_estimates else None
+    probabilities = np.frombuffer(record.probabilities, np.float64, size).copy() if record.has_estimates else None
     tokens = np.frombuffer(record.tokens, np.int32, size).copy()
-    return Draft(tokens, record.match_length, source_name(record.source), chances, parents)
+    return Draft(tokens, record.match_length, source_name(record.source), probabilities, parents)
 
 
-class Group(NamedTuple):
-    """Requests of one namespace, which are drafted for from one snapshot.
+class NamespaceGroup(NamedTuple):
+    """The requests of one namespace, which are drafted for from one snapshot.
 
-    ``rows`` : addresses of their `DraftRow`. ``own`` : of them those that have a table of their own to be looked up:
-    that draw with coupled noise, or have no namespace.
+    Attributes:
+        snapshot: The snapshot of the namespace's index.
+        learned: The learned models of the namespace.
+        rows: The addresses of the requests' `DraftRow`.
+        with_own_tables: Those requests that need tables of their own: requests with shared noise, and requests without
+            a namespace.
     """
 
     snapshot: Snapshot | None
     learned: LearnedState | None
     rows: Int64s
-    own: Sequence[tuple[DraftRequest, DraftRow]]
+    with_own_tables: Sequence[tuple[DraftRequest, DraftRow]]
 
 
 @kernel
-def _look_in(rows: Int64s, snapshot: int, model: int, recycling_table: int) -> None:
+def _set_group(rows: Int64s, snapshot: int, model: int, recycling_table: int) -> None:
     for i in range(len(rows)):
         params = row_at(rows[i]).params
         params.snapshot, params.model, params.recycling_table = snapshot, model, recycling_table
 
 
 def _temperature_bucket(temperature: float) -> int:
-    """Of a request's sampling, see `DraftParams`."""
-    return 0 if temperature <= 0.0 else (1 if temperature <= _COOL else 2)
+    """Return the bucket of a temperature, see `DraftParams`."""
+    return 0 if temperature <= 0.0 else (1 if temperature <= _LOW_TEMPERATURE else 2)
 
 
-def contiguous(context: TokenIds) -> TokenIds:
-    """``context`` as the kernels take it: itself, or a copy. Ids that int32 cannot hold become -1, which is no token.
+def as_kernel_array(context: TokenIds) -> TokenIds:
+    """Return ``context`` as kernels read it: itself, or a copy.
 
-    A copy also of what is read-only: the kernels are compiled for one kind of array.
+    Ids that int32 cannot hold become -1, which is no token.
+
+    Read-only arrays are copied too, because the kernels are compiled for one kind of array.
     """
     if context.dtype is not _INT32 or not context.flags.carray:
         context = as_context(context)
@@ -146,9 +163,10 @@ def contiguous(context: TokenIds) -> TokenIds:
 
 
 def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, int]:
-    """Lengths of matches that the kernels take; the second is at least 1.
+    """Return the match lengths as kernels take them; the minimum is at least 1.
 
-    Raises ConfigError where they have no room for the first.
+    Raises:
+        ConfigError: If ``max_match_length`` is not within 1..256.
     """
     if not 1 <= max_match_length <= MAX_MATCH_LENGTH:
         raise ConfigError(f"max_match_length must be within 1..{MAX_MATCH_LENGTH}, got {max_match_length}")
@@ -156,22 +174,22 @@ def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, 
 
 
 class SuffixDrafter:
-    """Drafts what probably comes next, as far as it pays, from all that is known.
+    """Drafts the most probable continuation, as long as the expected gain exceeds the cost.
 
-    The context's end is looked up in the request's own text, in the index's tail and its segments, at up to
-    ``max_match_length`` tokens and at a few shorter lengths; a client's prediction is followed. All of them vote for
-    the next token, an acceptance model says how probable each candidate is, and the draft takes the most probable and
-    goes on with those who agree. It ends where the chance that all of it is accepted falls below the price of one more
-    token: of all lengths the one with the greatest expected accepted tokens minus price. A tree is grown the same way,
-    best first, from all candidates.
+    The end of the context is looked up in the context itself, in the recent text and in the segments of the cache, at
+    up to ``max_match_length`` tokens and at a few shorter lengths; a client's prediction is followed too. All matches
+    vote for the next token, and the acceptance model estimates each candidate's probability of acceptance. The draft
+    takes the most probable candidate and continues with the matches that agree. It ends when the probability that all
+    of it is accepted falls below the cost of one more token: of all lengths, this one has the greatest expected
+    accepted tokens minus cost. A tree is grown in the same way, best first, from all candidates.
 
-    What a request's ``proposals`` say, what the target held likely when the same tokens came before and what it guessed
-    in the last pass are candidates of the same chain or tree, and so is what the same noise chose before, where it
-    is shared. What no place has said for a while is looked up again.
+    Further candidates are the request's external proposals, the target's earlier top-k tokens (token recycling), the
+    tokens it sampled after a rejected token (lookahead), and for shared noise the cached sample. If all matches have
+    ended, the end of the draft is looked up again.
 
-    The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
-    Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
-    `lookup.sample_matches`.
+    The acceptance model belongs to the namespace. It learns from every token whose outcome is known, drafted or not.
+    The drafter is deterministic given its calls, and owned by one thread. Its work is bounded: at most 112 matches are
+    read per request, see `lookup.sample_matches`.
     """
 
     def __init__(
@@ -184,86 +202,104 @@ class SuffixDrafter:
         retrieval: bool = True,
         use_sample_cache: bool = True,
     ) -> None:
-        """``price`` : of a drafted token in expected accepted tokens, for requests that bring none.
+        """Create a drafter.
 
-        ``recycling`` : whether what the target held likely before is drafted. ``retrieval`` : whether index, own text
-        and predictions are looked up; without, what other sources offer is judged all the same.
-        ``use_sample_cache`` : whether it is kept what coupled noise chose.
-        Raises ConfigError when ``max_match_length`` is not within 1..256.
+        Args:
+            max_match_length: The maximum match length in tokens.
+            min_match_length: The minimum match length in tokens.
+            price: The cost of a draft token in expected accepted tokens, for requests that do not name one.
+            recycling: Whether to draft the target's earlier top-k tokens.
+            retrieval: Whether to look up the context, the cache and predictions. Without, external proposals are still
+                scored.
+            use_sample_cache: Whether to cache the tokens sampled with shared noise.
+
+        Raises:
+            ConfigError: If ``max_match_length`` is not within 1..256.
         """
         self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
         self.price = price
         self._workspace = Workspace()
         self._models = NamespaceModels()
-        self._looks_up = retrieval
+        self._uses_retrieval = retrieval
         self._recycling = NamespaceRecyclingTables() if recycling else None
         self._sample_caches = NamespaceSampleCaches() if use_sample_cache else None
-        self._kept: dict[str, KeptRow] = {}
-        self._spare: list[KeptRow] = []  # of requests that have ended: new memory costs more than a draft
+        self._rows: dict[str, RequestRow] = {}
+        self._spare: list[RequestRow] = []  # of ended requests, for reuse: new memory takes longer than a draft
 
     def model_of(self, learned: LearnedState | None) -> AcceptanceModel:
-        """What was learned about acceptance in a namespace; with None, of all requests that have none."""
+        """Return the acceptance model of a namespace; for None, that of all requests without a namespace."""
         return self._models.of(learned)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One draft per request, in order: each learns from what came of those before it."""
+        """Return one draft for each request, in order.
+
+        A request's last draft is learned from before the next one is drafted for.
+        """
         if self._sample_caches is not None:
             self._sample_caches.begin_pass()
-        held, addresses, rows = list[object](), list[int](), list[DraftRow]()
+        references, addresses, records = list[object](), list[int](), list[DraftRow]()
         for request in requests:
-            kept = self._kept.get(request.request_id) or self.keep(request)
-            held.append(self._write_params(kept.row, request))
-            kept.learned = request.learned
-            addresses.append(kept.address)
-            rows.append(kept.row)
+            row = self._rows.get(request.request_id) or self.start_request(request)
+            references.append(self._write_params(row.record, request))
+            row.learned = request.learned
+            addresses.append(row.address)
+            records.append(row.record)
         draft_batch(self._workspace.address, np.array(addresses, np.int64), self._longest, self._shortest)
-        for row in rows:  # what these lead to goes with ``held``, and by rows the next draft is asked for without
-            row.params.num_proposed = row.params.num_token_costs = 0
-        del held
-        return [draft_of(row.draft) for row in rows]
+        for record in records:  # their arrays die with ``references``, and `draft_groups` does not write them
+            record.params.num_proposed = record.params.num_token_costs = 0
+        del references
+        return [draft_of(record.draft) for record in records]
 
-    def keep(self, request: DraftRequest, row: DraftRow | None = None, at: int = 0) -> KeptRow:
-        """Begin to keep what is kept of a request, in memory of the caller's where that is given, see `KeptRow`."""
-        if len(self._kept) >= _MOST_KEPT:
-            self._kept.clear()
-        kept = KeptRow(row, at) if row is not None or not self._spare else self._spare.pop()
-        self._kept[request.request_id] = kept
-        reset_row_at(kept.address, request.prompt_length)
-        if row is not None:
-            kept.held = self._settle(row.params, request)
-        return kept
+    def start_request(self, request: DraftRequest, record: DraftRow | None = None, at: int = 0) -> RequestRow:
+        """Start to keep the state of a request.
 
-    def draft_groups(self, rows: Int64s, groups: Iterable[Group]) -> None:
-        """Draft for the rows at addresses, which were given to ``keep`` and say in ``ask`` how much and at which price.
+        Args:
+            request: The request.
+            record: The caller's memory for it, if there is some. Its constant parameters are then written.
+            at: The address of that memory.
+        """
+        if len(self._rows) >= _MAX_REQUESTS:
+            self._rows.clear()
+        row = RequestRow(record, at) if record is not None or not self._spare else self._spare.pop()
+        self._rows[request.request_id] = row
+        reset_row_at(row.address, request.prompt_length)
+        if record is not None:
+            row.references = self._write_constant_params(record.params, request)
+        return row
 
-        ``groups`` : hold all of them, and maybe others.
+    def draft_groups(self, rows: Int64s, groups: Iterable[NamespaceGroup]) -> None:
+        """Draft for rows that were given to ``start_request`` and whose ``params`` name limit and cost.
+
+        Args:
+            rows: The addresses of their `DraftRow`.
+            groups: The groups that contain these rows, and maybe others.
         """
         if self._sample_caches is not None:
             self._sample_caches.begin_pass()
         for group in groups:
-            self._look_in(group)
+            self._write_group(group)
         draft_batch(self._workspace.address, rows, self._longest, self._shortest)
 
-    def _look_in(self, group: Group) -> None:
+    def _write_group(self, group: NamespaceGroup) -> None:
         snapshot, learned = group.snapshot or NO_SNAPSHOT, group.learned
-        self._workspace.room_for(snapshot)
+        self._workspace.reserve(snapshot)
         recycling_table = 0 if self._recycling is None or learned is None else self._recycling.of(learned, "")
-        _look_in(group.rows, snapshot.address, self._models.of(learned).address, recycling_table)
-        for request, row in group.own:
+        _set_group(group.rows, snapshot.address, self._models.of(learned).address, recycling_table)
+        for request, row in group.with_own_tables:
             row.params.recycling_table, row.params.sample_cache = (
                 self._recycling_table_of(request),
                 self._sample_cache_of(request),
             )
 
     def _write_params(self, row: DraftRow, request: DraftRequest) -> object:
-        """Write all that is asked for. The result keeps matching what was written: hold it until the kernel returns."""
-        params, context, token_costs = row.params, contiguous(request.context), request.token_costs
+        """Write all parameters of a request, and return the arrays that must be kept alive until the kernel returns."""
+        params, context, token_costs = row.params, as_kernel_array(request.context), request.token_costs
         snapshot = request.snapshot or NO_SNAPSHOT
-        self._workspace.room_for(snapshot)
+        self._workspace.reserve(snapshot)
         params.snapshot, params.model = snapshot.address, self._models.of(request.learned).address
         params.context, params.context_length = address(context), len(context)
         params.limit, params.is_tree = max(0, min(request.limit, MAX_DRAFT)), request.allow_tree
-        held = self._settle(params, request)
+        held = self._write_constant_params(params, request)
         params.recycling_table, params.sample_cache = self._recycling_table_of(request), self._sample_cache_of(request)
         if token_costs is None or not len(token_costs):
             params.token_cost = self.price
@@ -273,17 +309,21 @@ class SuffixDrafter:
             token_costs = np.ascontiguousarray(token_costs, np.float64)
             params.token_costs, params.num_token_costs = address(token_costs), len(token_costs)
         if request.proposals is not None:
-            held += _offer(params, request.proposals)
+            held += _write_proposals(params, request.proposals)
         return context, snapshot, token_costs, held
 
-    def _settle(self, params: DraftParams, request: DraftRequest) -> tuple[object, ...]:
-        """Write what stays as it is from step to step, and that nothing else is asked for; the result is to be held."""
+    def _write_constant_params(self, params: DraftParams, request: DraftRequest) -> tuple[object, ...]:
+        """Write the parameters that stay the same in all steps, and reset the others.
+
+        Returns:
+            The arrays that must be kept alive.
+        """
         params.num_token_costs = params.prediction_length = params.num_proposed = params.recycling_table = (
             params.sample_cache
         ) = 0
         params.prompt_length, params.no_lookup, params.allow_caching = (
             request.prompt_length,
-            not self._looks_up,
+            not self._uses_retrieval,
             request.allow_caching,
         )
         params.temperature_bucket, params.temperature, params.noise = 0, 0.0, 0
@@ -293,25 +333,25 @@ class SuffixDrafter:
             params.temperature_bucket = _temperature_bucket(temperature)
             if not sampling.params.greedy and (not noise.is_coupled or noise.num_counted == len(request.context)):
                 params.temperature, params.noise = temperature, noise.address
-        if prediction is not None and self._looks_up:
-            prediction = contiguous(prediction)
+        if prediction is not None and self._uses_retrieval:
+            prediction = as_kernel_array(prediction)
             params.prediction, params.prediction_length = address(prediction), len(prediction)
         return sampling, prediction
 
     def _recycling_table_of(self, request: DraftRequest) -> int:
-        """Address of the target's own candidates for a request, 0 for none."""
+        """Return the address of a request's recycling table; 0 for none."""
         return 0 if self._recycling is None else self._recycling.of(request.learned, request.request_id)
 
     def _sample_cache_of(self, request: DraftRequest) -> int:
-        """Address of what the same noise chose before, 0 for none."""
+        """Return the address of a request's sample cache; 0 for none."""
         return 0 if self._sample_caches is None else self._sample_caches.of(request)
 
     def observe_scores(self, scored: ScoredPass) -> None:
-        """Keep what the target chose behind wrong tokens: the next draft may go on there."""
+        """Save the tokens that the target sampled after a rejected token, because the next draft may continue there."""
         if self._recycling is not None:
-            kept = [self._kept.get(request_id) for request_id in scored.request_ids]
+            row = [self._rows.get(request_id) for request_id in scored.request_ids]
             save_all_lookahead(
-                np.array([0 if each is None else each.address for each in kept], np.int64),
+                np.array([0 if each is None else each.address for each in row], np.int64),
                 scored.last_accepted,
                 scored.input_ids,
                 scored.num_positions,
@@ -321,62 +361,67 @@ class SuffixDrafter:
             )
 
     def learn_scores(self, scored: ScoredPass) -> None:
-        """Learn what the target held likely at every position of a pass."""
+        """Learn the target's top-k tokens at every position of a pass."""
         if self._recycling is not None:
             self._recycling.learn(scored)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""
-        kept = self._kept.get(request_id)
-        if draft is EMPTY_DRAFT or kept is None:  # nothing was asked at this step: the last draft is the one before
+        """Record how many draft tokens were accepted.
+
+        The acceptance model learns from this number when the request ends, and before that from the context of the next
+        step.
+        """
+        row = self._rows.get(request_id)
+        if draft is EMPTY_DRAFT or row is None:  # nothing was drafted in this step
             return
         if draft.parents is None or num_accepted == 0:
-            kept.verified = len(draft.token_ids), num_accepted
-        elif draft.path is None:  # of a tree, and nobody says which tokens of it
-            kept.verified = None
+            row.verified = len(draft.token_ids), num_accepted
+        elif draft.path is None:  # a tree, and the accepted tokens are not known
+            row.verified = None
         else:
-            kept.verified = len(draft.token_ids), contiguous(draft.path)
+            row.verified = len(draft.token_ids), as_kernel_array(draft.path)
 
     def finish(self, request_id: str) -> None:
-        """Learn from the last step and forget the request: it has ended."""
-        kept = self._kept.pop(request_id, None)
-        if kept is not None:
-            if kept.verified is not None:
-                size, right = kept.verified
+        """Learn from the last draft of a request that has ended, and drop its state."""
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            if row.verified is not None:
+                size, right = row.verified
                 path = np.arange(right, dtype=np.int32) if isinstance(right, int) else right
-                finish_row(kept.address, size, path, self._models.of(kept.learned).address)
-            self._models.ended(kept.learned)
-            if kept.is_own and len(self._spare) < _MOST_SPARE:
-                kept.learned = kept.verified = None
-                self._spare.append(kept)
+                finish_row(row.address, size, path, self._models.of(row.learned).address)
+            self._models.ended(row.learned)
+            if row.owns_memory and len(self._spare) < _MAX_SPARE:
+                row.learned = row.verified = None
+                self._spare.append(row)
         if self._recycling is not None:
             self._recycling.ended(request_id)
         if self._sample_caches is not None:
             self._sample_caches.ended(request_id)
 
     def publish(self) -> None:
-        """Leave what was learned for other threads and the next process, in every request's ``learned``."""
+        """Publish what was learned in each namespace's ``learned``, for other threads and the next process."""
         self._models.publish()
 
     def warm_up(self) -> None:
-        """Compile the kernels, so that the first request compiles nothing."""
+        """Compile the kernels, so that the first request does not have to."""
         request = DraftRequest("", np.zeros(2, np.int32), 2, None, 1)
         draft = self.propose([request])[0]
-        _look_in(np.zeros(0, np.int64), 0, 0, 0)
+        _set_group(np.zeros(0, np.int64), 0, 0, 0)
         if self._sample_caches is not None:
             warm_up_sample_cache()
         self.observe("", draft, 0)
         self.finish("")
 
 
-def _offer(params: DraftParams, proposals: ExternalProposals) -> tuple[npt.NDArray[Any], ...]:
-    """Write what other sources propose; the result keeps it matching."""
+def _write_proposals(params: DraftParams, proposals: ExternalProposals) -> tuple[npt.NDArray[Any], ...]:
+    """Write external proposals, and return the arrays that must be kept alive."""
     tokens, parents, kinds = (
-        contiguous(each[:MAX_PROPOSED_TOKENS]) for each in (proposals.token_ids, proposals.parents, proposals.kinds)
+        as_kernel_array(each[:MAX_PROPOSED_TOKENS])
+        for each in (proposals.token_ids, proposals.parents, proposals.kinds)
     )
-    chances = np.ascontiguousarray(proposals.probabilities[:MAX_PROPOSED_TOKENS], np.float64)
-    assert len(tokens) == len(parents) == len(kinds) == len(chances)
+    probabilities = np.ascontiguousarray(proposals.probabilities[:MAX_PROPOSED_TOKENS], np.float64)
+    assert len(tokens) == len(parents) == len(kinds) == len(probabilities)
     params.num_proposed = len(tokens)
     params.proposed_tokens, params.proposed_parents = address(tokens), address(parents)
-    params.proposed_probabilities, params.proposed_kinds = address(chances), address(kinds)
-    return tokens, parents, chances, kinds
+    params.proposed_probabilities, params.proposed_kinds = address(probabilities), address(kinds)
+    return tokens, parents, probabilities, kinds

@@ -27,7 +27,7 @@ from ssd.compiled.addresses import (
 )
 from ssd.drafting.draft_records import MAX_DRAFT, NUM_SOURCES
 from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.suffix_drafter import Group
+from ssd.drafting.suffix_drafter import NamespaceGroup
 from ssd.engine.request import Row
 from ssd.engine.sequence import Sequence
 from ssd.model.sampling.sampler import Noise
@@ -238,7 +238,7 @@ class Batch:
         self._drawn_at = np.array(drawn_at, np.float32)
         self._noises = [sequence.sampling.noise for sequence in sequences]
         self._owners: tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]] | None = None
-        self._namespaces: list[tuple[SuffixCache | None, Group]] | None = None
+        self._namespaces: list[tuple[SuffixCache | None, NamespaceGroup]] | None = None
 
     def noise(self, lengths: Int64s, width: int) -> Noise:
         """What a pass of chains that is ``width`` wide, behind so many tokens of each row, chooses tokens with where
@@ -273,7 +273,7 @@ class Batch:
             self._owners = owners
         return owners
 
-    def groups(self, keep: Callable[[Sequence, LearnedState | None], None]) -> list[Group]:
+    def groups(self, keep: Callable[[Sequence, LearnedState | None], None]) -> list[NamespaceGroup]:
         """The rows by namespace, to be drafted for from what it holds now.
 
         ``keep`` : told of each sequence and of what is learned of its namespace, before it is drafted for.
@@ -296,9 +296,9 @@ class Batch:
         return caches, all(is_open)
 
 
-def _group(cache: SuffixCache | None, rows: Rows[Sequence]) -> Group:
+def _group(cache: SuffixCache | None, rows: Rows[Sequence]) -> NamespaceGroup:
     own = [s for s in rows if cache is None or s.sampling.noise.is_coupled]
-    return Group(
+    return NamespaceGroup(
         None,
         None if cache is None else cache.learned,
         np.array([s.address + DRAFTING_AT for s in rows], np.int64),

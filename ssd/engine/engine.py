@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
-from ssd.drafting import Arbiter, make_drafter
+from ssd.drafting import HybridDrafter, make_drafter
 from ssd.drafting.protocol import Drafter
 from ssd.engine.batch import LEFT, Batch, append_said, warm_up_rows
 from ssd.engine.isolation import Isolation, settle, violations
@@ -172,7 +172,7 @@ class Engine:
                 )
             )  # fmt: skip
         return cls(
-            target, drafter=drafters[0] if len(drafters) == 1 else Arbiter(drafters), codec=codec, caches=caches,
+            target, drafter=drafters[0] if len(drafters) == 1 else HybridDrafter(drafters), codec=codec, caches=caches,
             config=config, draft=draft, draw_seed=draw_seed, noise_root=noise_root,
         )  # fmt: skip
 

@@ -12,8 +12,8 @@ import numpy as np
 from ssd.compiled.machine_code import kernel_counts
 from ssd.config import DraftConfig, DraftShape
 from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, source_number
-from ssd.drafting.hybrid_drafter import Arbiter
-from ssd.drafting.proposer import OneByOne
+from ssd.drafting.hybrid_drafter import HybridDrafter
+from ssd.drafting.proposer import FaultIsolatingDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, NoDrafter, ScoredPass, ScoreObserver
 from ssd.drafting.suffix_drafter import SuffixDrafter, draft_of
 from ssd.engine.batch import DRAFTING_AT, Batch
@@ -107,13 +107,13 @@ class Proposals:
     def __init__(self, target: Target, drafter: Drafter, draft: DraftConfig, best_effort: BestEffort) -> None:
         self._target = target
         self._drafter = drafter
-        arbiter = drafter if isinstance(drafter, Arbiter) else None
-        first = drafter if arbiter is None else arbiter.first
+        hybrid = drafter if isinstance(drafter, HybridDrafter) else None
+        first = drafter if hybrid is None else hybrid.primary
         self._suffix = first if isinstance(first, SuffixDrafter) else None
         """Which drafts for all rows in one call; others may take long, ask others, learn from counts."""
-        self._arbiter = None if self._suffix is None else arbiter
+        self._hybrid = None if self._suffix is None else hybrid
         """Which asks others beside it."""
-        self._asked = OneByOne(drafter)
+        self._asked = FaultIsolatingDrafter(drafter)
         self._best_effort = best_effort
         self._limit = draft.num_speculative_tokens if target.can_roll_back and type(drafter) is not NoDrafter else 0
         self._shape = possible_shape(draft.draft_shape, target)
@@ -210,7 +210,7 @@ class Proposals:
 
         Not where others learn from what each pass says.
         """
-        return self._limit == 0 or (is_quiet and self._suffix is not None and self._arbiter is None)
+        return self._limit == 0 or (is_quiet and self._suffix is not None and self._hybrid is None)
 
     def take_back(self) -> None:
         """Of what was drafted last nothing is verified."""
@@ -247,7 +247,7 @@ class Proposals:
         """While a pass runs, draft on behind what it verifies, for rows whose last draft came true: where one text is
         said again, drafting is most of what a device waits for. Where the target chooses otherwise, nothing is lost."""
         batch, prices, shares = under_way.batch, self._price_list.address, self._kept_shares.address
-        if self._suffix is None or self._arbiter is not None or not self.is_ready or not self._limit:
+        if self._suffix is None or self._hybrid is not None or not self.is_ready or not self._limit:
             return
         plan_ahead(batch.address, under_way.turn, self._limit)
         price = self._suffix.price
@@ -272,14 +272,14 @@ class Proposals:
     def _ask_rows(self, suffix: SuffixDrafter, batch: Batch, num_asked: int) -> bool:
         for sequence in batch.coupled:
             sequence.note_context()
-        if self._arbiter is not None:
-            self._arbiter.begin()
+        if self._hybrid is not None:
+            self._hybrid.start_step()
         groups = batch.groups(lambda sequence, learned: self._keep(suffix, sequence, learned))
         suffix.draft_groups(batch.asked[:num_asked], groups)
-        if self._arbiter is not None and self._arbiter.is_due(num_asked):
+        if self._hybrid is not None and self._hybrid.is_due(num_asked):
             asked, requests = self._requests(batch)
             found = [draft_of(sequence.row.drafting.draft) for sequence in asked]
-            drafts = self._arbiter.extend(requests, list(found))
+            drafts = self._hybrid.extend_drafts(requests, list(found))
             for sequence, own, draft in zip(asked, found, drafts, strict=True):
                 if draft is not own:
                     write_draft(draft, sequence.row.drafting.draft)
@@ -289,7 +289,7 @@ class Proposals:
         """Have the drafter keep of a sequence what it keeps, with the row."""
         if sequence.kept is None:
             request = self._request(sequence)
-            sequence.kept = suffix.keep(request, sequence.row.drafting, sequence.address + DRAFTING_AT)
+            sequence.kept = suffix.start_request(request, sequence.row.drafting, sequence.address + DRAFTING_AT)
         assert sequence.asking is not None
         sequence.asking.learned = sequence.kept.learned = learned
 
@@ -339,7 +339,7 @@ class Proposals:
 
         Not one that sees in the next context what came of its drafts: it is told of a request's last one alone.
         """
-        if self._limit and (self._suffix is None or self._arbiter is not None):
+        if self._limit and (self._suffix is None or self._hybrid is not None):
             for b in np.flatnonzero(ended.batch.taken > 0).tolist():
                 self.observe_one(ended, b, int(ended.sizes[b]) - 1)
 
@@ -350,8 +350,8 @@ class Proposals:
         if not self.is_ready:
             return
         drafter: Drafter | None = self._drafter if self._suffix is None else None
-        if self._arbiter is not None and self._arbiter.count(request_id, num_accepted):
-            drafter = self._arbiter
+        if self._hybrid is not None and self._hybrid.count_step(request_id, num_accepted):
+            drafter = self._hybrid
         elif sequence.finish_reason is not None:
             drafter = self._suffix or self._drafter
         if drafter is None:
@@ -368,7 +368,7 @@ class Proposals:
             drafter.observe(request_id, draft, num_accepted)
         except BaseException as error:
             self._best_effort.note(error)
-        if drafter is self._arbiter and sequence.kept is not None and sequence.finish_reason is None:
+        if drafter is self._hybrid and sequence.kept is not None and sequence.finish_reason is None:
             sequence.kept.verified = None  # it sees in the next context what came of it
 
     def count(self, ended: Pass) -> None:

@@ -18,7 +18,7 @@ from ssd.compiled.addresses import Records, address
 from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
 from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
-from ssd.drafting.suffix_drafter import KeptRow
+from ssd.drafting.suffix_drafter import RequestRow
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, Row, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs
@@ -158,7 +158,7 @@ class Sequence:
         self.stats.submitted_s, self.stats.is_coupled = time.perf_counter(), noise.is_coupled
         self.asking: DraftRequest | None = None
         """What the drafter is asked, the same object at every step."""
-        self.kept: KeptRow | None = None
+        self.kept: RequestRow | None = None
         """What the suffix drafter keeps of it, once it was asked."""
         self.draft: VerifiedDraft | None = None
         """What was drafted for the last pass, until its output is made."""

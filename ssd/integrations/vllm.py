@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import address, int32_array, int64_array, kernel
-from ssd.drafting.batch_drafter import NUM_HEAD, Tokens
+from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, Tokens
 from ssd.drafting.draft_records import MAX_DRAFT
 from ssd.integrations import vllm_plugin
 from ssd.integrations.vllm_core import Core, Request, VllmDrafter, stop_rules_of
@@ -107,7 +107,7 @@ class SuffixProposer(VllmDrafter):
     def _make_words(self, count: int) -> None:
         assert self._core is not None
         self._words = self._core.drafter.new_words(count)
-        self._new = np.zeros((count, NUM_HEAD + self._longest + 1), np.int32)
+        self._new = np.zeros((count, NUM_HEADER_WORDS + self._longest + 1), np.int32)
 
     def _draft(
         self, core: Core, batch: Any, sampled: Sequence[Sequence[int]], lengths: npt.NDArray[np.int32]
@@ -126,7 +126,7 @@ class SuffixProposer(VllmDrafter):
             wanted[unsound] = False
         core.drafter.draft(wanted, core.cache.snapshot(), self._words, self._limit, seconds)
         drafted = self._words[:count, 1].tolist()
-        tokens = self._words[:count, NUM_HEAD : NUM_HEAD + max(drafted, default=0)].tolist()
+        tokens = self._words[:count, NUM_HEADER_WORDS : NUM_HEADER_WORDS + max(drafted, default=0)].tolist()
         self._ended = time.perf_counter()
         return [row[:size] for row, size in zip(tokens, drafted, strict=True)]
 
@@ -140,7 +140,7 @@ class SuffixProposer(VllmDrafter):
                 tokens, prompt_length = batch.token_ids_cpu[row, :length], int(batch.num_prompt_tokens[row])
                 request = core.begin(name, tokens, prompt_length)
             self._texts.append(request)
-        core.drafter.seat(self._texts)
+        core.drafter.assign(self._texts)
         self._names = list(batch.req_ids)
 
     def _take(
@@ -150,7 +150,7 @@ class SuffixProposer(VllmDrafter):
         assert matrix.dtype == lengths.dtype == np.int32 and matrix.flags.c_contiguous and lengths.flags.c_contiguous
         unsound, width, words = [], matrix.shape[1], self._new
         _gather(address(matrix), width, address(lengths), address(sizes), len(sizes), address(words), words.shape[1])
-        for row in core.drafter.take(self._texts, words):
+        for row in core.drafter.append(self._texts, words):
             request, length, size = self._texts[row], int(lengths[row]), int(sizes[row])
             if request is not None and size <= length <= width:  # steps went by without a call
                 request.replace(matrix[row, :length], size)
@@ -163,7 +163,7 @@ class SuffixProposer(VllmDrafter):
 def _gather(
     matrix_at: int, width: int, lengths_at: int, sizes_at: int, num_rows: int, words_at: int, num_words: int
 ) -> None:
-    """Of each row its length, how many tokens are new and, where they can be, these, as `RowDrafter.take` reads them.
+    """Of each row its length, how many tokens are new and, where they can be, these: see `BatchDrafter.append`.
 
     ``matrix_at`` : int32[num_rows, width]. ``lengths_at`` : int32, ``sizes_at`` : int64[num_rows]. ``words_at`` :
     int32[num_rows, num_words], written.
@@ -173,9 +173,9 @@ def _gather(
     for row in range(num_rows):
         length, size, at = lengths[row], sizes[row], row * num_words
         words[at], words[at + 1] = length, size
-        if 0 <= size <= min(length, num_words - NUM_HEAD) and length <= width:
+        if 0 <= size <= min(length, num_words - NUM_HEADER_WORDS) and length <= width:
             for i in range(size):
-                words[at + NUM_HEAD + i] = matrix[row * width + length - size + i]
+                words[at + NUM_HEADER_WORDS + i] = matrix[row * width + length - size + i]
 
 
 def _catch_up(request: Request, state: Any) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from ssd.config import DraftConfig
-from ssd.drafting.batch_drafter import RowDrafter, Text
+from ssd.drafting.batch_drafter import BatchDrafter, RowText
 from ssd.errors import ConfigError, ModelError
 from ssd.integrations.settings import IntegrationSettings, read_settings
 from ssd.integrations.vllm_hooks import TESTED_VERSIONS, log
@@ -42,7 +42,7 @@ def stop_rules_of(params: Any) -> StopRules | None:
     return StopRules(given, params.min_tokens, params.skip_special_tokens)
 
 
-class Request(Text):
+class Request(RowText):
     """What is known of one request.
 
     ``end`` : tokens that its client got, prompt included, where the engine said so. ``stop`` : what ended it besides.
@@ -76,7 +76,7 @@ class Core:
     the engine."""
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
-        """``longest`` : most tokens that are drafted at once. ``drafting`` : other settings of `RowDrafter`.
+        """``longest`` : most tokens that are drafted at once. ``drafting`` : other settings of `BatchDrafter`.
 
         Raises ConfigError and CacheError, and ModelError where text is shared and the tokenizer cannot be loaded: what
         is wrong with the settings is to be heard at the start.
@@ -108,7 +108,7 @@ class Core:
             self.cache: SuffixCache = caches.get()
             for directory in settings.warm_dirs:
                 self.cache.add_static_directory(directory)
-            self.drafter = RowDrafter(
+            self.drafter = BatchDrafter(
                 longest=longest,
                 max_length=self._max_length,
                 vocab_size=vocab_size,
@@ -135,7 +135,7 @@ class Core:
     def end(self, ended: list[Request]) -> None:
         """These are over: learn them."""
         if ended:
-            self.drafter.leave()
+            self.drafter.clear()
             self._learn(ended)
 
     def close(self) -> None:

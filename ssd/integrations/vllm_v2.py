@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssd.drafting.batch_drafter import NUM_HEAD
+from ssd.drafting.batch_drafter import NUM_HEADER_WORDS
 from ssd.drafting.draft_records import MAX_DRAFT
 from ssd.integrations.vllm_core import Core, Request, VllmDrafter, stop_rules_of, tensor_rank
 from ssd.integrations.vllm_hooks import METHOD, lengths_of, log
@@ -58,8 +58,8 @@ class Event(Protocol):
 class _Step:
     """Host memory of one step, pinned where there is a device: what it said, and what it was told.
 
-    ``said`` : int32[requests, n], see `RowDrafter.take`. ``told`` : int32[requests, n], see
-    `RowDrafter.draft`.
+    ``said`` : int32[requests, n], see `BatchDrafter.append`. ``told`` : int32[requests, n], see
+    `BatchDrafter.draft`.
     """
 
     def __init__(self, num_requests: int, num_said: int, num_told: int, event: Event | None) -> None:
@@ -201,7 +201,7 @@ class Speculator(VllmDrafter):
                     continue
                 tokens = np.array(new.prefill_token_ids, np.int32)
                 if new.req_id in core.requests:
-                    core.drafter.leave()
+                    core.drafter.clear()
                 core.begin(new.req_id, tokens, new.prompt_len).stop = stop_rules_of(new.sampling_params)
         except Exception:
             self._note_failure("following requests")
@@ -242,7 +242,7 @@ class Speculator(VllmDrafter):
     def _draft(
         self, core: Core, batch: Any, slots: Tensor, lengths: Tensor, num_sampled: Tensor, width: int
     ) -> Tensor | None:
-        """Chains for the rows of a batch, on the device: int32[rows, n], see `RowDrafter.draft`. None where no token of
+        """Chains for the rows of a batch, on the device, as in `BatchDrafter.draft`. None where no token of
         them is looked at.
 
         ``lengths``, ``num_sampled`` : int32[rows, 1]. ``width`` : tokens of a draft.
@@ -257,7 +257,7 @@ class Speculator(VllmDrafter):
         self._take_over(core)
         self._learn(core)
         if self._seated is None:
-            core.drafter.seat(self._texts)
+            core.drafter.assign(self._texts)
             self._seated = list(batch.req_ids)
         if width == 0:
             return None
@@ -269,7 +269,9 @@ class Speculator(VllmDrafter):
 
     def _new_step(self) -> _Step:
         event = None if self._make_event is None else self._make_event()
-        return _Step(self._num_requests, NUM_HEAD + self._width + 1, NUM_HEAD + 2 * self._longest, event)
+        return _Step(
+            self._num_requests, NUM_HEADER_WORDS + self._width + 1, NUM_HEADER_WORDS + 2 * self._longest, event
+        )
 
     def _pack(self, step: _Step, slots: Tensor, lengths: Tensor, num_sampled: Tensor) -> None:
         """Have what this step gives copied to the host."""
@@ -291,7 +293,7 @@ class Speculator(VllmDrafter):
         """What has arrived, into the texts."""
         while self._steps and self._steps[0].has_arrived():
             step = self._steps.popleft()
-            lost = core.drafter.take(step.texts, step.said_np)
+            lost = core.drafter.append(step.texts, step.said_np)
             if lost:
                 self._lose(core, [text for row in lost if (text := step.texts[row]) is not None])
             step.texts = ()
@@ -303,7 +305,7 @@ class Speculator(VllmDrafter):
         """Tokens of these are missing: they are not drafted for any more, and not learned."""
         lost = [name for name, request in core.requests.items() if request in texts]
         core.forget(lost)
-        core.drafter.leave()
+        core.drafter.clear()
         self._ending = [request for request in self._ending if request not in texts]
         self._texts, self._seated = [None if text in texts else text for text in self._texts], None
         if lost:
@@ -328,7 +330,10 @@ class Speculator(VllmDrafter):
         """
         longest, width = self._longest, self._width
         known, size = told[:, :1], told[:, 1:2]
-        chain, chance = told[:, NUM_HEAD : NUM_HEAD + longest], told[:, NUM_HEAD + longest :].view(torch.float32)
+        chain, chance = (
+            told[:, NUM_HEADER_WORDS : NUM_HEADER_WORDS + longest],
+            told[:, NUM_HEADER_WORDS + longest :].view(torch.float32),
+        )
         tokens, offsets = self._states.all_token_ids.gpu, self._offsets
         last, ahead = tokens.shape[1] - 1, lengths - known
         said = tokens[slots, (known + offsets[:longest]).clamp_(max=last)]

@@ -15,7 +15,7 @@ seconds become tokens at the rate at which tokens come. Who estimates what, from
   drafts of a pass together, or the width of a probe. Read by the engine, and by the row drafter that vLLM is given.
 - ``rate.StepRate``: the **tokens and seconds of whole steps**, drafting included. The arbiter turns seconds of a
   costly source into tokens by it.
-- ``rate.Excess``: the **tokens that asking a source brings** beyond the draft that is there, by what that draft
+- ``rate.MarginalGain``: the **tokens that asking a source brings** beyond the draft that is there, by what that draft
   promises. The arbiter asks where it exceeds the source's time, turned into tokens by what this request's steps bring
   of late.
 - ``rate.AcceptanceRates``: the **chance of a token before it is drafted**, by drafter and request. Read by the draft

@@ -193,7 +193,7 @@ _EXCESS_LEANING: Final = 12.0
 _CELL_MEMORY: Final = 150.0
 
 
-class Excess:
+class MarginalGain:
     """Mean of the tokens that a source brought beyond the draft that was there, by what that draft promised.
 
     A cell is the draft's expected accepted tokens and the chance of its first token, both bucketed; its mean leans on

@@ -149,7 +149,7 @@ class SlowRowPrices:
 
 
 def mean_excess(seen: Sequence[tuple[float, float, int]], promised: float, first: float) -> float:
-    """What `Excess` expects after so few askings that none has faded."""
+    """What `MarginalGain` expects after so few askings that none has faded."""
     assert len(seen) < 140
 
     def bucket(value: float, bounds: Sequence[float]) -> int:

@@ -97,7 +97,7 @@ class NetworkDrafter:
         """Measured time to draft one more token for each of ``num_rows`` requests together; 0 until it is known."""
         return self._price_list.seconds(num_rows)
 
-    def seconds_to_begin(self, request: DraftRequest) -> float:
+    def seconds_to_start(self, request: DraftRequest) -> float:
         """Expected time to read what is new in the context; 0 where that is little or not known."""
         return self._slots.seconds_to_read(request) if self._has_slot(request) else 0.0
 
