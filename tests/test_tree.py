@@ -15,9 +15,10 @@ from benchmarks.exactness import RandomDrafter
 from ssd.config import DraftConfig, SamplingParams
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
+from ssd.engine.acceptance import accept_drafts
 from ssd.engine.proposals import usable
 from ssd.errors import ConfigError
-from ssd.model.kv.tree import TreeShape, agree, is_tree, leading_chain, path_to
+from ssd.model.kv.tree import TreeShape, is_tree, leading_chain, path_to
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
@@ -66,7 +67,7 @@ def test_acceptance_is_the_best_path_of_plain_decoding(tree: tuple[list[int], li
 
     chosen = np.array([choose([tokens[t] for t in slow.path_of(parents, node - 1)]) for node in range(len(tokens) + 1)])
     fed, above = np.array([[0, *tokens]]), node_parents([ints(parents)], len(tokens) + 1)
-    paths, said, sizes = agree(fed, chosen[None], np.array([len(tokens) + 1]), above, True)
+    paths, said, sizes = accept_drafts(fed, chosen[None], np.array([len(tokens) + 1]), above, True)
     path, output = paths[0, : sizes[0]], said[0, : sizes[0]].tolist()
     plain: list[int] = []
     for _ in output:
@@ -227,7 +228,7 @@ def test_a_draft_is_accepted_up_to_the_first_difference(seed: int, num_rows: int
     for b in range(num_rows):
         draft, said = fed[b, 1 : counts[b]].tolist(), chosen[b].tolist()
         expected.append(next((i for i, token in enumerate(draft) if token != said[i]), len(draft)))
-    paths, said, sizes = agree(fed, chosen, counts, fed, False)
+    paths, said, sizes = accept_drafts(fed, chosen, counts, fed, False)
     assert (sizes - 1).tolist() == expected
     for b, size in enumerate(sizes):
         assert paths[b, :size].tolist() == list(range(size)) and said[b, :size].tolist() == chosen[b, :size].tolist()

@@ -28,7 +28,7 @@ from ssd.compiled.addresses import (
     view_of,
 )
 from ssd.config import DraftConfig
-from ssd.drafting.acceptance import acceptance_tables_at
+from ssd.drafting.acceptance_mixing import acceptance_tables_at
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.candidates import learn_from_path
 from ssd.drafting.draft_kernel import DraftRow, draft_row, draft_scratch_at, reset_row

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from ssd.compiled.addresses import address
-from ssd.drafting.acceptance import (
+from ssd.drafting.acceptance_mixing import (
     DEPTH_BUCKETS,
     ENTRIES,
     KNOTS,

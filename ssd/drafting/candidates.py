@@ -13,7 +13,7 @@ from typing import Annotated, Final, NamedTuple
 import numpy as np
 
 from ssd.compiled.addresses import Address, Float64s, Int64, Int64s, Record, TokenIds, inlined, kernel
-from ssd.drafting.acceptance import (
+from ssd.drafting.acceptance_mixing import (
     AGREEMENTS,
     BEFORE,
     CACHED_SAMPLE,
@@ -108,7 +108,7 @@ class ScoredCandidate(Record):
         parent: The scored candidate before it; -1 for the end of the context.
         depth: The number of draft tokens before it.
         outcome: 1 if the target produced the token, -1 if it did not, 0 while that is unknown.
-        weight_set: See `acceptance.acceptance_probability`.
+        weight_set: See `acceptance_mixing.acceptance_probability`.
         inputs: See there.
     """
 
@@ -168,7 +168,7 @@ def record_candidate(
         token: The candidate.
         parent: The recorded candidate before it; -1 for the end of the context.
         depth: The number of draft tokens before it.
-        weight_set: See `acceptance.acceptance_probability`.
+        weight_set: See `acceptance_mixing.acceptance_probability`.
         inputs: See there.
         drafted: Whether the candidate is in the draft.
     """

@@ -16,7 +16,7 @@ from ssd.compiled.addresses import (
     kernel,
     view_of,
 )
-from ssd.drafting.acceptance import AcceptanceTables, acceptance_tables_at
+from ssd.drafting.acceptance_mixing import AcceptanceTables, acceptance_tables_at
 from ssd.drafting.candidates import (
     Candidates,
     ScoredDraft,

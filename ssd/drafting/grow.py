@@ -11,7 +11,7 @@ from typing import Annotated, Final, NamedTuple
 import numpy as np
 
 from ssd.compiled.addresses import Float64, Int64, Int64s, Record, TokenIds, inlined, kernel
-from ssd.drafting.acceptance import NUM_FEATURES, AcceptanceTables
+from ssd.drafting.acceptance_mixing import NUM_FEATURES, AcceptanceTables
 from ssd.drafting.candidates import (
     Candidates,
     Position,

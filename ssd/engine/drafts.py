@@ -234,7 +234,7 @@ def _promise_tested(draft: DraftRecord, path: Int64s, num_right: int) -> float:
 
 @kernel
 def count_promises(batch: int, turn: int, shares: int, sizes: Int64s, paths: Int64s) -> None:
-    """Learn how far what the drafts of a pass promised came true: ``sizes`` and ``paths`` are those of `agree`.
+    """Learn how far what the drafts of a pass promised came true: ``sizes`` and ``paths`` are those of `accept_drafts`.
 
     Nothing of rows that were not drafted for: what was distrusted has not been tried again.
     """

@@ -14,11 +14,11 @@ import torch
 from ssd.drafting.draft_records import source_name
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow, ScoredPass
 from ssd.drafting.suffix_drafter import draft_of
+from ssd.engine.acceptance import accept_drafts
 from ssd.engine.batch import Batch, begin_fed, count_rows
 from ssd.engine.request import VerifiedDraft
 from ssd.engine.sequence import Committed, Sequence
 from ssd.errors import require_fault
-from ssd.model.kv.tree import agree
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import noise_of, target_tokens
 from ssd.model.target import Target
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 def warm_up_verification() -> None:
     """Compile what compares drafts with what the target says."""
     one = np.zeros((1, 1), np.int64)
-    agree(one, one, np.ones(1, np.int64), one, False)
+    accept_drafts(one, one, np.ones(1, np.int64), one, False)
 
 
 class Pass:
@@ -119,7 +119,7 @@ class Pass:
             self._output.logits[0, 0, 0].item()  # waits for the device
             counts = np.minimum(counts, settle_masks([sequence.grammar for sequence in self.batch.sequences]))
         self.failed = self._choose()
-        self.paths, self.said, self.sizes = agree(self._fed, self._chosen, counts, parents, self._has_trees)
+        self.paths, self.said, self.sizes = accept_drafts(self._fed, self._chosen, counts, parents, self._has_trees)
         if self._has_trees:
             paths = [path[:size] for path, size in zip(self.paths, self.sizes.tolist(), strict=True)]
             self._target.keep_paths(self.batch.slots, self._counts, paths)

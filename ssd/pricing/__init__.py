@@ -28,7 +28,7 @@ seconds become tokens at the rate at which tokens come. Who estimates what, from
   of what passes said, from the time of a lookup, of telling and of a pass. Read by the engine.
 
 **Which corrects which.** A drafter's estimates are corrected where they are made: the suffix drafter's by its
-acceptance model (``ssd/drafting/acceptance.py``: a mixer weighs views, one of which is the mood of the
+acceptance model (``ssd/drafting/acceptance_mixing.py``: a mixer weighs views, one of which is the mood of the
 request, how its drafts fared lately; a fitted curve corrects the mix), a draft model's by Platt scaling. What is
 still wrong with them for all requests sampled alike is corrected once, behind all drafters, by calibration. Times are
 corrected by later times alone: older ones are forgotten exponentially, or at once if a later one contradicts them; a
