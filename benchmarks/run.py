@@ -46,7 +46,7 @@ Columns = Sequence[tuple[str, str]]
 
 ENGINE: Final = (
     "benchmarks/traces.py", "benchmarks/ways.py", "benchmarks/workloads.py", "ssd/compiled", "ssd/config.py",
-    "ssd/drafting", "ssd/engine", "ssd/model", "ssd/pricing", "ssd/retrieval",
+    "ssd/drafting", "ssd/engine", "ssd/model", "ssd/cost_model", "ssd/retrieval",
 )  # fmt: skip
 """What lies under most figures: they may be others once it has changed."""
 SPREAD: Final = "{%s[0]:.2f} ({%s[1]:.2f} ... {%s[2]:.2f})"

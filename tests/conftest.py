@@ -32,7 +32,7 @@ _PROMISES = {
         "test_drafting", "test_drafts", "test_search", "test_token_recycling", "test_static",
         "test_tree", "test_rows", "test_sampling", "test_pass_noise", "test_sample_cache", "test_acceptance",
         "test_top_tokens",
-        "test_pricing", "test_segment_file", "test_scheduler", "test_text",
+        "test_cost_model", "test_segment_file", "test_scheduler", "test_text",
     ],
     "the cache cannot hurt": [
         "test_crash", "test_directory_recovery", "test_recovery", "test_outage", "test_segment_file",

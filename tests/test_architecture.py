@@ -26,7 +26,7 @@ LAYERS = [
     "ssd.compiled",
     "ssd.retrieval",
     "ssd.sharing",
-    "ssd.pricing",
+    "ssd.cost_model",
     "ssd.drafting",
     "ssd.model",
     "ssd.bundled",
@@ -36,7 +36,7 @@ LAYERS = [
 ]
 APPLICATIONS = ["cache_builder", "server", "benchmarks"]
 MAY_USE = {
-    "ssd.pricing": {"ssd.errors", "ssd.config", "ssd.compiled"},
+    "ssd.cost_model": {"ssd.errors", "ssd.config", "ssd.compiled"},
     "ssd.bundled": set(),
     "ssd.integrations.trl": set(LAYERS[: LAYERS.index("ssd.integrations.trl")]),
     "ssd.integrations": set(LAYERS[: LAYERS.index("ssd.engine")]),

@@ -9,6 +9,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
+from ssd.cost_model.calibration import AcceptanceCalibration
+from ssd.cost_model.cost_model import CostModel
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
 from ssd.drafting.suffix_drafter import draft_of
@@ -26,8 +28,6 @@ from ssd.engine.drafts import (
 from ssd.engine.proposals import write_draft
 from ssd.engine.request import Request
 from ssd.engine.sequence import Sequence
-from ssd.pricing.calibration import KeptShares
-from ssd.pricing.price_list import PriceList
 from tests.reference.drafts import PASSES_AHEAD, SlowDrafts, SlowRow
 from tests.reference.tree import node_parents
 
@@ -48,9 +48,9 @@ def some_draft(random: np.random.Generator, most: int, *, is_tree: bool, beginni
     return Draft(tokens, int(random.integers(0, 9)), "own" if size else "none", chances, None if is_chain else nodes)
 
 
-def known_prices(random: np.random.Generator) -> PriceList:
+def known_prices(random: np.random.Generator) -> CostModel:
     """Of passes of some size; or nothing is known of them."""
-    prices, (position, wide) = PriceList(), random.uniform(0.0, 0.2, 2)
+    prices, (position, wide) = CostModel(), random.uniform(0.0, 0.2, 2)
     if random.random() < 0.9:
         for rows in (1, 2, 5):
             for width in (1, 2, 5):
@@ -66,7 +66,7 @@ class Both:
 
     batch: Batch
     slow: SlowDrafts
-    shares: KeptShares
+    shares: AcceptanceCalibration
     turn: int = 0
 
     def check(self) -> None:
@@ -100,7 +100,7 @@ def both(random: np.random.Generator) -> Both:
         sequence = Sequence(request, max_length=60, eos_token_ids=(), stream=None, noise=SequenceNoise.seeded(number))
         sequences.append(sequence)
         rows.append(SlowRow(prompt, len(prompt), sequence.max_length, most, kind))
-    return Both(Batch(sequences), SlowDrafts(rows, known_prices(random), VOCAB), KeptShares())
+    return Both(Batch(sequences), SlowDrafts(rows, known_prices(random), VOCAB), AcceptanceCalibration())
 
 
 @settings(max_examples=60)
@@ -128,9 +128,9 @@ def test_drafts_are_taken_cut_prepared_and_counted_as_by_the_twin(seed: int) -> 
             event(f"prepared: {sum(row.prepared is not None for row in slow.rows)}")
             came_true = advance(pair, random)
         pair.turn ^= 1
-        asks_all, is_tree = bool(random.random() < 0.3), bool(random.random() < 0.3)
-        begin_drafts(at, pair.turn, LIMIT, asks_all)
-        slow.begin(LIMIT, asks_all=asks_all)
+        should_draft_all, is_tree = bool(random.random() < 0.3), bool(random.random() < 0.3)
+        begin_drafts(at, pair.turn, LIMIT, should_draft_all)
+        slow.begin(LIMIT, should_draft_all=should_draft_all)
         num_asked = ask_drafts(at, pair.turn, costs, shares.address, LIMIT, 0.1, CHAIN)
         assert num_asked == sum(row.is_wanted for row in slow.rows)
         found = [some_draft(random, row.most_drafted(LIMIT), is_tree=is_tree) for row in slow.rows]

@@ -354,7 +354,7 @@ def test_the_engine_asks_a_slow_drafter_less_and_says_the_same(monkeypatch: pyte
 
 def test_what_was_distrusted_is_tried_again_where_prices_left_no_draft() -> None:
     engine = make_engine(target=target_of(num_slots=1))
-    shares = engine._proposals._kept_shares
+    shares = engine._proposals._calibration
     for _ in range(50):
         shares.observe(1.0, 1.0, 0)
     before = shares.share(1.0)

@@ -24,8 +24,8 @@ from cache_builder.evaluation.evaluate import Plan, count_replayed_tokens, evalu
 from cache_builder.evaluation.log import Log, RecordedOutput
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
+from ssd.cost_model.calibration import FIRST_TOKEN_THRESHOLD
 from ssd.drafting.draft_records import SOURCES
-from ssd.pricing.calibration import SURE
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from tests.reference.decoding import SlowDecoder
 
@@ -225,7 +225,7 @@ def traffic(draw: st.DrawFn) -> list[RecordedOutput]:
 def test_a_whole_output_at_once_is_decoded_as_step_by_step(
     rows: list[RecordedOutput], tree: bool, limit: int, curve: CostCurve, is_first_drafted: bool
 ) -> None:
-    sure = 0.0 if is_first_drafted else SURE
+    sure = 0.0 if is_first_drafted else FIRST_TOKEN_THRESHOLD
     fast = OutputDecoder(curve, draft=DraftConfig(num_speculative_tokens=limit), tree=tree, sure=sure)
     slow = SlowDecoder(curve, limit, tree=tree, sure=sure)
     with small_cache() as cache:

@@ -27,7 +27,7 @@ from ssd.errors import ConfigError
 
 _UNDER = (
     "benchmarks/peers", "benchmarks/traces.py", "benchmarks/walk.py", "cache_builder/evaluation", "ssd/compiled",
-    "ssd/config.py", "ssd/drafting", "ssd/pricing", "ssd/retrieval",
+    "ssd/config.py", "ssd/drafting", "ssd/cost_model", "ssd/retrieval",
 )  # fmt: skip
 _DIGESTED_TOKENS = 20_000
 """Of each trace, where --max-output-tokens says nothing."""

@@ -28,14 +28,14 @@ from ssd.compiled.addresses import (
     view_of,
 )
 from ssd.config import DraftConfig
+from ssd.cost_model.calibration import FIRST_TOKEN_THRESHOLD
+from ssd.cost_model.throughput import FORGETTING, ThroughputRecord, add_pass, combined_rate, cost_in_tokens, recent_pass
 from ssd.drafting.acceptance_mixing import acceptance_tables_at
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.candidates import learn_from_path
 from ssd.drafting.draft_kernel import DraftRow, draft_row, draft_scratch_at, reset_row
 from ssd.drafting.draft_records import MAX_DRAFT, SOURCES, DraftRecord, parent_of
 from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace, checked_lengths
-from ssd.pricing.calibration import SURE
-from ssd.pricing.rate import FORGETTING, RateRecord, add_pass, joint_rate, price_at, recent_pass
 from ssd.retrieval.snapshot import Snapshot
 
 NUM_SOURCES: Final = len(SOURCES)
@@ -62,7 +62,7 @@ class Decoder(Record):
     costs: Address
     more: Address
     num_more: Int64
-    rate: RateRecord
+    rate: ThroughputRecord
     by_source: Annotated[Int64s, np.int64, (NUM_SOURCES, 3)]
     prices: Annotated[Float64s, np.float64, MAX_DRAFT]
     chances: Annotated[Float64s, np.float64, MAX_DRAFT]
@@ -79,12 +79,12 @@ _decoder_at = view_of(Decoder)
 def _num_paying(decoder: Decoder, out: DraftRecord) -> int:
     """Return the number of draft tokens to verify, which maximises the expected tokens per cost, see `Rate.best`."""
     costs, recent = float64_array(decoder.costs, decoder.limit + 1), recent_pass(decoder.rate)
-    gain, best, most = 0.0, 0, joint_rate(recent, 1.0, costs[0])
+    gain, best, most = 0.0, 0, combined_rate(recent, 1.0, costs[0])
     for node in range(out.size):
         parent = parent_of(out, node)
         decoder.chances[node] = out.probabilities[node] * (decoder.chances[parent] if parent >= 0 else 1.0)
         gain += decoder.chances[node]
-        together = joint_rate(recent, 1.0 + gain, costs[node + 1])
+        together = combined_rate(recent, 1.0 + gain, costs[node + 1])
         if together > most:
             best, most = node + 1, together
     return best
@@ -141,7 +141,7 @@ def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_leng
     position, number, kept, agreeing = prompt_length, 0, 0, 0
     while position < length:
         for i in range(decoder.num_more):
-            prices[i] = price_at(decoder.rate, 1.0, costs[0], more[i])
+            prices[i] = cost_in_tokens(decoder.rate, 1.0, costs[0], more[i])
         params.token_cost, params.context_length = prices[0], position
         draft_row(frame, row, decoder.longest_match, decoder.shortest_match)
         is_kept = out.size > 0 and (number > 0 or out.probabilities[0] >= decoder.sure)
@@ -187,14 +187,16 @@ class OutputDecoder:
     candidates and its timing, is missing.
     """
 
-    def __init__(self, curve: CostCurve, *, draft: DraftConfig, tree: bool = True, sure: float = SURE) -> None:
+    def __init__(
+        self, curve: CostCurve, *, draft: DraftConfig, tree: bool = True, sure: float = FIRST_TOKEN_THRESHOLD
+    ) -> None:
         """Create a decoder.
 
         Args:
             curve: The cost of forward passes.
             draft: The drafting options.
             tree: Whether draft trees are verified, instead of chains only.
-            sure: See `SURE`. 0: the first pass drafts like every other pass.
+            sure: See `FIRST_TOKEN_THRESHOLD`. 0: the first pass drafts like every other pass.
         """
         limit = min(draft.num_speculative_tokens, MAX_DRAFT)
         self._costs = curve.costs_up_to(limit + 1)[1:]

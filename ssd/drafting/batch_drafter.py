@@ -32,12 +32,12 @@ from ssd.compiled.addresses import (
     offset_of,
     view_of,
 )
+from ssd.cost_model.cost_model import CostModel
+from ssd.cost_model.pass_costs import cut_drafts, observe_pass, token_cost
 from ssd.drafting.acceptance_model import NamespaceModels
 from ssd.drafting.draft_kernel import DraftRow, draft_batch, reset_row_at
 from ssd.drafting.draft_records import MAX_DRAFT
 from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace, checked_lengths
-from ssd.pricing.pass_costs import cut_rows, observe_pass, token_price
-from ssd.pricing.price_list import PriceList
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
@@ -80,8 +80,8 @@ class DraftBatchRecord(Record):
         drafting: Scratch, the addresses of their `DraftRow`.
         sizes: Scratch, the sizes of their drafts.
         probabilities: Scratch, the acceptance probabilities of their drafts.
-        best_first: Scratch for `cut_rows`.
-        cost: The `PassCosts`.
+        best_first: Scratch for `cut_drafts`.
+        cost: The `PassCostRecord`.
         default_token_cost: The cost of a draft token until ``cost`` is known.
         workspace: The `DraftScratch`.
         model: The acceptance model.
@@ -212,7 +212,7 @@ def _draft_rows_of_batch(
     if seconds > 0.0 and 0 < num_drafting == num_rows == batch.last_num_drafting:
         observe_pass(batch.cost, batch.last_positions, batch.last_positions > num_rows, batch.num_new, seconds)
     batch.num_new = 0
-    price = token_price(batch.cost, num_drafting)
+    price = token_cost(batch.cost, num_drafting)
     texts, selected = int64_array(batch.texts, num_rows), int64_array(batch.selected, num_drafting)
     for row in selected:
         _text_at(texts[row]).drafting.params.token_cost = price if price > 0.0 else batch.default_token_cost
@@ -223,7 +223,7 @@ def _draft_rows_of_batch(
         draft = _text_at(texts[selected[number]]).drafting.draft
         size = _usable(draft.tokens, draft.size, batch)
         sizes[number], probabilities[number, :size] = size, draft.probabilities[:size]
-    cut_rows(batch.cost, probabilities, sizes, float64_array(batch.best_first, num_rows * MAX_DRAFT))
+    cut_drafts(batch.cost, probabilities, sizes, float64_array(batch.best_first, num_rows * MAX_DRAFT))
     width, number, positions = NUM_HEADER_WORDS + 2 * longest, 0, num_rows
     words, floats = int32_array(words_at, num_rows * width), float32_array(words_at, num_rows * width)
     for row in range(num_rows):
@@ -344,7 +344,7 @@ class BatchDrafter:
         """
         assert longest <= MAX_DRAFT
         self.longest = longest
-        self._workspace, self._cost_model = Workspace(), PriceList()
+        self._workspace, self._cost_model = Workspace(), CostModel()
         self._models, self._learned = NamespaceModels(), learned
         self._memory = Records(DraftBatchRecord)
         self._batch = batch = self._memory[0]

@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from ssd.cost_model.throughput import StepThroughput, cost_at
 from ssd.drafting.proposer import ProposerState, pick_probe
 from ssd.drafting.protocol import (
     EMPTY_DRAFT,
@@ -22,7 +23,6 @@ from ssd.drafting.protocol import (
     TokenCosts,
 )
 from ssd.errors import require_fault
-from ssd.pricing.rate import StepRate, cost_at
 
 
 def path_of_tokens(draft: Draft, token_ids: Sequence[int]) -> list[int]:
@@ -193,7 +193,7 @@ class HybridDrafter:
         """
         assert drafters
         self._proposers = [ProposerState(drafter) for drafter in drafters]
-        self._clock, self._step_rate = clock, StepRate(clock)
+        self._clock, self._step_rate = clock, StepThroughput(clock)
         self._steps: dict[str, _RequestStep] = {}
         self._recent: dict[str, float] = {}
         self._num_idle = self._num_spared = 0
@@ -278,7 +278,7 @@ class HybridDrafter:
             verified_part = selected.draft.cut(num_shared_tokens(selected.draft, draft))
             own_path = path_of_tokens(verified_part, output)
             if len(verified_part.token_ids):
-                selected.proposer.rates.learn(request_id, len(verified_part.token_ids), len(own_path))
+                selected.proposer.rates.record(request_id, len(verified_part.token_ids), len(own_path))
             if verified_part.parents is not None:
                 verified_part = replace(verified_part, path=np.array(own_path, np.int32))
             selected.proposer.drafter.observe(request_id, verified_part, len(own_path))
@@ -369,7 +369,7 @@ class HybridDrafter:
             if proposer.should_start(steps[i].request, self._tokens_to_start(proposer, steps[i]), gains[i])
         ]
         for i in set(range(len(steps))).difference(selected):
-            proposer.rates.relax(steps[i].request.request_id)
+            proposer.rates.fade(steps[i].request.request_id)
 
         def probe_costs() -> dict[int, float]:
             alone = proposer.depth * proposer.seconds_per_token(1) + proposer.fixed_seconds

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, runtime_checkable
 
+from ssd.cost_model.pass_costs import OUTLIER
+from ssd.cost_model.throughput import AcceptanceRates, MarginalGain
 from ssd.drafting.protocol import EMPTY_DRAFT, MODEL, Draft, Drafter, DraftRequest, ScoreObserver
 from ssd.errors import require_fault
-from ssd.pricing.pass_costs import OUTLIER
-from ssd.pricing.rate import AcceptanceRates, MarginalGain
 
 
 class FaultIsolatingDrafter:

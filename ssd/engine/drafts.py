@@ -7,20 +7,20 @@ from typing import Final
 import numpy as np
 
 from ssd.compiled.addresses import Int64s, inlined, int32_array, int64_array, kernel
+from ssd.cost_model.calibration import (
+    BACKOFF_AFTER,
+    FIRST_TOKEN_THRESHOLD,
+    AcceptanceCalibration,
+    CalibrationRecord,
+    accepted_share,
+    calibration_at,
+    record_outcome,
+)
+from ssd.cost_model.cost_model import CostModel
+from ssd.cost_model.pass_costs import costs_at, num_steps_to_verify, token_cost
 from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, clear_draft
 from ssd.engine.batch import DRAFTING_AT, Batch, Frame, frame_at, row_at
 from ssd.engine.request import Row
-from ssd.pricing.calibration import (
-    FRUITLESS_AFTER,
-    SURE,
-    KeptShares,
-    SharesRecord,
-    count_promise,
-    kept_share,
-    shares_at,
-)
-from ssd.pricing.pass_costs import costs_at, num_verified, token_price
-from ssd.pricing.price_list import PriceList
 
 _PASSES_AHEAD: Final = 3
 """Passes that are drafted for at once where one text is said again."""
@@ -64,10 +64,10 @@ def _measure(frame: Frame, rows: Int64s, turn: int) -> None:
 
 
 @kernel
-def begin_drafts(batch: int, turn: int, limit: int, asks_all: bool) -> None:
+def begin_drafts(batch: int, turn: int, limit: int, should_draft_all: bool) -> None:
     """Take up what was prepared, where all before it came true; the other rows are wanted, if they are due.
 
-    ``asks_all`` : whether those are that got nothing lately.
+    ``should_draft_all`` : whether those are that got nothing lately.
     """
     frame = frame_at(batch)
     rows, wanted = int64_array(frame.rows, frame.num_rows), int64_array(frame.wanted, frame.num_rows)
@@ -78,7 +78,7 @@ def begin_drafts(batch: int, turn: int, limit: int, asks_all: bool) -> None:
         end = begin + _most_drafted(row, limit)
         clear_draft(draft)
         row.prepared_at, row.used_begin, row.was_asked[turn] = 0, 0, 0
-        is_due = asks_all or row.num_fruitless < FRUITLESS_AFTER
+        is_due = should_draft_all or row.num_fruitless < BACKOFF_AFTER
         frame.num_spared += not is_due
         if at == row.length and begin < end <= row.prepared.size:
             last = int32_array(row.tokens, row.length)[row.length - 1]
@@ -98,9 +98,9 @@ def ask_drafts(batch: int, turn: int, costs: int, shares: int, limit: int, price
     """
     frame = frame_at(batch)
     rows, wanted = int64_array(frame.rows, frame.num_rows), int64_array(frame.wanted, frame.num_rows)
-    asked, kept = int64_array(frame.asked, frame.num_rows), shares_at(shares)
+    asked, kept = int64_array(frame.asked, frame.num_rows), calibration_at(shares)
     if costs_at(costs).is_known == 1:
-        price = token_price(costs, frame.num_rows)
+        price = token_cost(costs, frame.num_rows)
     frame.num_asked = 0
     for b in range(frame.num_rows):
         if wanted[b] == 0:
@@ -110,7 +110,7 @@ def ask_drafts(batch: int, turn: int, costs: int, shares: int, limit: int, price
         if shape == AHEAD:
             most = row.verified[turn].size + _PASSES_AHEAD * (1 + limit)
         params.context_length, params.limit = row.length, min(MAX_DRAFT, _most_drafted(row, most))
-        params.token_cost = price / kept_share(kept, row.kind) if costs_at(costs).is_known == 1 else price
+        params.token_cost = price / accepted_share(kept, row.kind) if costs_at(costs).is_known == 1 else price
         params.is_tree = shape == TREE and row.may_branch == 1
         asked[frame.num_asked] = rows[b] + DRAFTING_AT
         frame.num_asked += 1
@@ -123,7 +123,7 @@ AHEAD: Final = 2
 
 
 @inlined
-def _cut(frame: Frame, rows: Int64s, turn: int, costs: int, shares: SharesRecord) -> None:
+def _cut(frame: Frame, rows: Int64s, turn: int, costs: int, shares: CalibrationRecord) -> None:
     """Cut all drafts to the tokens that give most where every row is padded to the widest.
 
     With its draft cut to w tokens a row is expected to emit 1 + s (P1 + ... + Pw) tokens, where Pi is the estimated
@@ -136,14 +136,14 @@ def _cut(frame: Frame, rows: Int64s, turn: int, costs: int, shares: SharesRecord
         draft = row.verified[turn]
         if draft.size > 0 and draft.has_estimates == 0:
             return
-        share = kept_share(shares, row.kind)
+        share = accepted_share(shares, row.kind)
         for i in range(draft.size):
             parent = np.int64(draft.parents[i]) if draft.is_tree == 1 else i - 1
             chances[i] = draft.probabilities[i] * (chances[parent] if parent >= 0 else share)
             gains[i] += chances[i]
         widest = max(widest, draft.size)
     if widest > 0 and costs_at(costs).is_known == 1:
-        width = num_verified(costs, len(rows), len(rows), gains[:widest])
+        width = num_steps_to_verify(costs, len(rows), len(rows), gains[:widest])
         for b in range(len(rows)):
             draft = row_at(rows[b]).verified[turn]
             draft.size = min(draft.size, width)
@@ -154,7 +154,7 @@ def take_drafts(batch: int, turn: int, costs: int, shares: int, vocab_size: int)
     """Take the drafts of the rows that were wanted, as far as they pay; how many of them were none."""
     frame, num_wrong = frame_at(batch), 0
     rows, wanted = int64_array(frame.rows, frame.num_rows), int64_array(frame.wanted, frame.num_rows)
-    kept = shares_at(shares)
+    kept = calibration_at(shares)
     for b in range(frame.num_rows):
         if wanted[b] == 0:
             continue
@@ -164,7 +164,7 @@ def take_drafts(batch: int, turn: int, costs: int, shares: int, vocab_size: int)
             num_wrong += 1
             continue
         is_sure = found.size == 0 or found.has_estimates == 0 or row.length > row.prompt_length
-        if is_sure or kept_share(kept, row.kind) * found.probabilities[0] >= SURE:
+        if is_sure or accepted_share(kept, row.kind) * found.probabilities[0] >= FIRST_TOKEN_THRESHOLD:
             _copy(found, 0, found.size, row.verified[turn])
             row.was_asked[turn] = 1
     _cut(frame, rows, turn, costs, kept)
@@ -238,19 +238,19 @@ def count_promises(batch: int, turn: int, shares: int, sizes: Int64s, paths: Int
 
     Nothing of rows that were not drafted for: what was distrusted has not been tried again.
     """
-    frame, kept = frame_at(batch), shares_at(shares)
+    frame, kept = frame_at(batch), calibration_at(shares)
     rows, taken = int64_array(frame.rows, len(sizes)), int64_array(frame.taken, len(sizes))
     for b in range(len(sizes)):
         row = row_at(rows[b])
         draft = row.verified[turn]
         if row.was_asked[turn] == 1 and taken[b] > 0 and (draft.has_estimates == 1 or draft.size == 0):
             promised = _promise_tested(draft, paths[b], sizes[b] - 1)
-            count_promise(kept, row.kind, promised, sizes[b] - 1)
+            record_outcome(kept, row.kind, promised, sizes[b] - 1)
 
 
 def warm_up_drafts() -> None:
     """Compile what is done for the drafts of all rows, with none."""
-    batch, prices, shares = Batch(()), PriceList(), KeptShares()
+    batch, prices, shares = Batch(()), CostModel(), AcceptanceCalibration()
     prices.calibrate(1, 1.0, is_wide=False)
     prices.begin()
     ask_drafts(batch.address, 0, prices.address, shares.address, 0, 0.0, CHAIN)

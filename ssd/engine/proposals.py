@@ -11,6 +11,8 @@ import numpy as np
 
 from ssd.compiled.machine_code import kernel_counts
 from ssd.config import DraftConfig, DraftShape
+from ssd.cost_model.calibration import AcceptanceCalibration, DraftBackoff
+from ssd.cost_model.cost_model import CostModel
 from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, source_number
 from ssd.drafting.hybrid_drafter import HybridDrafter
 from ssd.drafting.proposer import FaultIsolatingDrafter
@@ -35,8 +37,6 @@ from ssd.engine.sequence import Sequence
 from ssd.engine.verify import Pass
 from ssd.model.kv.tree import is_tree, leading_chain
 from ssd.model.target import Target
-from ssd.pricing.calibration import KeptShares, Throttle
-from ssd.pricing.price_list import PriceList
 from ssd.retrieval.cache_state import LearnedState
 
 log = logging.getLogger(__name__)
@@ -118,9 +118,9 @@ class Proposals:
         self._limit = draft.num_speculative_tokens if target.can_roll_back and type(drafter) is not NoDrafter else 0
         self._shape = possible_shape(draft.draft_shape, target)
         self._observer = drafter if draft.recycling and self._limit and isinstance(drafter, ScoreObserver) else None
-        self._price_list = PriceList()
-        self._kept_shares = KeptShares()
-        self._throttle = Throttle()
+        self._cost_model = CostModel()
+        self._calibration = AcceptanceCalibration()
+        self._throttle = DraftBackoff()
         self._turn = 0
         self._scored: ScoredPass | None = None
         """What the last pass said, until it is learned from."""
@@ -150,7 +150,7 @@ class Proposals:
             is_first = kernel_counts().compiled > 0
             what = "compiled, once on each machine and version" if is_first else "loaded"
             return SpeculationStatus(False, f"kernels are being {what}")
-        if self._price_list.num_withheld >= _WITHHELD_STEPS:
+        if self._cost_model.num_withheld >= _WITHHELD_STEPS:
             cost = self.relative_cost(_REPORTED_WIDTH)
             what = f"a {_REPORTED_WIDTH}-token pass is estimated at {cost:.1f} single-token passes"
             return SpeculationStatus(False, f"withheld: {what}")
@@ -158,7 +158,7 @@ class Proposals:
 
     def relative_cost(self, width: int) -> float:
         """Return the estimated time of a pass of ``width`` tokens of one row, in passes of one token; 0 if unknown."""
-        return self._price_list.relative_cost(width)
+        return self._cost_model.relative_cost(width)
 
     @property
     def is_ready(self) -> bool:
@@ -202,8 +202,8 @@ class Proposals:
         """Time passes of several sizes, on free slots."""
         if self._limit > 0:
             for (num_rows, width), seconds in timed_passes(self._target, self._limit + 1).items():
-                self._price_list.calibrate(num_rows * width, seconds, is_wide=width > 1)
-            self._price_list.begin()
+                self._cost_model.calibrate(num_rows * width, seconds, is_wide=width > 1)
+            self._cost_model.begin()
 
     def spares_passes(self, is_quiet: bool) -> bool:
         """Whether a pass may begin before it is known if there is a draft for it. ``is_quiet`` : hardly one is found.
@@ -223,14 +223,14 @@ class Proposals:
         """
         self._turn ^= 1
         limit = self._limit if self.is_ready else 0
-        asks_all = self._throttle.asks_all(len(batch.sequences))
-        begin_drafts(batch.address, self._turn, limit, asks_all)
+        should_draft_all = self._throttle.should_draft_all(len(batch.sequences))
+        begin_drafts(batch.address, self._turn, limit, should_draft_all)
         if limit and batch.sequences:
             self._draft(batch, limit)
         return self._turn
 
     def _draft(self, batch: Batch, limit: int) -> None:
-        prices, shares, num_rows = self._price_list.address, self._kept_shares.address, len(batch.sequences)
+        prices, shares, num_rows = self._cost_model.address, self._calibration.address, len(batch.sequences)
         shape = TREE if branches(self._shape, num_rows) else CHAIN
         own_price = 0.0 if self._suffix is None else self._suffix.price
         started = time.perf_counter()
@@ -241,12 +241,12 @@ class Proposals:
         if num_asked or batch.frame.width > 1:
             vocab_size = self._target.vocab_size
             self._best_effort.num_failures += take_drafts(batch.address, self._turn, prices, shares, vocab_size)
-        self._throttle.observe_asking(num_asked, seconds, spares_some=batch.frame.num_spared > 0)
+        self._throttle.record_drafting(num_asked, seconds, skips_some=batch.frame.num_spared > 0)
 
     def prepare(self, under_way: Pass) -> None:
         """While a pass runs, draft on behind what it verifies, for rows whose last draft came true: where one text is
         said again, drafting is most of what a device waits for. Where the target chooses otherwise, nothing is lost."""
-        batch, prices, shares = under_way.batch, self._price_list.address, self._kept_shares.address
+        batch, prices, shares = under_way.batch, self._cost_model.address, self._calibration.address
         if self._suffix is None or self._hybrid is not None or not self.is_ready or not self._limit:
             return
         plan_ahead(batch.address, under_way.turn, self._limit)
@@ -308,7 +308,7 @@ class Proposals:
     def _requests(self, batch: Batch) -> tuple[list[Sequence], list[DraftRequest]]:
         """The sequences whose drafts are wanted, and what is asked for them, as their rows say it."""
         asked = [batch.sequences[b] for b in np.flatnonzero(batch.wanted).tolist()]
-        is_priced = self._price_list.pass_time is not None
+        is_priced = self._cost_model.pass_time is not None
         requests = [self._request(sequence) for sequence in asked]
         for sequence, request in zip(asked, requests, strict=True):
             params = sequence.row.drafting.params
@@ -326,7 +326,7 @@ class Proposals:
         """
         self._scored = None
         observer = self._observer
-        if observer is None or not self.is_ready or not self._throttle.tells(has_drafts=ended.width > 1):
+        if observer is None or not self.is_ready or not self._throttle.should_observe(has_drafts=ended.width > 1):
             return
         started = time.perf_counter()
         self._scored = self._best_effort(ended.scored)
@@ -374,7 +374,7 @@ class Proposals:
     def count(self, ended: Pass) -> None:
         """Learn how far what drafts promise comes true."""
         if self._limit and self.is_ready:
-            shares = self._kept_shares.address
+            shares = self._calibration.address
             count_promises(ended.batch.address, ended.turn, shares, ended.sizes, ended.paths)
 
     def observe_pass(self, ended: Pass, num_tokens: int) -> None:
@@ -390,15 +390,15 @@ class Proposals:
             started = time.perf_counter()
             self._best_effort(lambda: observer.learn_scores(scored))
             learning_s = time.perf_counter() - started
-            self._throttle.observe_telling(self._telling_s + learning_s)
+            self._throttle.record_observing(self._telling_s + learning_s)
             if ended.width > 1:
                 seconds += self._telling_s + (0.0 if self._target.runs_beside_host else learning_s)
         self._observe_pass(len(ended.sizes), ended.width, num_tokens, seconds)
 
     def _observe_pass(self, num_rows: int, width: int, num_tokens: int, seconds: float) -> None:
         self._throttle.observe_pass(seconds)
-        self._price_list.observe(num_rows * width, num_tokens, seconds, is_wide=width > 1)
-        is_withheld = self._price_list.num_withheld >= _WITHHELD_STEPS
+        self._cost_model.observe(num_rows * width, num_tokens, seconds, is_wide=width > 1)
+        is_withheld = self._cost_model.num_withheld >= _WITHHELD_STEPS
         if is_withheld and not self._is_withheld:
             self._num_withholdings += 1
             if self._num_withholdings.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time

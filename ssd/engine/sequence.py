@@ -16,6 +16,7 @@ import torch
 
 from ssd.compiled.addresses import Records, address
 from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
+from ssd.cost_model.calibration import temperature_bucket_of
 from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
 from ssd.drafting.suffix_drafter import RequestRow
@@ -23,7 +24,6 @@ from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStat
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs
 from ssd.model.sampling.target_tokens import drawn_scores, is_by_temperature, needs_prefix
-from ssd.pricing.calibration import kind_of
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.codec import TextCodec
@@ -130,7 +130,10 @@ class Sequence:
         self.row.drafting.params.context = self.row.tokens
         most = request.num_speculative_tokens
         self.row.most_drafted = MAX_SPECULATIVE_TOKENS if most is None else most
-        self.row.may_branch, self.row.kind = sampling.structured_output is None, kind_of(sampling.temperature)
+        self.row.may_branch, self.row.kind = (
+            sampling.structured_output is None,
+            temperature_bucket_of(sampling.temperature),
+        )
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self._is_coupled = noise.is_coupled

@@ -41,12 +41,12 @@ from transformers import (
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ssd.config import DraftConfig, SamplingParams
+from ssd.cost_model.cost_model import CostModel
 from ssd.drafting import Drafter, DraftRequest, make_drafter
 from ssd.drafting.noise import WINDOW, SequenceNoise
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow, TokenIds
 from ssd.errors import RequestError
 from ssd.model.sampling.sampler import argmax_with_noise
-from ssd.pricing.price_list import PriceList
 from ssd.retrieval.cache import SuffixCache
 
 _NOT_OURS = ("custom_generate", "assistant_model", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
@@ -170,7 +170,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         self._vocab_size = vocab_size
         self._request_id = f"generate-{next(_ids)}"
         self._draft = EMPTY_DRAFT
-        self._price_list = PriceList()
+        self._cost_model = CostModel()
         self._drafted_at = 0.0
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -201,7 +201,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             self.choices.restore_scores(scores)
         num_positions = len(self._draft.token_ids) + 1
         seconds = time.perf_counter() - self._drafted_at
-        self._price_list.observe(num_positions, int(num_matches) + 1, seconds, is_wide=num_positions > 1)
+        self._cost_model.observe(num_positions, int(num_matches) + 1, seconds, is_wide=num_positions > 1)
         try:
             self._drafter.observe(self._request_id, self._draft, int(num_matches))
         except Exception:
@@ -223,7 +223,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         return candidates
 
     def _propose(self, context: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Draft:
-        price = self._price_list.price(1)
+        price = self._cost_model.token_cost(1)
         request = DraftRequest(
             request_id=self._request_id,
             context=context,
@@ -238,7 +238,9 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         draft = self._drafter.propose([request])[0]
         if ((draft.token_ids < 0) | (draft.token_ids >= self._vocab_size)).any():
             return EMPTY_DRAFT
-        return draft.cut(self._price_list.paying_width(draft.path_probabilities())) if len(draft.token_ids) else draft
+        return (
+            draft.cut(self._cost_model.best_draft_length(draft.path_probabilities())) if len(draft.token_ids) else draft
+        )
 
 
 Choose = Callable[[torch.Tensor, torch.Tensor], int]

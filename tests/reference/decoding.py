@@ -9,9 +9,9 @@ import numpy as np
 from cache_builder.evaluation.costs import CostCurve
 from cache_builder.evaluation.decoding import rising
 from cache_builder.evaluation.log import RecordedOutput
+from ssd.cost_model.throughput import FORGETTING
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenCosts
 from ssd.drafting.suffix_drafter import SuffixDrafter
-from ssd.pricing.rate import FORGETTING
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.tree import path_of
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ssd.cost_model.calibration import BACKOFF_AFTER, FIRST_TOKEN_THRESHOLD
+from ssd.cost_model.cost_model import CostModel
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
-from ssd.pricing.calibration import FRUITLESS_AFTER, SURE
-from ssd.pricing.price_list import PriceList
 
 PASSES_AHEAD = 3
 
@@ -62,11 +62,11 @@ class SlowDrafts:
     """All rows of a batch."""
 
     rows: list[SlowRow]
-    prices: PriceList
+    prices: CostModel
     vocab_size: int
     shares: SlowShares = field(default_factory=SlowShares)
 
-    def begin(self, limit: int, *, asks_all: bool) -> None:
+    def begin(self, limit: int, *, should_draft_all: bool) -> None:
         for row in self.rows:
             prepared, row.prepared, row.used, row.verified = row.prepared, None, None, EMPTY_DRAFT
             if prepared is not None and prepared[3] == len(row.tokens):
@@ -76,24 +76,28 @@ class SlowDrafts:
                     row.used = whole, begin
                     chances = None if whole.probabilities is None else whole.probabilities[begin:end]
                     row.verified = Draft(whole.token_ids[begin:end], whole.match_length, whole.source, chances)
-            row.is_wanted = row.used is None and (asks_all or row.num_fruitless < FRUITLESS_AFTER)
+            row.is_wanted = row.used is None and (should_draft_all or row.num_fruitless < BACKOFF_AFTER)
 
     def take(self, found: Sequence[Draft]) -> None:
         """``found`` : of every row."""
         for row, draft in zip(self.rows, found, strict=True):
             if row.is_wanted and self.is_of_vocabulary(draft):
                 chances = draft.probabilities
-                is_sure = chances is None or not len(chances) or self.shares.share(row.kind) * chances[0] >= SURE
+                is_sure = (
+                    chances is None
+                    or not len(chances)
+                    or self.shares.share(row.kind) * chances[0] >= FIRST_TOKEN_THRESHOLD
+                )
                 if is_sure or len(row.tokens) > row.num_prompt:
                     row.verified = draft
-        width = self.paying_width()
+        width = self.best_draft_length()
         for row in self.rows:
             if row.verified is not EMPTY_DRAFT:
                 row.verified = row.verified.cut(width)
             if row.is_wanted:
                 row.num_fruitless = 0 if len(row.verified.token_ids) else row.num_fruitless + 1
 
-    def paying_width(self) -> int:
+    def best_draft_length(self) -> int:
         drafts = [row.verified for row in self.rows]
         widest = max(len(draft.token_ids) for draft in drafts)
         if any(len(draft.token_ids) and draft.probabilities is None for draft in drafts):
@@ -102,7 +106,7 @@ class SlowDrafts:
         for row, draft in zip(self.rows, drafts, strict=True):
             if len(draft.token_ids):
                 gains[: len(draft.token_ids)] += self.shares.share(row.kind) * draft.path_probabilities()
-        return self.prices.paying_width(gains, len(drafts)) if widest else 0
+        return self.prices.best_draft_length(gains, len(drafts)) if widest else 0
 
     def plan_ahead(self, limit: int, came_true: Sequence[bool]) -> None:
         for row, is_right in zip(self.rows, came_true, strict=True):

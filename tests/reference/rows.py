@@ -9,7 +9,7 @@ import numpy as np
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.retrieval.snapshot import Snapshot
-from tests.reference.pricing import SlowRowPrices
+from tests.reference.cost_model import SlowRowPrices
 
 
 class SlowRowDrafter:

@@ -12,6 +12,10 @@ import numpy as np
 import torch
 
 from ssd.config import SamplingParams
+from ssd.cost_model.calibration import PlattScaling
+from ssd.cost_model.cost_model import CostModel
+from ssd.cost_model.pass_costs import OUTLIER
+from ssd.cost_model.throughput import cost_at
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import (
     EMPTY_DRAFT,
@@ -31,10 +35,6 @@ from ssd.model.kv.tree import leading_chain
 from ssd.model.layers.tap import Tapped
 from ssd.model.loading.load_target import load_model, model_limit, open_target
 from ssd.model.target import Target
-from ssd.pricing.calibration import PlattScaling
-from ssd.pricing.pass_costs import OUTLIER
-from ssd.pricing.price_list import PriceList
-from ssd.pricing.rate import cost_at
 from ssd.text.codec import TextCodec
 from ssd.text.load_tokenizer import HubOptions
 
@@ -90,12 +90,12 @@ class NetworkDrafter:
         self._slots, self._vocab_size = slots, vocab_size
         self._chances = {True: PlattScaling(shift=0.5, scale=1.0), False: PlattScaling(shift=1.0, scale=0.5)}
         """Of greedy rows and of sampled ones."""
-        self._price_list = PriceList()
+        self._cost_model = CostModel()
         self._last: dict[str, tuple[bool, Floats]] = {}
 
     def seconds_per_token(self, num_rows: int) -> float:
         """Measured time to draft one more token for each of ``num_rows`` requests together; 0 until it is known."""
-        return self._price_list.seconds(num_rows)
+        return self._cost_model.seconds(num_rows)
 
     def seconds_to_start(self, request: DraftRequest) -> float:
         """Expected time to read what is new in the context; 0 where that is little or not known."""
@@ -208,9 +208,9 @@ class NetworkDrafter:
         return row.depth < most and row.chance > cost_at(row.token_costs, row.depth)
 
     def _observe_pass(self, num_rows: int, seconds: float) -> None:
-        expected = self._price_list.seconds(num_rows)
+        expected = self._cost_model.seconds(num_rows)
         # One that took many times as long was probably interrupted: it counts as slow, but not as that slow.
-        self._price_list.observe(num_rows, 0, min(seconds, OUTLIER * expected) if expected else seconds)
+        self._cost_model.observe(num_rows, 0, min(seconds, OUTLIER * expected) if expected else seconds)
 
 
 class HeadDrafter(NetworkDrafter):

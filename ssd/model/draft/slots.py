@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.cost_model.throughput import Throughput
 from ssd.drafting.protocol import DraftRequest
 from ssd.model.heads.networks import Head
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.target import Target, pad_rows
-from ssd.pricing.rate import Rate
 from ssd.retrieval.cache_state import LearnedState
 
 READ_WIDTH = 8
@@ -64,7 +64,7 @@ class TextSlots(ABC):
         """``target`` : the draft model, or the one whose features are read. chunk_tokens : most read in one call."""
         self.target, self._chunk_tokens = target, chunk_tokens
         self.states = [TextSlot(slot, np.empty(target.max_length, np.int32)) for slot in range(target.num_slots)]
-        self._reading = Rate(_FORGETTING)
+        self._reading = Throughput(_FORGETTING)
 
     def can_follow(self, request: DraftRequest) -> bool:
         """Whether the context is there to be read."""

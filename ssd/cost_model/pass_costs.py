@@ -1,6 +1,6 @@
-"""What passes take, learned as they come, and which drafted tokens pay: the kernels behind `PriceList`.
+"""Learn the time of passes, and choose the number of draft tokens that gain most: the kernels behind `CostModel`.
 
-They take the address of a `PassCosts`, so that Python and the kernel that drafts for all rows of a batch share one.
+They take the address of a `PassCostRecord`, which Python shares with the kernel that drafts for all rows of a batch.
 """
 
 from __future__ import annotations
@@ -11,25 +11,31 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import Float64, Int64, Int64s, Record, inlined, kernel, view_of
-from ssd.pricing.rate import RateRecord, add_pass, joint_rate, price_at, recent_pass
+from ssd.cost_model.throughput import ThroughputRecord, add_pass, combined_rate, cost_in_tokens, recent_pass
 
 Floats = npt.NDArray[np.float64]
 
 NUM_FEATURES: Final = 3
-"""Of a pass: that it is one (1), its positions, and whether it has several of a row (0 or 1)."""
+"""The number of features of a pass: a constant 1, its positions, and whether a row has several positions (0 or 1)."""
 
 _SINGULAR: Final = 1e-9
-"""A feature of which less is left once the others are taken out says nothing of its own."""
+"""The relative remainder below which a feature adds nothing to the other features."""
 _TIE: Final = 1e-12
 _NO_TIME: Final = 1e-9
 
 
 @inlined
 def add_observation(moments: Floats, keep: float, features: tuple[float, float, float], seconds: float) -> None:
-    """Count one observation, and those before it ``keep`` times what they counted.
+    """Add an observation, and multiply the weight of earlier ones by ``keep``.
 
     Its weight is 1 / seconds^2, so that relative errors count: long passes and interrupted ones do not dominate.
-    ``moments`` : float64[3, 4], weighted sums of products of two features and, last, of a feature and the seconds.
+
+    Args:
+        moments: float64[3, 4], the weighted sums of products of two features and, in the last column, of a feature and
+            the seconds.
+        keep: The factor for earlier observations.
+        features: The features of the pass.
+        seconds: Its time.
     """
     weight = 1.0 / max(seconds, _NO_TIME) ** 2
     for i in range(NUM_FEATURES):
@@ -40,11 +46,11 @@ def add_observation(moments: Floats, keep: float, features: tuple[float, float, 
 
 @kernel
 def fit_nonnegative(moments: Floats) -> tuple[float, float, float]:
-    """Coefficients >= 0 of the features with the least squared error.
+    """Return the coefficients >= 0 of the features with the least squared error.
 
-    Exact: every choice of features is solved for, and of the solutions without a negative one the best is taken (Lawson
-    & Hanson 1974, chapter 23, says why it is among them). Of features that cannot be told apart the first ones count.
-    ``moments`` : as ``add_observation`` left them.
+    It is exact: the least-squares problem is solved for every subset of the features, and the best solution without a
+    negative coefficient is taken (Lawson & Hanson 1974, chapter 23, proves that it is among them). If features cannot
+    be distinguished, the first ones are used. ``moments`` is that of ``add_observation``.
     """
     rows, solution = np.empty((NUM_FEATURES, NUM_FEATURES + 1)), np.empty(NUM_FEATURES)
     best = (0.0, 0.0, 0.0)
@@ -58,8 +64,18 @@ def fit_nonnegative(moments: Floats) -> tuple[float, float, float]:
 
 @kernel
 def _solve(moments: Floats, chosen: int, rows: Floats, solution: Floats) -> float:
-    """Least squares in the features of the bits of ``chosen``: what it explains of the sum of squares; -1 for none."""
-    num = len(solution)  # not the constant, for which LLVM unrolls every loop, and takes half a minute
+    """Solve the least-squares problem for a subset of the features.
+
+    Args:
+        moments: See ``add_observation``.
+        chosen: The subset, one bit per feature.
+        rows: Scratch.
+        solution: Receives the coefficients.
+
+    Returns:
+        The explained part of the sum of squares; -1 if there is no solution without a negative coefficient.
+    """
+    num = len(solution)  # not the constant, because LLVM would unroll every loop, which takes half a minute
     for i in range(num):
         for j in range(num + 1):
             rows[i, j] = moments[i, j]
@@ -84,42 +100,58 @@ def _solve(moments: Floats, chosen: int, rows: Floats, solution: Floats) -> floa
 
 FORGETTING: Final = 0.98
 OUTLIER: Final = 5.0
-"""A pass that takes so many times its estimate was probably interrupted. It is ignored unless the next are slow."""
+"""The ratio of a pass's time to its estimate above which it was probably interrupted.
+
+It is ignored unless the next passes are slow too.
+"""
 _MIN_PASSES: Final = 8
 _MIN_VARIANCE: Final = 0.05
-"""Of the positions of passes: if they vary less, they do not tell what a position costs."""
+"""The relative variance of the number of positions below which passes do not reveal the time of one position."""
 _CALIBRATED_FORGETTING: Final = 0.8
 _LEAST_WEIGHT: Final = 1e-6
-"""The weight that passes timed at start-up keep: they still decide what later passes leave open."""
+"""The weight that passes timed at start-up keep, so that they decide what later passes leave open."""
 _CONTRADICTION: Final = 2.0
 """The ratio of a measured time to its estimate, in either direction, from which the estimate is considered wrong."""
 _CONFIRMATIONS: Final = 3
-"""Slow passes in a row that refute an estimate. One fast pass suffices, because no interruption makes a pass faster."""
-LIKELY: Final = 0.5
+"""The number of slow passes in a row that refute an estimate.
+
+One fast pass suffices, because no interruption makes a pass faster.
+"""
+MIN_PROBE_GAIN: Final = 0.5
 """The expected accepted tokens of each row from which a draft is worth a probe."""
 _PROBE_WIDTH: Final = 16
-PROBE_EVERY: Final = 64
-"""The least number of passes from one probe to the next."""
+MIN_PROBE_PAUSE: Final = 64
+"""The minimum number of passes from one probe to the next."""
 _PROBE_SHARE: Final = 0.01
-"""The largest share of the time that probes may cost."""
+"""The maximum share of the time that probes may cost."""
 
 
-class PassCosts(Record):
+class PassCostRecord(Record):
     """The estimated seconds of a pass: ``fixed + per_position * positions``, and ``wide`` more if it verifies drafts.
 
-    ``is_known`` : whether passes of different size have been measured. ``num_observed`` : how many have been.
-
-    The estimate is fitted to passes of two kinds, without drafts and with drafts. ``recent`` : float64[2, 3, 4], the
-    moments of least squares for each kind. A pass forgets only passes of its own kind, so a long time without drafts
-    does not erase what passes with drafts cost. ``calibrated`` : the same for the passes timed at start-up. ``weight``
-    : float64[2], theirs, which falls with every later pass of the kind. ``num_slow`` : int64[2], the number of last
-    passes in a row that took over `_CONTRADICTION` times their estimate. ``least_slow`` : float64[2], the least of
-    these ratios.
+    The estimate is fitted to passes of two kinds, without drafts and with drafts. A pass forgets only passes of its own
+    kind, so a long time without drafts does not erase what passes with drafts cost.
 
     A **probe** is a pass that verifies a likely draft although its estimated cost exceeds its gain, so that a wrong
-    estimate is corrected. ``since_probe`` : passes since the last probe. ``probe_pause`` : passes from one probe to the
-    next. ``probe_lost`` : the cost of the last probe, in recent passes. ``is_probing`` : whether a probe has been
-    decided and not been measured yet. ``num_withheld`` : passes since likely drafts were first withheld; 0 if none are.
+    estimate is corrected.
+
+    Attributes:
+        fixed: The seconds of a pass without positions.
+        per_position: The seconds of each position.
+        wide: The additional seconds of a pass with several positions per row.
+        is_known: Whether passes of different size have been measured.
+        num_observed: The number of passes that have been measured.
+        recent: The least-squares moments of each kind, float64[2, 3, 4].
+        calibrated: The same for the passes timed at start-up.
+        weight: Their weight for each kind, which falls with every later pass of the kind, float64[2].
+        num_slow: For each kind, the number of last passes in a row that took over _CONTRADICTION times their estimate.
+        least_slow: For each kind, the least of these ratios.
+        since_probe: The number of passes since the last probe.
+        probe_pause: The number of passes from one probe to the next.
+        probe_cost: The cost of the last probe, in recent passes.
+        is_probing: Whether a probe has been decided and not been measured yet.
+        num_withheld: The number of passes since likely drafts were first withheld; 0 if none are.
+        rate: The throughput of recent passes.
     """
 
     fixed: Float64
@@ -134,17 +166,17 @@ class PassCosts(Record):
     least_slow: Annotated[Floats, np.float64, (2,)]
     since_probe: Int64
     probe_pause: Int64
-    probe_lost: Float64
+    probe_cost: Float64
     is_probing: Int64
     num_withheld: Int64
-    rate: RateRecord
+    rate: ThroughputRecord
 
 
-costs_at = view_of(PassCosts)
+costs_at = view_of(PassCostRecord)
 
 
 @inlined
-def _seconds(costs: PassCosts, num_positions: int, is_wide: bool) -> float:
+def _seconds(costs: PassCostRecord, num_positions: int, is_wide: bool) -> float:
     return costs.fixed + costs.per_position * num_positions + costs.wide * is_wide
 
 
@@ -154,7 +186,7 @@ def _features(num_positions: int, is_wide: bool) -> tuple[float, float, float]:
 
 
 @inlined
-def _fit(costs: PassCosts) -> None:
+def _fit(costs: PassCostRecord) -> None:
     """Fit the estimate to the recent passes and to those timed at start-up."""
     moments = np.zeros((NUM_FEATURES, NUM_FEATURES + 1))
     for kind in range(2):
@@ -165,7 +197,7 @@ def _fit(costs: PassCosts) -> None:
     if passes * moments[1, 1] - positions * positions >= _MIN_VARIANCE * passes * passes:
         costs.fixed, costs.per_position, costs.wide = fit_nonnegative(moments)
         costs.is_known = 1
-    else:  # what a position costs stays what it is known to be, as far as that can be
+    else:  # keep the time of a position, as far as it agrees with the passes
         costs.per_position = min(costs.per_position, seconds / positions)
         costs.fixed = max(0.0, (seconds - costs.per_position * positions - costs.wide * wide) / passes)
 
@@ -178,26 +210,26 @@ def calibrate_pass(address: int, num_positions: int, is_wide: bool, seconds: flo
 
 
 @kernel
-def begin_serving(address: int) -> None:
+def start_serving(address: int) -> None:
     """Start from the passes timed at start-up alone; the first likely draft that is withheld is probed at once."""
     costs = costs_at(address)
     costs.recent[:, :, :] = 0.0
     costs.weight[:] = 1.0
     costs.num_slow[:] = 0
-    costs.since_probe = costs.probe_pause = PROBE_EVERY
+    costs.since_probe = costs.probe_pause = MIN_PROBE_PAUSE
     costs.is_probing = costs.num_withheld = 0
-    costs.probe_lost = 0.0
+    costs.probe_cost = 0.0
     costs.rate.passes = costs.rate.tokens = costs.rate.seconds = 0.0
     if costs.calibrated[0, 0, 0] + costs.calibrated[1, 0, 0] > 0.0:
         _fit(costs)
 
 
 @inlined
-def _credible_seconds(costs: PassCosts, kind: int, seconds: float, expected: float) -> float:
+def _credible_seconds(costs: PassCostRecord, kind: int, seconds: float, expected: float) -> float:
     """Return the seconds to learn from; -1 for a pass that was probably interrupted.
 
-    Forget the passes of its kind if it shows that their estimate is wrong: if it was fast, or the last of several slow
-    ones, of which the fastest counts.
+    If the pass shows that the estimate is wrong, the passes of its kind are forgotten. It does if it was fast, or the
+    last of several slow ones, of which the fastest counts.
     """
     if seconds > _CONTRADICTION * expected:
         ratio = seconds / max(expected, _NO_TIME)
@@ -216,23 +248,31 @@ def _credible_seconds(costs: PassCosts, kind: int, seconds: float, expected: flo
 
 
 @inlined
-def _end_probe(costs: PassCosts, num_tokens: int, seconds: float) -> None:
-    """Set the pause after a probe so that probes cost about `_PROBE_SHARE` of the time at most.
+def _end_probe(costs: PassCostRecord, num_tokens: int, seconds: float) -> None:
+    """Set the pause after a probe so that probes cost at most about _PROBE_SHARE of the time.
 
     The cheaper of the last two probes counts, because one may have been interrupted.
     """
     tokens, time = recent_pass(costs.rate)
     lost = 0.0
     if tokens > 0.0 and time > 0.0:
-        lost = seconds / time - num_tokens / tokens  # in recent passes; accepted tokens save some later
+        lost = seconds / time - num_tokens / tokens  # in recent passes; accepted tokens save time later
     costs.is_probing, costs.since_probe = 0, 0
-    costs.probe_pause = max(PROBE_EVERY, int(min(lost, costs.probe_lost, 1e4) / _PROBE_SHARE))
-    costs.probe_lost = lost
+    costs.probe_pause = max(MIN_PROBE_PAUSE, int(min(lost, costs.probe_cost, 1e4) / _PROBE_SHARE))
+    costs.probe_cost = lost
 
 
 @kernel
 def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: int, seconds: float) -> None:
-    """Learn from a pass that put out ``num_tokens``; ``is_wide`` says whether it verified drafts."""
+    """Learn from a pass.
+
+    Args:
+        address: The address of the `PassCostRecord`.
+        num_positions: The number of its positions.
+        is_wide: Whether it verified drafts.
+        num_tokens: The number of its output tokens.
+        seconds: Its time.
+    """
     costs, kind = costs_at(address), 1 if is_wide else 0
     costs.since_probe += 1
     costs.num_withheld += costs.num_withheld > 0
@@ -252,52 +292,58 @@ def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: in
 
 @kernel
 def pass_seconds(address: int, num_positions: int, is_wide: bool) -> float:
-    """Expected seconds of a pass; 0 before enough were seen."""
+    """Return the expected seconds of a pass; 0 before enough passes were measured."""
     return _seconds(costs_at(address), num_positions, is_wide)
 
 
 @kernel
-def token_price(address: int, num_rows: int) -> float:
+def token_cost(address: int, num_rows: int) -> float:
     """Return the cost of a draft token in output tokens; 0 while it is not known.
 
-    At most `LIKELY` if a probe is due: above it drafters return nothing, and it is not seen what there is to probe.
+    It is at most MIN_PROBE_GAIN if a probe is due, because drafters return nothing at a greater cost, and then there is
+    nothing to probe.
     """
     costs = costs_at(address)
-    price = price_at(costs.rate, num_rows, _seconds(costs, num_rows, False), costs.per_position)
-    return min(price, LIKELY) if costs.since_probe >= costs.probe_pause else price
+    price = cost_in_tokens(costs.rate, num_rows, _seconds(costs, num_rows, False), costs.per_position)
+    return min(price, MIN_PROBE_GAIN) if costs.since_probe >= costs.probe_pause else price
 
 
 @kernel
-def num_paying(address: int, num_rows: int, step: int, gains: Floats) -> int:
-    """Return how many steps of drafting give most. Each step adds ``step`` positions to a pass of ``num_rows`` rows.
+def best_num_steps(address: int, num_rows: int, step: int, gains: Floats) -> int:
+    """Return the number of drafting steps with the greatest throughput. O(n).
 
-    ``gains`` : float64[n], the output tokens that the i-th step is expected to add. O(n).
+    Args:
+        address: The address of the `PassCostRecord`.
+        num_rows: The number of rows of the pass.
+        step: The number of positions that each drafting step adds to the pass.
+        gains: The output tokens that the i-th step is expected to add, float64[n].
     """
     costs = costs_at(address)
     recent = recent_pass(costs.rate)
     expected = float(num_rows)
-    best, most = 0, joint_rate(recent, expected, _seconds(costs, num_rows, False))
+    best, most = 0, combined_rate(recent, expected, _seconds(costs, num_rows, False))
     for i in range(len(gains)):
         expected += gains[i]
-        together = joint_rate(recent, expected, _seconds(costs, num_rows + step * (i + 1), True))
+        together = combined_rate(recent, expected, _seconds(costs, num_rows + step * (i + 1), True))
         if together > most:
             best, most = i + 1, together
     return best
 
 
 @kernel
-def num_verified(address: int, num_rows: int, step: int, gains: Floats) -> int:
-    """Return how many steps of drafting to verify: those of ``num_paying``, or more if a probe is due.
+def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -> int:
+    """Return the number of drafting steps to verify: those of ``best_num_steps``, or more if a probe is due.
 
-    A probe verifies up to `_PROBE_WIDTH` tokens of each row, or four times what pays: wrong costs of long drafts do
-    not show in short ones. Calling it again before the pass is measured returns the same.
+    A probe verifies up to _PROBE_WIDTH tokens of each row, or four times the best number, because a wrong cost of long
+    drafts does not show in short ones. Calling it again before the pass is measured returns the same. The arguments are
+    those of ``best_num_steps``.
     """
     costs = costs_at(address)
-    best = num_paying(address, num_rows, step, gains)
+    best = best_num_steps(address, num_rows, step, gains)
     is_due, left_out = costs.since_probe >= costs.probe_pause, 0.0
     for i in range(best, len(gains)):
         left_out += gains[i]
-    is_withheld = left_out >= LIKELY * num_rows
+    is_withheld = left_out >= MIN_PROBE_GAIN * num_rows
     if best > 0 or (is_due and not is_withheld):
         costs.num_withheld = 0
     elif is_withheld and costs.num_withheld == 0:
@@ -309,34 +355,38 @@ def num_verified(address: int, num_rows: int, step: int, gains: Floats) -> int:
 
 
 @kernel
-def cut_rows(address: int, probabilities: Floats, sizes: Int64s, best_first: Floats) -> None:
-    """Lower ``sizes`` to the beginnings of the drafts, chains and one a row, that together give most, without padding.
+def cut_drafts(address: int, probabilities: Floats, sizes: Int64s, best_first: Floats) -> None:
+    """Cut the drafts of a pass, one chain per row, to the beginnings that together have the greatest throughput.
 
-    The i-th token of a draft adds the chance that it and all before it are accepted. That never grows along a draft, so
-    the best m tokens of all rows are beginnings, and m is found by trying all.
+    The i-th token of a draft adds the probability that it and all tokens before it are accepted. That never increases
+    along a draft, so the best m tokens of all rows are beginnings of drafts, and m is found by trying all. O(n log n)
+    in the number of draft tokens.
 
-    ``probabilities`` : float64[rows, n], of row i the first ``sizes[i]``. ``best_first`` : scratch, as many float64 as
-    there are drafted tokens. O(n log n) in these.
+    Args:
+        address: The address of the `PassCostRecord`.
+        probabilities: float64[rows, n], of row i the first ``sizes[i]``.
+        sizes: The lengths of the drafts, int64[rows], which are lowered. Rows are not padded.
+        best_first: Scratch, float64[number of draft tokens].
     """
     num_rows, count = len(sizes), 0
     if not costs_at(address).is_known:
         return
     for row in range(num_rows):
-        chance = 1.0
+        probability = 1.0
         for i in range(sizes[row]):
-            chance *= probabilities[row, i]
-            best_first[count] = -chance
+            probability *= probabilities[row, i]
+            best_first[count] = -probability
             count += 1
     gains = best_first[:count]
     gains.sort()
     gains *= -1.0
-    kept = num_verified(address, num_rows, 1, gains)
+    kept = num_steps_to_verify(address, num_rows, 1, gains)
     least = gains[kept - 1] if kept > 0 else 2.0
     for row in range(num_rows):
-        chance, size = 1.0, 0
+        probability, size = 1.0, 0
         while size < sizes[row]:
-            chance *= probabilities[row, size]
-            if chance < least:
+            probability *= probabilities[row, size]
+            if probability < least:
                 break
             size += 1
         sizes[row] = size

@@ -37,7 +37,7 @@ def squared_error(coefficients: Sequence[float] | Floats, features: Floats, seco
     return float((weights * (features @ np.asarray(coefficients) - seconds) ** 2).sum())
 
 
-def joint_rate(
+def combined_rate(
     gains: Sequence[Sequence[float]], lengths: Sequence[int], seconds: Sequence[float], recent: tuple[float, float]
 ) -> float:
     """Tokens per second with rows cut to ``lengths``."""
@@ -46,7 +46,7 @@ def joint_rate(
 
 
 class SlowRowPrices:
-    """Twin of `PriceList` and ``cut_rows`` for a batch without padding: it keeps every pass it was ever told of."""
+    """Twin of `CostModel` and ``cut_drafts`` for a batch without padding: it keeps every pass it was ever told of."""
 
     def __init__(self) -> None:
         self.fixed = self.per_position = self.wide = 0.0

@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.compiled.addresses import kernel
+from ssd.cost_model.calibration import BACKOFF_AFTER, AcceptanceCalibration, DraftBackoff, PlattScaling
+from ssd.cost_model.cost_model import CostModel
+from ssd.cost_model.pass_costs import add_observation, best_num_steps, cut_drafts, fit_nonnegative
+from ssd.cost_model.throughput import AcceptanceRates, MarginalGain, StepThroughput
 from ssd.drafting.protocol import Draft
 from ssd.engine.pass_timing import plausible_times
-from ssd.pricing.calibration import FRUITLESS_AFTER, KeptShares, PlattScaling, Throttle
-from ssd.pricing.pass_costs import add_observation, cut_rows, fit_nonnegative, num_paying
-from ssd.pricing.price_list import PriceList
-from ssd.pricing.rate import AcceptanceRates, MarginalGain, StepRate
-from tests.reference import pricing as slow
+from tests.reference import cost_model as slow
 from tests.reference.drafts import promise_tested
 
 Floats = npt.NDArray[np.float64]
 
 
-def learned(fixed: float, per_position: float, wide: float = 0.0) -> PriceList:
-    prices = PriceList()
+def learned(fixed: float, per_position: float, wide: float = 0.0) -> CostModel:
+    prices = CostModel()
     for rows, width in itertools.product((1, 8), (1, 2, 17)):
         prices.calibrate(rows * width, fixed + per_position * rows * width + wide * (width > 1), is_wide=width > 1)
     prices.begin()
@@ -36,12 +36,12 @@ def draft(*probabilities: float) -> Draft:
     return Draft(np.arange(len(probabilities), dtype=np.int32), 1, "own", np.array(probabilities))
 
 
-def paying(prices: PriceList, *rows: Sequence[float]) -> int:
+def paying(prices: CostModel, *rows: Sequence[float]) -> int:
     """The width that gives most for chains of these chances."""
     gains = np.zeros(max(map(len, rows)))
     for row in rows:
         gains[: len(row)] += np.cumprod(row)
-    return num_paying(prices.address, len(rows), len(rows), gains)
+    return best_num_steps(prices.address, len(rows), len(rows), gains)
 
 
 @given(
@@ -83,20 +83,20 @@ def test_what_the_warm_up_took_and_gave_besides_is_forgotten() -> None:
     prices, fresh = learned(0.01, 0.001), learned(0.01, 0.001)
     for _ in range(20):
         prices.observe(4, 400, 0.03, is_wide=True)
-    assert prices.price(1) > 2 * fresh.price(1)
+    assert prices.token_cost(1) > 2 * fresh.token_cost(1)
     prices.begin()
-    assert (prices.price(1), prices.pass_time) == (fresh.price(1), fresh.pass_time)
+    assert (prices.token_cost(1), prices.pass_time) == (fresh.token_cost(1), fresh.pass_time)
 
 
 row_chances = st.lists(st.floats(0.0, 1.0), max_size=4)
 
 
-def cut(prices: PriceList, rows: list[list[float]]) -> list[int]:
+def cut(prices: CostModel, rows: list[list[float]]) -> list[int]:
     sizes = np.array([len(row) for row in rows], np.int64)
     probabilities = np.zeros((len(rows), max(1, int(sizes.max()))))
     for row, chances in enumerate(rows):
         probabilities[row, : len(chances)] = chances
-    cut_rows(prices.address, probabilities, sizes, np.empty(int(sizes.sum())))
+    cut_drafts(prices.address, probabilities, sizes, np.empty(int(sizes.sum())))
     found: list[int] = sizes.tolist()
     return found
 
@@ -117,7 +117,7 @@ def steps_of(sizes: st.SearchStrategy[int]) -> st.SearchStrategy[list[Step]]:
 def test_what_steps_without_padding_cost_is_that_of_the_twin(
     various: list[Step], alike: list[Step], are_alike_first: bool, rows: list[list[float]]
 ) -> None:
-    prices, twin = PriceList(), slow.SlowRowPrices()
+    prices, twin = CostModel(), slow.SlowRowPrices()
     for step in alike + various if are_alike_first else various + alike:
         num_positions, num_tokens, seconds, is_wide = step
         prices.observe(num_positions, num_tokens, seconds, is_wide=is_wide)
@@ -126,12 +126,12 @@ def test_what_steps_without_padding_cost_is_that_of_the_twin(
     for positions, is_wide in itertools.product((1, 7, 40), (False, True)):
         want = twin.seconds(positions, is_wide)
         assert prices.seconds(positions, is_wide=is_wide) == pytest.approx(want, rel=1e-6, abs=1e-9)
-    assert prices.price(len(rows)) == pytest.approx(twin.price(len(rows)), rel=1e-6, abs=1e-9)
+    assert prices.token_cost(len(rows)) == pytest.approx(twin.price(len(rows)), rel=1e-6, abs=1e-9)
     got, want_sizes = cut(prices, rows), twin.sizes(rows)
     if got != want_sizes:  # two cuts that are as good as each other
         gains = [np.cumprod(row).tolist() for row in rows]
         times = [twin.seconds(len(rows) + n, n > 0) for n in range(sum(map(len, rows)) + 1)]
-        rates = [slow.joint_rate(gains, sizes, times, twin.recent()) for sizes in (got, want_sizes)]
+        rates = [slow.combined_rate(gains, sizes, times, twin.recent()) for sizes in (got, want_sizes)]
         assert rates[0] == pytest.approx(rates[1], rel=1e-6)
 
 
@@ -195,7 +195,7 @@ def test_no_interruption_makes_passes_with_drafts_seem_not_to_pay(
 ) -> None:
     seconds = features_of(TIMED) @ (fixed, per_position * fixed, wide * fixed)
     seconds[interrupted] *= times
-    prices = PriceList()
+    prices = CostModel()
     for (rows, width), one in plausible_times(dict(zip(TIMED, seconds.tolist(), strict=True))).items():
         prices.calibrate(rows * width, one, is_wide=width > 1)
     prices.begin()
@@ -213,7 +213,7 @@ class Repeats:
     """The share of positions behind which no source goes on."""
     CHANCE = 0.97
 
-    def __init__(self, prices: PriceList, law: Floats, num_rows: int, seed: int) -> None:
+    def __init__(self, prices: CostModel, law: Floats, num_rows: int, seed: int) -> None:
         """``law`` : the true seconds of a pass, of a position, and of being wide. ``num_rows`` : decoded together."""
         self.prices, self.law, self.num_rows = prices, law, num_rows
         self.random = np.random.default_rng(seed)
@@ -221,8 +221,8 @@ class Repeats:
     def width(self, num_proposed: int) -> tuple[int, float]:
         """How much of a draft is verified, and the tokens of each row that the pass is expected to put out."""
         chances = np.cumprod(np.full(num_proposed, self.CHANCE))
-        chances = chances[chances >= self.prices.price(self.num_rows)]
-        width = self.prices.paying_width(self.num_rows * chances, self.num_rows) if len(chances) else 0
+        chances = chances[chances >= self.prices.token_cost(self.num_rows)]
+        width = self.prices.best_draft_length(self.num_rows * chances, self.num_rows) if len(chances) else 0
         return width, 1.0 + float(chances[:width].sum())
 
     def request(self) -> None:
@@ -248,8 +248,8 @@ class Repeats:
         return np.array([tokens, tokens / seconds])
 
 
-def calibrated(law: Floats, factors: Sequence[float]) -> PriceList:
-    prices = PriceList()
+def calibrated(law: Floats, factors: Sequence[float]) -> CostModel:
+    prices = CostModel()
     for (rows, width), factor in zip(TIMED, factors, strict=True):
         prices.calibrate(rows * width, factor * float(law @ (1, rows * width, width > 1)), is_wide=width > 1)
     prices.begin()
@@ -288,7 +288,7 @@ def test_drafts_come_back_within_twenty_repeated_requests_however_wrong_the_cali
 def test_drafts_come_back_where_nothing_is_calibrated_and_the_first_passes_were_slow(factor: float) -> None:
     """As inside vLLM and transformers' ``generate``, which measure passes only while they serve."""
     law = np.array([1e-3, 1e-4, 6e-4])
-    prices = PriceList()
+    prices = CostModel()
     for positions in range(2, 14):
         prices.observe(1, 1, float(law @ (1, 1, 0)))
         prices.observe(positions, positions, factor * float(law @ (1, positions, 1)), is_wide=True)
@@ -304,7 +304,7 @@ def test_drafts_come_back_where_nothing_is_calibrated_and_the_first_passes_were_
 
 def test_steps_are_counted_and_not_the_pauses_between() -> None:
     now = 0.0
-    rate = StepRate(lambda: now)
+    rate = StepThroughput(lambda: now)
     assert rate.tokens_per_s == 0
     for _ in range(5):
         rate.begin()
@@ -319,7 +319,7 @@ def test_steps_are_counted_and_not_the_pauses_between() -> None:
 def test_a_step_lasts_what_one_does_of_which_nothing_is_left_out() -> None:
     """What asking others takes is left out of a step; that its pass then verifies more is still in it."""
     now = 0.0
-    rate = StepRate(lambda: now)
+    rate = StepThroughput(lambda: now)
 
     def step(seconds: float, left_out: float = 0.0) -> None:
         nonlocal now
@@ -366,16 +366,16 @@ def test_rates_learn_lean_and_fade() -> None:
     rates = AcceptanceRates()
     first = rates.rate("a")
     for _ in range(50):
-        rates.learn("a", 4, 0)
+        rates.record("a", 4, 0)
     assert rates.rate("a") < 0.2 < rates.rate("b") < first
     for _ in range(300):
-        rates.learn("c", 4, 4)
+        rates.record("c", 4, 4)
     assert rates.rate("b") > 0.8 > 0.5 > rates.rate("a")
     for _ in range(500):
-        rates.relax("a")
+        rates.fade("a")
     assert rates.rate("a") == pytest.approx(rates.rate("b"), abs=0.05)
     rates.forget("a")
-    rates.relax("a")
+    rates.fade("a")
     assert rates.rate("a") == rates.rate("b")
 
 
@@ -402,12 +402,14 @@ def test_expected_excess_is_the_mean_of_those_alike_leaning_on_all(
 PASS = (0.01, 0.002)
 
 
-def draft_lengths(shares: KeptShares, prices: PriceList, promised: float, true: float, passes: int) -> list[int]:
+def draft_lengths(
+    shares: AcceptanceCalibration, prices: CostModel, promised: float, true: float, passes: int
+) -> list[int]:
     """How much is drafted in each of so many passes over one row, of eight tokens of chance ``promised`` each."""
     random, lengths = np.random.default_rng(0), []
     for _ in range(passes):
         draft = Draft(np.zeros(8, np.int32), probabilities=np.full(8, promised))
-        draft = draft.cut(prices.paying_width(shares.share(1.0) * draft.path_probabilities()))
+        draft = draft.cut(prices.best_draft_length(shares.share(1.0) * draft.path_probabilities()))
         length = len(draft.token_ids)
         accepted = int((np.cumprod(random.random(length) < true)).sum())
         shares.observe(1.0, promise_tested(draft, range(accepted)), accepted)
@@ -417,7 +419,7 @@ def draft_lengths(shares: KeptShares, prices: PriceList, promised: float, true: 
 
 
 def test_a_drafter_whose_promises_do_not_hold_is_drafted_less_and_comes_back() -> None:
-    shares, prices = KeptShares(), learned(*PASS)
+    shares, prices = AcceptanceCalibration(), learned(*PASS)
     assert draft_lengths(shares, prices, 0.9, 0.9, 200)[-1] > 4, "what it promises comes"
     lengths = draft_lengths(shares, prices, 0.9, 0.05, 400)
     assert np.mean(lengths[-200:]) < 0.5, "nothing of it comes any more"
@@ -428,7 +430,7 @@ def test_a_drafter_whose_promises_do_not_hold_is_drafted_less_and_comes_back() -
 
 @pytest.mark.parametrize("true", [0.2, 0.5, 0.8])
 def test_the_share_approaches_what_is_kept(true: float) -> None:
-    shares, random, seen = KeptShares(), np.random.default_rng(2), []
+    shares, random, seen = AcceptanceCalibration(), np.random.default_rng(2), []
     for _ in range(1000):
         shares.observe(1.0, 5.0, int(random.binomial(5, true)))
         seen.append(shares.share(1.0))
@@ -437,7 +439,7 @@ def test_the_share_approaches_what_is_kept(true: float) -> None:
 
 @given(st.floats(0, 2), st.floats(0, 2))
 def test_temperatures_that_are_far_apart_have_their_own(first: float, second: float) -> None:
-    shares = KeptShares()
+    shares = AcceptanceCalibration()
     for _ in range(50):
         shares.observe(first, 2.0, 0)
     assert shares.share(first) < 0.1
@@ -463,43 +465,45 @@ def test_platt_scaling_finds_how_a_draft_models_probabilities_are_off(shift: flo
 # -- who is asked --
 
 
-def run(throttle: Throttle, fruitless: list[int], steps: int, ask_s: float, pass_s: float) -> list[int]:
+def run(throttle: DraftBackoff, fruitless: list[int], steps: int, ask_s: float, pass_s: float) -> list[int]:
     """How often each row was asked, none of which ever gets a draft."""
     counts = [0] * len(fruitless)
     for _ in range(steps):
-        asks_all = throttle.asks_all(len(fruitless))
-        due = [asks_all or count < FRUITLESS_AFTER for count in fruitless]
+        should_draft_all = throttle.should_draft_all(len(fruitless))
+        due = [should_draft_all or count < BACKOFF_AFTER for count in fruitless]
         fruitless[:] = [count + is_due for count, is_due in zip(fruitless, due, strict=True)]
-        throttle.observe_asking(sum(due), ask_s * sum(due), spares_some=not all(due))
+        throttle.record_drafting(sum(due), ask_s * sum(due), skips_some=not all(due))
         throttle.observe_pass(pass_s)
         counts = [count + is_due for count, is_due in zip(counts, due, strict=True)]
     return counts
 
 
 def test_a_drafter_is_told_of_all_drafts_and_else_as_seldom_as_is_cheap() -> None:
-    throttle = Throttle()
-    assert throttle.tells(has_drafts=False)
+    throttle = DraftBackoff()
+    assert throttle.should_observe(has_drafts=False)
     for told, passed, period in ((1e-5, 1e-2, 1), (2e-4, 1e-2, 4), (1e-1, 1e-2, 8)):
         for _ in range(200):
-            throttle.observe_telling(told)
+            throttle.record_observing(told)
             throttle.observe_pass(passed)
-        assert throttle.tells(has_drafts=True)
-        assert [throttle.tells(has_drafts=False) for _ in range(2 * period)] == 2 * ([False] * (period - 1) + [True])
+        assert throttle.should_observe(has_drafts=True)
+        assert [throttle.should_observe(has_drafts=False) for _ in range(2 * period)] == 2 * (
+            [False] * (period - 1) + [True]
+        )
 
 
 def test_a_call_that_compiled_kernels_is_not_counted() -> None:
-    throttle = Throttle()
-    throttle.observe_asking(1, 40.0, spares_some=False)
-    throttle.observe_telling(40.0)
+    throttle = DraftBackoff()
+    throttle.record_drafting(1, 40.0, skips_some=False)
+    throttle.record_observing(40.0)
     throttle.observe_pass(0.01)
-    assert throttle.period(64) == 1 and throttle.tells(has_drafts=False)
+    assert throttle.period(64) == 1 and throttle.should_observe(has_drafts=False)
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e-4, 1.0), st.integers(1, 64))
 def test_asking_rows_that_get_nothing_takes_its_share_and_no_longer_pause_than_that_needs(
     ask_s: float, pass_s: float, num_rows: int
 ) -> None:
-    throttle, fruitless, steps = Throttle(), [0] * num_rows, 840
+    throttle, fruitless, steps = DraftBackoff(), [0] * num_rows, 840
     run(throttle, fruitless, 12, ask_s, pass_s)
     counts = run(throttle, fruitless, steps, ask_s, pass_s)
     pause = steps / counts[0]
