@@ -97,11 +97,11 @@ _SCALE_RANGE = (0.0, 3.0)
 
 
 class PlattScaling:
-    """Calibrates a draft model: log odds of acceptance = shift + scale * log odds of its probability (Platt 1999,
-    section 2).
+    """Calibrates a draft model's probabilities (Platt 1999, section 2).
 
-    It is fitted while serving, by gradient steps on the log loss. Greedy and sampled requests need one each: with
-    shared noise the target often samples an improbable token too.
+    The log odds of acceptance are shift + scale * log odds of the model's probability. The fit is updated while
+    serving, by gradient steps on the log loss. Greedy and sampled requests need one each: with shared noise the target
+    often samples an improbable token too.
     """
 
     def __init__(self, shift: float, scale: float) -> None:
@@ -151,8 +151,9 @@ _COMPILED_S = 1.0
 
 
 class DraftBackoff:
-    """Drafts for requests whose drafts bring nothing only every second, third, ... step, so that the attempts stay
-    cheap.
+    """Skips steps of requests whose drafts bring nothing, so that the attempts stay cheap.
+
+    Such a request is drafted for only every second, third, ... step.
 
     A lookup takes the same time for each row, while a pass takes little more for another row. For a single row the
     lookup does not matter; in a large batch of new text it would take several percent of a step. A request with useful
