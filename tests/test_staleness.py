@@ -89,6 +89,13 @@ def test_moved_and_split_files_are_ignored() -> None:
     assert changed({"a.py": SOURCE}, split) == []
 
 
+def test_strings_that_name_renamed_files_are_ignored() -> None:
+    before = {"old/name.py": "a = 1", "b.py": 'paths = ("old", "old/name.py", "name.py", "b.py")'}
+    after = {"new/other.py": "a = 1", "b.py": 'paths = ("new", "new/other.py", "other.py", "b.py")'}
+    assert changed(before, after) == []
+    assert changed(before, {**after, "b.py": 'paths = ("new", "new/other.py", "other.py", "c.py")'}) == ["b.py"]
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -65,8 +65,8 @@ def _why_stale(result: Result) -> str:
     pairs = [pair for pair in renames if any(_is_below(path, under) for path in pair)]
     # What only CUDA devices run does not influence figures that a build of torch for CPUs produced.
     has_cuda = not str(environment.get("versions", {}).get("torch")).endswith("+cpu")
-    before = {old: _text_at(commit, old) for old, _ in pairs}
-    after = {new: path.read_text() if (path := ROOT / new).is_file() else "" for _, new in pairs}
+    before = {old: text for old, _ in pairs if (text := _text_at(commit, old)) is not None}
+    after = {new: path.read_text() for _, new in pairs if (path := ROOT / new).is_file()}
     changed = list(islice(changed_files(before, after, has_cuda=has_cuda), 4))
     return f"changed since: {', '.join(changed[:3])}{', ...' * (len(changed) > 3)}" if changed else ""
 
@@ -86,9 +86,9 @@ def _renames_since(commit: str) -> list[tuple[str, str]] | None:
 
 
 @cache
-def _text_at(commit: str, path: str) -> str:
-    """Return the text of a file in a commit; an empty string if it is not there."""
-    return git("show", f"{commit}:{path}") or ""
+def _text_at(commit: str, path: str) -> str | None:
+    """Return the text of a file in a commit; None if it is not there."""
+    return git("show", f"{commit}:{path}")
 
 
 def changed_files(before: Mapping[str, str], after: Mapping[str, str], *, has_cuda: bool = True) -> Iterator[str]:
@@ -111,6 +111,7 @@ def changed_files(before: Mapping[str, str], after: Mapping[str, str], *, has_cu
     ]
     counts = [Counter(name for _, statement in side for name in _bound_names(statement)) for side in sides]
     renamed = {name for name in counts[0] | counts[1] if counts[0][name] != counts[1][name]}
+    renamed |= _path_names(before) ^ _path_names(after)
     unmatched: dict[str, list[tuple[str, list[str]]]] = {}
     old, new = ([pair for pair in side if not isinstance(pair[1], ast.Import | ast.ImportFrom)] for side in sides)
     for path, statement in new:
@@ -126,6 +127,12 @@ def changed_files(before: Mapping[str, str], after: Mapping[str, str], *, has_cu
         else:
             candidates.remove(match)
     yield from dict.fromkeys([*found, *(path for each in unmatched.values() for path, _ in each)])
+
+
+def _path_names(paths: Iterable[str]) -> set[str]:
+    """Return the strings by which code may name files: their paths, their directories and their names."""
+    known = [Path(path) for path in paths]
+    return {str(each) for path in known for each in (path, *path.parents)} | {path.name for path in known}
 
 
 def _is_renaming(old: Sequence[str], new: Sequence[str]) -> bool:
@@ -196,7 +203,7 @@ def _bound_names(statement: ast.AST) -> Iterator[str]:
 def _shape(node: object, renamed: Collection[str], names: list[str]) -> str:
     """Write a syntax tree as a text without its renamed identifiers, and append these to ``names`` in order.
 
-    A string that equals a renamed identifier counts as one, because it probably names it.
+    A string that equals a renamed identifier or path counts as one, because it probably names it.
     """
     if isinstance(node, str) and node in renamed:
         names.append(node)
