@@ -30,11 +30,11 @@ from transformers import PreTrainedModel
 from benchmarks.run import Option, Run
 from benchmarks.steps import Clock, Rows, Tokens, texts_of
 from ssd.bundled import MODEL_PATH
-from ssd.compiled.addresses import Int64s
 from ssd.config import CacheConfig, DraftConfig, EngineConfig
 from ssd.drafting import make_drafter
 from ssd.drafting.token_recycling import TOP_K
 from ssd.engine import Engine
+from ssd.jit.addresses import Int64s
 from ssd.model.kv.kv_cache import SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.loading.load_target import load_model

@@ -45,7 +45,7 @@ Columns = Sequence[tuple[str, str]]
 """Of each column its heading, behind `>` where it has numbers, and how a row is written there by `str.format_map`."""
 
 ENGINE: Final = (
-    "benchmarks/traces.py", "benchmarks/ways.py", "benchmarks/workloads.py", "ssd/compiled", "ssd/config.py",
+    "benchmarks/traces.py", "benchmarks/ways.py", "benchmarks/workloads.py", "ssd/jit", "ssd/config.py",
     "ssd/drafting", "ssd/engine", "ssd/model", "ssd/cost_model", "ssd/retrieval",
 )  # fmt: skip
 """What lies under most figures: they may be others once it has changed."""

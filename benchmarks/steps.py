@@ -17,13 +17,13 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.workloads import snippets
-from ssd.compiled.addresses import Int64s, kernel
 from ssd.config import EngineConfig, SamplingParams
 from ssd.drafting.draft_kernel import DraftRow, row_at
 from ssd.drafting.draft_records import clear_draft
 from ssd.drafting.protocol import Drafter, DraftRequest
 from ssd.drafting.suffix_drafter import NamespaceGroup, RequestRow, SuffixDrafter
 from ssd.engine import Engine, Request
+from ssd.jit.addresses import Int64s, kernel
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.codec import TextCodec

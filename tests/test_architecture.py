@@ -23,7 +23,7 @@ LAYERS = [
     "ssd.token_rules",
     "ssd.config",
     "ssd.text",
-    "ssd.compiled",
+    "ssd.jit",
     "ssd.retrieval",
     "ssd.sharing",
     "ssd.cost_model",
@@ -36,7 +36,7 @@ LAYERS = [
 ]
 APPLICATIONS = ["cache_builder", "server", "benchmarks"]
 MAY_USE = {
-    "ssd.cost_model": {"ssd.errors", "ssd.config", "ssd.compiled"},
+    "ssd.cost_model": {"ssd.errors", "ssd.config", "ssd.jit"},
     "ssd.bundled": set(),
     "ssd.integrations.trl": set(LAYERS[: LAYERS.index("ssd.integrations.trl")]),
     "ssd.integrations": set(LAYERS[: LAYERS.index("ssd.engine")]),

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.compiled.addresses import kernel
 from ssd.cost_model.calibration import BACKOFF_AFTER, AcceptanceCalibration, DraftBackoff, PlattScaling
 from ssd.cost_model.cost_model import CostModel
 from ssd.cost_model.pass_costs import add_observation, best_num_steps, cut_drafts, fit_nonnegative
 from ssd.cost_model.throughput import AcceptanceRates, MarginalGain, StepThroughput
 from ssd.drafting.protocol import Draft
 from ssd.engine.pass_timing import plausible_times
+from ssd.jit.addresses import kernel
 from tests.reference import cost_model as slow
 from tests.reference.drafts import promise_tested
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.compiled.addresses import kernel
 from ssd.config import SamplingParams
 from ssd.drafting import sample_cache
 from ssd.drafting.noise import SequenceNoise, UInt
@@ -29,6 +28,7 @@ from ssd.drafting.sample_cache import (
 )
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.drafting.token_recycling import IDLE_PASSES, MAX_TABLES
+from ssd.jit.addresses import kernel
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.compiled.addresses import address, dtype_of
 from ssd.errors import CacheError
+from ssd.jit.addresses import address, dtype_of
 from ssd.retrieval.lanes import (
     MAX_MATCH_LENGTH,
     PATTERNS_BYTES,

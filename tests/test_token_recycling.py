@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.compiled.addresses import kernel
 from ssd.drafting import token_recycling as tables
 from ssd.drafting.protocol import ScoredPass
 from ssd.drafting.token_recycling import (
@@ -23,6 +22,7 @@ from ssd.drafting.token_recycling import (
     entry_after_token,
     recycling_table_at,
 )
+from ssd.jit.addresses import kernel
 from ssd.retrieval.cache_state import LearnedState
 from tests.reference.successors import Entry, entries_of_row
 

@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and sys.argv[1:2] == ["reopen"]:
         print(reopen(*sys.argv[2:]))
         return 0
-    run = Run("index", __doc__, argv, OPTIONS, under=("ssd/compiled", "ssd/config.py", "ssd/drafting", "ssd/retrieval"))
+    run = Run("index", __doc__, argv, OPTIONS, under=("ssd/jit", "ssd/config.py", "ssd/drafting", "ssd/retrieval"))
     args = run.args
     return run.end(tokens=args.tokens, **measure_index(args, run.say))
 

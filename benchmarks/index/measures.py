@@ -16,11 +16,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Records, address
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DraftRequest
 from ssd.drafting.draft_kernel import DraftRow
 from ssd.drafting.suffix_drafter import NamespaceGroup, SuffixDrafter, draft_of
+from ssd.jit.addresses import Records, address
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import Segment, unpack

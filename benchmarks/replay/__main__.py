@@ -26,7 +26,7 @@ from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
 _UNDER = (
-    "benchmarks/peers", "benchmarks/traces.py", "benchmarks/walk.py", "cache_builder/evaluation", "ssd/compiled",
+    "benchmarks/peers", "benchmarks/traces.py", "benchmarks/walk.py", "cache_builder/evaluation", "ssd/jit",
     "ssd/config.py", "ssd/drafting", "ssd/cost_model", "ssd/retrieval",
 )  # fmt: skip
 _DIGESTED_TOKENS = 20_000

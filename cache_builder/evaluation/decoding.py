@@ -12,7 +12,16 @@ import numpy.typing as npt
 
 from cache_builder.evaluation.costs import CostCurve, Floats, flat_curve
 from cache_builder.evaluation.log import RecordedOutput
-from ssd.compiled.addresses import (
+from ssd.config import DraftConfig
+from ssd.cost_model.calibration import FIRST_TOKEN_THRESHOLD
+from ssd.cost_model.throughput import FORGETTING, ThroughputRecord, add_pass, combined_rate, cost_in_tokens, recent_pass
+from ssd.drafting.acceptance_mixing import acceptance_tables_at
+from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.drafting.candidates import learn_from_path
+from ssd.drafting.draft_kernel import DraftRow, draft_row, draft_scratch_at, reset_row
+from ssd.drafting.draft_records import MAX_DRAFT, SOURCES, DraftRecord, parent_of
+from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace, checked_lengths
+from ssd.jit.addresses import (
     Address,
     Float64,
     Float64s,
@@ -27,15 +36,6 @@ from ssd.compiled.addresses import (
     kernel,
     view_of,
 )
-from ssd.config import DraftConfig
-from ssd.cost_model.calibration import FIRST_TOKEN_THRESHOLD
-from ssd.cost_model.throughput import FORGETTING, ThroughputRecord, add_pass, combined_rate, cost_in_tokens, recent_pass
-from ssd.drafting.acceptance_mixing import acceptance_tables_at
-from ssd.drafting.acceptance_model import AcceptanceModel
-from ssd.drafting.candidates import learn_from_path
-from ssd.drafting.draft_kernel import DraftRow, draft_row, draft_scratch_at, reset_row
-from ssd.drafting.draft_records import MAX_DRAFT, SOURCES, DraftRecord, parent_of
-from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.retrieval.snapshot import Snapshot
 
 NUM_SOURCES: Final = len(SOURCES)

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Int64s, TokenIds, kernel
+from ssd.jit.addresses import Int64s, TokenIds, kernel
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.suffix_array import build_order
 

@@ -8,7 +8,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, kernel
+from ssd.jit.addresses import Int64s, kernel
 
 _QUOTE: Final = ord('"')
 _BACKSLASH: Final = ord("\\")

@@ -17,9 +17,9 @@ from server.command.arguments import Options
 from server.command.checks import check_before_loading, check_directory
 from server.command.start import EngineLoader
 from server.observe.logs import set_up_logging
-from ssd.compiled.machine_code import kernel_counts, machine_code_directory
 from ssd.config import SamplingParams
 from ssd.errors import ConfigError, SSDError, first_line
+from ssd.jit.code_cache import kernel_counts, machine_code_directory
 from ssd.numbers import spelled
 
 if TYPE_CHECKING:

@@ -1,14 +1,14 @@
 """Compile the kernels that a server needs at its start ahead of time: ``python -m server.command.prebuild``.
 
 The machine code is written into the imported package, which is a copy to be shipped, see `make wheel` and
-deploy/Containerfile. Kernels of the CPU layers are not included, see `ssd.compiled.machine_code`.
+deploy/Containerfile. Kernels of the CPU layers are not included, see `ssd.jit.code_cache`.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 
-from ssd.compiled.machine_code import PREBUILT, kernel_counts, prebuild
+from ssd.jit.code_cache import PREBUILT, kernel_counts, prebuild
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Record, Records, inlined, kernel, view_of
+from ssd.jit.addresses import Record, Records, inlined, kernel, view_of
 
 _FORGETTING: Final = 0.97
 _FORGETTING_UNTRIED: Final = 0.99

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Records
 from ssd.cost_model.pass_costs import (
     PassCostRecord,
     calibrate_pass,
@@ -18,6 +17,7 @@ from ssd.cost_model.pass_costs import (
     token_cost,
 )
 from ssd.cost_model.throughput import FORGETTING
+from ssd.jit.addresses import Records
 
 Floats = npt.NDArray[np.float64]
 

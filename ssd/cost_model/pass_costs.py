@@ -10,8 +10,8 @@ from typing import Annotated, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Float64, Int64, Int64s, Record, inlined, kernel, view_of
 from ssd.cost_model.throughput import ThroughputRecord, add_pass, combined_rate, cost_in_tokens, recent_pass
+from ssd.jit.addresses import Float64, Int64, Int64s, Record, inlined, kernel, view_of
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Float64, Record, inlined
+from ssd.jit.addresses import Float64, Record, inlined
 
 Floats = npt.NDArray[np.float64]
 

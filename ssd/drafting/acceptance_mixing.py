@@ -19,12 +19,12 @@ from typing import Annotated, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Float64, Int64s, Record, inlined, kernel, view_of
 from ssd.drafting.noise_prediction import NOISE_BUCKETS, RUN_BUCKETS, TYPICAL_SHARE, VERDICTS
 from ssd.drafting.protocol import NUM_PROPOSER_KINDS
 from ssd.drafting.sample_cache import MAX_CONFIRMED
 from ssd.drafting.token_recycling import SHARES as RECYCLED_SHARES
 from ssd.drafting.token_recycling import TOP_K
+from ssd.jit.addresses import Float64, Int64s, Record, inlined, kernel, view_of
 
 Floats = npt.NDArray[np.float64]
 # The features of a candidate. Each is a tuple of small numbers, whose ranges _SHAPES lists in the same order. Lengths,

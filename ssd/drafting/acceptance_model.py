@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ssd.compiled.addresses import address
 from ssd.drafting.acceptance_mixing import (
     DEPTH_BUCKETS,
     ENTRIES,
@@ -24,6 +23,7 @@ from ssd.drafting.acceptance_mixing import (
     clip_to_learnable,
     prior_model,
 )
+from ssd.jit.addresses import address
 from ssd.retrieval.cache_state import LearnedState
 
 log = logging.getLogger(__name__)

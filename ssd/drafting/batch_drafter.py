@@ -16,7 +16,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import (
+from ssd.cost_model.cost_model import CostModel
+from ssd.cost_model.pass_costs import cut_drafts, observe_pass, token_cost
+from ssd.drafting.acceptance_model import NamespaceModels
+from ssd.drafting.draft_kernel import DraftRow, draft_batch, reset_row_at
+from ssd.drafting.draft_records import MAX_DRAFT
+from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace, checked_lengths
+from ssd.jit.addresses import (
     Address,
     Float64,
     Int64,
@@ -32,12 +38,6 @@ from ssd.compiled.addresses import (
     offset_of,
     view_of,
 )
-from ssd.cost_model.cost_model import CostModel
-from ssd.cost_model.pass_costs import cut_drafts, observe_pass, token_cost
-from ssd.drafting.acceptance_model import NamespaceModels
-from ssd.drafting.draft_kernel import DraftRow, draft_batch, reset_row_at
-from ssd.drafting.draft_records import MAX_DRAFT
-from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 

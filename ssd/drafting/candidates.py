@@ -12,7 +12,6 @@ from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 
-from ssd.compiled.addresses import Address, Float64s, Int64, Int64s, Record, TokenIds, inlined, kernel
 from ssd.drafting.acceptance_mixing import (
     AGREEMENTS,
     BEFORE,
@@ -92,6 +91,7 @@ from ssd.drafting.votes import (
     keep_best,
     votes_by_source,
 )
+from ssd.jit.addresses import Address, Float64s, Int64, Int64s, Record, TokenIds, inlined, kernel
 
 MAX_SCORED: Final = 48
 """The maximum number of candidates kept of one draft; the first ones."""

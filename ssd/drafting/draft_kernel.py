@@ -6,16 +6,6 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import (
-    Address,
-    Int64s,
-    Record,
-    TokenIds,
-    inlined,
-    int32_array,
-    kernel,
-    view_of,
-)
 from ssd.drafting.acceptance_mixing import AcceptanceTables, acceptance_tables_at
 from ssd.drafting.candidates import (
     Candidates,
@@ -57,6 +47,16 @@ from ssd.drafting.proposal_tree import (
     build_proposals,
     propose_lookahead,
     save_lookahead,
+)
+from ssd.jit.addresses import (
+    Address,
+    Int64s,
+    Record,
+    TokenIds,
+    inlined,
+    int32_array,
+    kernel,
+    view_of,
 )
 from ssd.retrieval.snapshot import SnapshotRecord, snapshot_at
 

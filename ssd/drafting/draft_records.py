@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Address, Float64, Float64s, Int64, Record, TokenIds, float64_array, inlined
+from ssd.jit.addresses import Address, Float64, Float64s, Int64, Record, TokenIds, float64_array, inlined
 
 MAX_DRAFT: Final = 128
 """The maximum number of draft tokens. Greater limits are reduced to it."""

@@ -10,7 +10,6 @@ from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 
-from ssd.compiled.addresses import Float64, Int64, Int64s, Record, TokenIds, inlined, kernel
 from ssd.drafting.acceptance_mixing import NUM_FEATURES, AcceptanceTables
 from ssd.drafting.candidates import (
     Candidates,
@@ -40,6 +39,7 @@ from ssd.drafting.noise_prediction import enter_node
 from ssd.drafting.prediction import PredictionCursor, predicted_token
 from ssd.drafting.proposal_tree import PROPOSAL_ROOT, child_of
 from ssd.drafting.votes import MAX_CANDIDATES, MAX_RECYCLED_CANDIDATES, MAX_VOTED_CANDIDATES
+from ssd.jit.addresses import Float64, Int64, Int64s, Record, TokenIds, inlined, kernel
 from ssd.retrieval.snapshot import SnapshotRecord
 
 CONTINUED_CONTEXT: Final = 4096

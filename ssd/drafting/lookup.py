@@ -14,7 +14,7 @@ from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 
-from ssd.compiled.addresses import (
+from ssd.jit.addresses import (
     Address,
     Float64s,
     Int64,

@@ -30,7 +30,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import (
+from ssd.jit.addresses import (
     Address,
     Int64,
     Int64s,

@@ -16,18 +16,6 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import (
-    Address,
-    Float64,
-    Float64s,
-    Int64,
-    Int64s,
-    Record,
-    Uint64,
-    UInt64s,
-    inlined,
-    int32_array,
-)
 from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, DraftRecord, parent_of
 from ssd.drafting.lookup import NO_TOKEN
 from ssd.drafting.noise import coupled_place, gumbel_at, hash_behind, key_at, noise_at, times_counted
@@ -46,6 +34,18 @@ from ssd.drafting.token_recycling import (
     entry_after_pair,
     entry_after_token,
     recycling_table_at,
+)
+from ssd.jit.addresses import (
+    Address,
+    Float64,
+    Float64s,
+    Int64,
+    Int64s,
+    Record,
+    Uint64,
+    UInt64s,
+    inlined,
+    int32_array,
 )
 
 NOT_LOOKED_UP: Final = -1

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from ssd.compiled.addresses import Int64, Record, TokenIds, inlined, int32_array, kernel
 from ssd.drafting.draft_records import DraftParams
 from ssd.drafting.lookup import NO_TOKEN, ScanHits
+from ssd.jit.addresses import Int64, Record, TokenIds, inlined, int32_array, kernel
 from ssd.retrieval.search import scan
 
 _LONGEST: Final = 32

@@ -12,7 +12,10 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import (
+from ssd.drafting.draft_records import DraftParams
+from ssd.drafting.lookup import NO_TOKEN
+from ssd.drafting.protocol import LOOKAHEAD, MAX_PROPOSED_TOKENS, NUM_PROPOSER_KINDS
+from ssd.jit.addresses import (
     Float64s,
     Int64,
     Int64s,
@@ -23,9 +26,6 @@ from ssd.compiled.addresses import (
     int32_array,
     kernel,
 )
-from ssd.drafting.draft_records import DraftParams
-from ssd.drafting.lookup import NO_TOKEN
-from ssd.drafting.protocol import LOOKAHEAD, MAX_PROPOSED_TOKENS, NUM_PROPOSER_KINDS
 
 MAX_LOOKAHEAD: Final = 16
 """The maximum number of lookahead tokens. They do not count against the limit of external proposals."""

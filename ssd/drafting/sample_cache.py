@@ -15,7 +15,10 @@ from typing import Final
 
 import numpy as np
 
-from ssd.compiled.addresses import (
+from ssd.drafting.noise import SequenceNoise, UInt, drawn_tokens, noise_at, num_drawn
+from ssd.drafting.protocol import DraftRequest
+from ssd.drafting.token_recycling import NamespaceTables
+from ssd.jit.addresses import (
     Address,
     Int64,
     Record,
@@ -27,9 +30,6 @@ from ssd.compiled.addresses import (
     uint64_array,
     view_of,
 )
-from ssd.drafting.noise import SequenceNoise, UInt, drawn_tokens, noise_at, num_drawn
-from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.token_recycling import NamespaceTables
 from ssd.retrieval.cache_state import LearnedState
 
 BUCKET_SIZE: Final = 8

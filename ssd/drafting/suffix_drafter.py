@@ -8,8 +8,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, Records, address, kernel
-from ssd.compiled.machine_code import CHECKED, name_memory
 from ssd.drafting.acceptance_model import AcceptanceModel, NamespaceModels
 from ssd.drafting.draft_kernel import (
     DraftRow,
@@ -36,6 +34,8 @@ from ssd.drafting.sample_cache import NamespaceSampleCaches
 from ssd.drafting.sample_cache import warm_up as warm_up_sample_cache
 from ssd.drafting.token_recycling import NamespaceRecyclingTables
 from ssd.errors import ConfigError
+from ssd.jit.addresses import Int64s, Records, address, kernel
+from ssd.jit.code_cache import CHECKED, register_memory
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.lanes import MAX_MATCH_LENGTH, PATTERNS_BYTES, Lane, Walker, as_context
 from ssd.retrieval.snapshot import SegmentTable, Snapshot
@@ -158,7 +158,7 @@ def as_kernel_array(context: TokenIds) -> TokenIds:
         context = as_context(context)
         context = context if context.flags.writeable else context.copy()
     if CHECKED:
-        name_memory(context)
+        register_memory(context)
     return context
 
 

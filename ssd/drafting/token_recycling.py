@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64, Int64s, Record, TokenIds, address, dtype_of, inlined, kernel, view_of
 from ssd.drafting.protocol import ScoredPass
+from ssd.jit.addresses import Int64, Int64s, Record, TokenIds, address, dtype_of, inlined, kernel, view_of
 from ssd.retrieval.cache_state import LearnedState
 
 TOP_K: Final = 8

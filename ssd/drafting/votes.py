@@ -10,7 +10,6 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Float64, Float64s, Int64, Int64s, Record, inlined, kernel
 from ssd.drafting.lookup import (
     MAX_LEVELS,
     MAX_SAMPLES,
@@ -22,6 +21,7 @@ from ssd.drafting.lookup import (
 )
 from ssd.drafting.proposal_tree import MAX_LOOKAHEAD, ProposalTree, child_of, has_children
 from ssd.drafting.protocol import MAX_PROPOSED_TOKENS
+from ssd.jit.addresses import Float64, Float64s, Int64, Int64s, Record, inlined, kernel
 
 MAX_VOTED_CANDIDATES: Final = 12
 """The maximum number of candidates at a position that come from matches or proposals.

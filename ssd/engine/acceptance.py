@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd.compiled.addresses import kernel
+from ssd.jit.addresses import kernel
 from ssd.model.kv.tree import Ints
 
 

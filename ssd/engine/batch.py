@@ -9,7 +9,12 @@ from typing import Annotated, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import (
+from ssd.drafting.draft_records import MAX_DRAFT, NUM_SOURCES
+from ssd.drafting.noise import SequenceNoise
+from ssd.drafting.suffix_drafter import NamespaceGroup
+from ssd.engine.request import Row
+from ssd.engine.sequence import Sequence
+from ssd.jit.addresses import (
     Address,
     Int64,
     Int64s,
@@ -25,11 +30,6 @@ from ssd.compiled.addresses import (
     offset_of,
     view_of,
 )
-from ssd.drafting.draft_records import MAX_DRAFT, NUM_SOURCES
-from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.suffix_drafter import NamespaceGroup
-from ssd.engine.request import Row
-from ssd.engine.sequence import Sequence
 from ssd.model.sampling.sampler import Noise
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.suffix_cache import SuffixCache

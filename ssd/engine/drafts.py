@@ -6,7 +6,6 @@ from typing import Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Int64s, inlined, int32_array, int64_array, kernel
 from ssd.cost_model.calibration import (
     BACKOFF_AFTER,
     FIRST_TOKEN_THRESHOLD,
@@ -21,6 +20,7 @@ from ssd.cost_model.pass_costs import costs_at, num_steps_to_verify, token_cost
 from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, clear_draft
 from ssd.engine.batch import DRAFTING_AT, Batch, Frame, frame_at, row_at
 from ssd.engine.request import Row
+from ssd.jit.addresses import Int64s, inlined, int32_array, int64_array, kernel
 
 _PASSES_AHEAD: Final = 3
 """Passes that are drafted for at once where one text is said again."""

@@ -18,11 +18,11 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from ssd.bundled import MODEL_PATH
-from ssd.compiled.machine_code import kernel_counts
 from ssd.config import CacheConfig, SamplingParams
 from ssd.engine.engine import Engine
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
 from ssd.errors import CacheLocked, EngineError, QueueFull, RequestError
+from ssd.jit.code_cache import kernel_counts
 from ssd.model.sampling.sampler import TokenLogprobs
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.compiled.machine_code import kernel_counts
 from ssd.config import DraftConfig, DraftShape
 from ssd.cost_model.calibration import AcceptanceCalibration, DraftBackoff
 from ssd.cost_model.cost_model import CostModel
@@ -35,6 +34,7 @@ from ssd.engine.metrics import BestEffort
 from ssd.engine.pass_timing import timed_passes
 from ssd.engine.sequence import Sequence
 from ssd.engine.verify import Pass
+from ssd.jit.code_cache import kernel_counts
 from ssd.model.kv.tree import is_tree, leading_chain
 from ssd.model.target import Target
 from ssd.retrieval.cache_state import LearnedState

@@ -9,11 +9,11 @@ from typing import Annotated, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from ssd.compiled.addresses import Address, Float64, Int64, Int64s, Record, Records
 from ssd.config import SamplingParams
 from ssd.drafting.draft_kernel import DraftRow
 from ssd.drafting.draft_records import NUM_SOURCES, DraftRecord, source_name
 from ssd.errors import RequestError
+from ssd.jit.addresses import Address, Float64, Int64, Int64s, Record, Records
 from ssd.model.sampling.sampler import TokenLogprobs
 from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
 

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.compiled.addresses import Records, address
 from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
 from ssd.cost_model.calibration import temperature_bucket_of
 from ssd.drafting.noise import SequenceNoise, request_key
@@ -22,6 +21,7 @@ from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
 from ssd.drafting.suffix_drafter import RequestRow
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, Row, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, shown
+from ssd.jit.addresses import Records, address
 from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs
 from ssd.model.sampling.target_tokens import drawn_scores, is_by_temperature, needs_prefix
 from ssd.retrieval.cache import CacheSet

@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import address, int32_array, int64_array, kernel
 from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, Tokens
 from ssd.drafting.draft_records import MAX_DRAFT
 from ssd.integrations import vllm_plugin
 from ssd.integrations.vllm_core import Core, Request, VllmDrafter, stop_rules_of
 from ssd.integrations.vllm_hooks import lengths_of
+from ssd.jit.addresses import address, int32_array, int64_array, kernel
 
 
 class SuffixProposer(VllmDrafter):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.compiled.addresses import Int64s, TokenIds, kernel
+from ssd.jit.addresses import Int64s, TokenIds, kernel
 from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.sampler import Noise, PassOutput

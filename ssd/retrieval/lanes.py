@@ -21,23 +21,23 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import (
+from ssd.errors import CacheError
+from ssd.jit.addresses import (
     Address,
     Int64,
     Record,
     TokenIds,
     Uint64,
-    choose,
     inlined,
     kernel,
     leading_zeros,
     load_uint32,
     load_uint64,
     prefetch,
+    select_int64,
     uint8_array,
     views_of,
 )
-from ssd.errors import CacheError
 from ssd.retrieval.segment import FENCE_STEP, WIDTHS
 from ssd.retrieval.snapshot import SegmentRecord
 
@@ -239,7 +239,7 @@ def _search_fences(lanes: Lanes, num_lanes: int) -> None:
             half = lane.high >> 1
             middle = lane.low + half
             is_less = load_uint64(lane.fence + 8 * (middle - (half > 0))) < lane.word
-            low, left = choose(is_less, middle, lane.low), lane.high - half
+            low, left = select_int64(is_less, middle, lane.low), lane.high - half
             lane.low, lane.high = low, left
             prefetch(lane.fence + 8 * (low + (left >> 1)) - 8)
     for number in range(num_lanes):
@@ -294,11 +294,11 @@ def search_lanes(lanes: Lanes, num_lanes: int) -> None:
             is_same = (word == wanted) & (passed < lane.pattern_bytes)
             is_less = (word < wanted) & (not is_same)
             is_not_less = (not is_less) & (not is_same)
-            low, high = choose(is_less, middle + 1, low), choose(is_not_less, middle, high)
-            low_offset = choose(is_less, offset, lane.low_offset)
-            high_offset = choose(is_not_less, offset, lane.high_offset)
+            low, high = select_int64(is_less, middle + 1, low), select_int64(is_not_less, middle, high)
+            low_offset = select_int64(is_less, offset, lane.low_offset)
+            high_offset = select_int64(is_not_less, offset, lane.high_offset)
             lane.low, lane.high, lane.low_offset, lane.high_offset = low, high, low_offset, high_offset
-            lane.offset = choose(is_same, passed, min(low_offset, high_offset))
+            lane.offset = select_int64(is_same, passed, min(low_offset, high_offset))
             _aim(lane)
             lanes[kept].active = number
             kept += low < high
@@ -359,9 +359,9 @@ def new_rank(lanes: Lanes, walkers: Walkers, lane: int, i: int) -> int:
 def _aim_walker(lane: Lane, walker: Walker, side: int) -> None:
     """Choose the next rank to be compared, and have its position brought near."""
     taken, ceiling = walker.taken, walker.ceiling
-    probe = choose(walker.is_stepping != 0, min(taken + walker.step, ceiling) - 1, (taken + ceiling) >> 1)
+    probe = select_int64(walker.is_stepping != 0, min(taken + walker.step, ceiling) - 1, (taken + ceiling) >> 1)
     walker.probe = probe
-    walker.target = rank_address(lane, choose(side != 0, lane.low - 1 - probe, lane.low + probe))
+    walker.target = rank_address(lane, select_int64(side != 0, lane.low - 1 - probe, lane.low + probe))
     prefetch(walker.target)
 
 
@@ -405,11 +405,11 @@ def widen(lanes: Lanes, walkers: Walkers, num_lanes: int, exact: int) -> None:
             different = load_uint64(walker.target) ^ load_uint64(lane.pattern - 8 - offset)
             is_same = different >> np.uint64(8 * max(0, -left)) == np.uint64(0)
             is_agreed = is_same & (left <= 0)
-            taken, ceiling = choose(is_agreed, probe + 1, taken), choose(is_same, ceiling, probe)
+            taken, ceiling = select_int64(is_agreed, probe + 1, taken), select_int64(is_same, ceiling, probe)
             walker.taken, walker.ceiling = taken, ceiling
-            walker.step = choose(is_agreed, 2 * walker.step, walker.step)
-            walker.is_stepping = choose(is_same, walker.is_stepping, 0)
-            walker.offset = choose(is_same & (left > 0), offset + 8, 0)
+            walker.step = select_int64(is_agreed, 2 * walker.step, walker.step)
+            walker.is_stepping = select_int64(is_same, walker.is_stepping, 0)
+            walker.offset = select_int64(is_same & (left > 0), offset + 8, 0)
             _aim_walker(lane, walker, number & 1)
             walkers[kept].active = number
             kept += (taken < ceiling) & (is_same | (taken - walker.had < exact))

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, TokenIds, kernel
 from ssd.errors import CacheError
+from ssd.jit.addresses import Int64s, TokenIds, kernel
 from ssd.retrieval.ring import power_of_two_at_least
 from ssd.retrieval.segment import Tokens
 

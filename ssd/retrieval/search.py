@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, TokenIds, address, dtype_of, int32_array, kernel, leading_zeros
+from ssd.jit.addresses import Int64s, TokenIds, address, dtype_of, int32_array, kernel, leading_zeros
 from ssd.retrieval.lanes import (
     MAX_MATCH_LENGTH,
     PATTERNS_BYTES,

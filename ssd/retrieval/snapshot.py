@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Address, Int64, Record, Records, address, view_of, views_of
+from ssd.jit.addresses import Address, Int64, Record, Records, address, view_of, views_of
 from ssd.retrieval.segment import GUARD_BYTES, Segment
 
 _table_numbers = itertools.count(1)

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, TokenIds, kernel
+from ssd.jit.addresses import Int64s, TokenIds, kernel
 from ssd.retrieval.ring import blocks_of
 from ssd.retrieval.segment import SEPARATOR, Segment, Tokens, concatenate
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer
 
-from ssd.compiled.addresses import Int64s
 from ssd.config import CacheConfig, DraftConfig, EngineConfig
 from ssd.drafting import make_drafter
 from ssd.engine import Engine
+from ssd.jit.addresses import Int64s
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.target import TokenMatrix
 from ssd.model.ways.row_target import WholeTarget

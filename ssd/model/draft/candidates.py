@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.compiled.addresses import kernel
 from ssd.cost_model.throughput import cost_at
 from ssd.drafting.noise import UInt64, gumbel_at
 from ssd.drafting.protocol import Draft, SamplingRow
+from ssd.jit.addresses import kernel
 from ssd.model.sampling.row_choice import LOWEST_TEMPERATURE
 from ssd.model.sampling.target_tokens import is_ruled, with_prefix_rules
 

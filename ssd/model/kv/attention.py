@@ -20,9 +20,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from ssd.compiled.addresses import float32_array, inlined, int64_array, kernel, require, uint8_array
-from ssd.compiled.functions import cap, exp_and_sum, highest_of, narrow, spread, widen
-from ssd.compiled.vectors import KINDS, LANES, TILE_ROWS, TILE_VECTORS, tile
+from ssd.jit.addresses import check_memory, float32_array, inlined, int64_array, kernel, uint8_array
+from ssd.jit.simd import KINDS, LANES, TILE_ROWS, TILE_VECTORS, tile
+from ssd.jit.simd_functions import exp_and_sum, from_float32, highest_of, run_parallel, soft_cap, to_float32
 from ssd.model.kv.kv_cache import AttentionKernel, AttentionRules, Pair, SlotRows
 
 _QUERIES = 16
@@ -65,7 +65,7 @@ def cpu_attention(
         scale, window or _HUGE, chunk or _HUGE, softcap or 0.0,
     )  # fmt: skip
     work = batch * heads * width * rows.num_keys * (dim + value_dim)
-    spread(_attend, arguments, tasks, work, torch.get_num_threads)
+    run_parallel(_attend, arguments, tasks, work, torch.get_num_threads)
     return out
 
 
@@ -125,7 +125,7 @@ def _attend(  # pragma: no cover - compiled
         low, high = start + width, 0
         for q in range(count):
             at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
-            widen(
+            to_float32(
                 kind, query + row * query_row + head * query_head + at * query_position,
                 scaled_queries[q].ctypes.data, dim, np.float32(scale),
             )  # fmt: skip
@@ -139,8 +139,8 @@ def _attend(  # pragma: no cover - compiled
         vectors = (high - base + LANES - 1) // LANES
         key_at = keys + slot_of[row] * key_slot + kv_head * key_head + base * size
         value_at = values + slot_of[row] * value_slot + kv_head * value_head
-        require(key_at + (dim - 1) * key_number, vectors * LANES * size)
-        require(value_at + (high - 1) * value_position, value_vectors * LANES * size)
+        check_memory(key_at + (dim - 1) * key_number, vectors * LANES * size)
+        check_memory(value_at + (high - 1) * value_position, value_vectors * LANES * size)
         scores = np.zeros((count, vectors * LANES), np.float32)
         scores_row, queries_row, found_row = scores.strides[0], scaled_queries.strides[0], found.strides[0]
         for vector in range(0, vectors, TILE_VECTORS):
@@ -152,7 +152,7 @@ def _attend(  # pragma: no cover - compiled
             at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
             own = scores[q]
             if softcap > 0.0:
-                cap(own.ctypes.data, vectors, np.float32(softcap))
+                soft_cap(own.ctypes.data, vectors, np.float32(softcap))
             if sees:
                 _straighten(own, start - base, sees + (row * width + at) * width, width)
             own[: lows[q] - base] = -np.inf
@@ -215,7 +215,7 @@ def _attend(  # pragma: no cover - compiled
                                 found_row, 1,
                             )  # fmt: skip
                         depth += 1
-            narrow(
+            from_float32(
                 kind, found[q].ctypes.data,
                 out + ((row * width + at) * kv_heads * groups + head) * value_dim * size, value_dim, shares[q],
             )  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.compiled.vectors import LANES
+from ssd.jit.simd import LANES
 from ssd.model.kv.tree import TreeShape
 
 

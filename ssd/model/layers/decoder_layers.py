@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ssd.compiled.addresses import float32_array, inlined, int64_array, kernel, uint16_array
-from ssd.compiled.vectors import KINDS
+from ssd.jit.addresses import float32_array, inlined, int64_array, kernel, uint16_array
+from ssd.jit.simd import KINDS
 from ssd.model.kv.attention import cpu_attention
 from ssd.model.kv.kv_cache import AttentionRules, Pair, SlotRows
 from ssd.model.layers.packed_linear import FusedMember

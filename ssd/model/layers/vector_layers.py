@@ -14,9 +14,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssd.compiled.addresses import kernel
-from ssd.compiled.functions import FUNCTIONS, apply, norm, spread, sum_of_squares, turn
-from ssd.compiled.vectors import KINDS
+from ssd.jit.addresses import kernel
+from ssd.jit.simd import KINDS
+from ssd.jit.simd_functions import (
+    FUNCTIONS,
+    apply_function,
+    rotate_pairs,
+    run_parallel,
+    scale_by_weights,
+    sum_of_squares,
+)
 from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees, is_function, swap, swap_forward
 
 _NAMES: Final = tuple(FUNCTIONS)
@@ -42,7 +49,7 @@ class Activation(nn.Module):
         arguments = (
             self._number, KINDS[str(x.dtype)], rows.data_ptr(), rows.stride(0) * x.itemsize, out.data_ptr(), *rows.shape
         )  # fmt: skip
-        spread(_apply, arguments, rows.shape[0], _WORK * x.numel(), torch.get_num_threads)
+        run_parallel(_apply, arguments, rows.shape[0], _WORK * x.numel(), torch.get_num_threads)
         return out
 
     __call__ = forward  # without torch's search for hooks
@@ -75,7 +82,7 @@ def _apply(  # pragma: no cover - compiled
 ) -> None:
     """Addresses of ``kind`` [num_rows, size], ``rows`` so many bytes apart, ``out`` contiguous."""
     for row in range(first, num_rows, step):
-        apply(kind, number, rows + row * row_bytes, out + row * size * (2 if kind else 4), size)
+        apply_function(kind, number, rows + row * row_bytes, out + row * size * (2 if kind else 4), size)
 
 
 _PROBE_SCALES = (1.0, 30.0, 1e-3)
@@ -107,7 +114,7 @@ class FusedNorm(nn.Module):
         rows = x.numel() // self._size
         weight, rounds_first, eps = self.row_rule
         arguments = (self._kind, rounds_first, x.data_ptr(), weight, out.data_ptr(), rows, self._size, eps)
-        spread(normalise, arguments, rows, 4 * x.numel(), torch.get_num_threads)
+        run_parallel(normalise, arguments, rows, 4 * x.numel(), torch.get_num_threads)
         return out
 
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
@@ -171,7 +178,7 @@ def normalise(  # pragma: no cover - compiled
     for row in range(first, num_rows, step):
         given, found = x + row * row_bytes, out + row * row_bytes
         factor = np.float32(1.0 / np.sqrt(np.float64(sum_of_squares(kind, given, size)) / size + eps))
-        norm(kind, rounds_first, given, weight, found, size, factor)
+        scale_by_weights(kind, rounds_first, given, weight, found, size, factor)
 
 
 Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -291,4 +298,4 @@ def turn_rows(  # pragma: no cover - compiled
                 given = x + row * row_bytes + head * head_bytes + t * position_bytes
                 angle = (row * width + t) * size
                 found = out + ((row * num_heads + head) * width + t) * size
-                turn(kind, given, cos + angle, sin + angle, found, dim // 2)
+                rotate_pairs(kind, given, cos + angle, sin + angle, found, dim // 2)

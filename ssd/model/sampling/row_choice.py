@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.compiled.addresses import Float64s, Int64s, TokenIds, inlined, kernel
 from ssd.drafting.noise import GAMMA, UInt, UInt64, mixed
+from ssd.jit.addresses import Float64s, Int64s, TokenIds, inlined, kernel
 from ssd.token_rules import TokenRules
 
 Float32s = npt.NDArray[np.float32]

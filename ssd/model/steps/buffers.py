@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.compiled.addresses import kernel
 from ssd.drafting.token_recycling import TOP_K
+from ssd.jit.addresses import kernel
 from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.sampler import Noise, Sampler, packed_top

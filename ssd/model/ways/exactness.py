@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import xxhash
 
-from ssd.compiled.machine_code import machine_code_directory, source_stamp
 from ssd.config import Exact
 from ssd.errors import ModelError, first_line
+from ssd.jit.code_cache import machine_code_directory, source_stamp
 from ssd.model.layers.adapted_linear import AdaptedLinear
 from ssd.model.layers.packed_linear import PackedLinear, packed_linears
 from ssd.model.layers.row_plan import PLAIN, RowPlan, find_rows

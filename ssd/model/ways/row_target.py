@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ssd.compiled.addresses import Int64s
+from ssd.jit.addresses import Int64s
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.target import Integers, Target, TokenMatrix, accepts
 

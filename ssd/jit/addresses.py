@@ -1,14 +1,12 @@
-"""Compiled functions that read memory by its address: one call serves segments of any number, size and token width.
+"""Compile functions that read memory by its address, and define the records that they share with Python.
 
-Nothing here is checked, but in the build that ``machine_code`` describes. Addresses come from arrays that a
-``Snapshot`` or a drafter keeps alive.
+One call can so serve segments of any number, size and token width. Nothing is checked except in the build that
+`code_cache` describes. Addresses come from arrays that a ``Snapshot`` or a drafter keeps alive.
 
-Records are memory that Python and kernels share, by names: a class says the fields, both sides read and write
-``record.field``.
-
-A kernel gets one address and finds everything from there. What lies at it is said once, by a subclass of ``Record``
-whose annotations name a numpy type; its layout is that of a C struct. In Python a record is a view by ``ctypes``,
-whose fields are read in a fiftieth of the time of numpy's; in kernels it is numba's record, a load at a fixed offset.
+A kernel gets one address and finds everything else from there. The memory layout at an address is defined by a subclass
+of ``Record``, whose annotations name numpy types; it is that of a C struct. Python and kernels both read and write
+``record.field``. In Python a record is a ``ctypes`` view, whose fields are fifty times as fast to read as numpy's; in
+kernels it is numba's record, a load at a fixed offset.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from llvmlite import ir
 from numba import carray, from_dtype, njit, types
 from numba.extending import intrinsic
 
-from ssd.compiled.machine_code import CHECKED, keep_machine_code, name_memory, named_memory
+from ssd.jit.code_cache import CHECKED, cache_machine_code, register_memory, registered_memory
 
 TokenIds = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -37,23 +35,23 @@ _BYTE: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Where the data of ``array`` begin, for kernels: all that they find there is the array's."""
-    name_memory(array)
+    """Return the address of the data of ``array``, for kernels that access only this array there."""
+    register_memory(array)
     try:
-        return ctypes.addressof(_BYTE(array))  # in a fifth of the time, of records in a thirtieth
-    except (TypeError, ValueError):  # read-only, not contiguous, or empty
+        return ctypes.addressof(_BYTE(array))  # five times as fast as the line below, thirty times for records
+    except (TypeError, ValueError):  # the array is read-only, not contiguous, or empty
         return int(array.__array_interface__["data"][0])
 
 
 def _compiled(function: _F, **options: Any) -> _F:
     dispatcher = njit(nogil=True, boundscheck=CHECKED or None, **options)(function)
-    keep_machine_code(dispatcher)
-    _take_no_literals(dispatcher)
+    cache_machine_code(dispatcher)
+    _share_code_of_constants(dispatcher)
     return cast(_F, dispatcher)
 
 
-def _take_no_literals(dispatcher: Any) -> None:
-    """Have calls with constants share the code of all others: numba would compile it again for each constant."""
+def _share_code_of_constants(dispatcher: Any) -> None:
+    """Let calls with constants share the code of other calls; numba would compile it again for each constant."""
     find = dispatcher.get_call_template
 
     def find_any(args: Any, kws: Any) -> Any:
@@ -63,17 +61,17 @@ def _take_no_literals(dispatcher: Any) -> None:
 
 
 def kernel(function: _F) -> _F:
-    """Compile ``function`` on its first call, keep the machine code on disk, release the GIL inside."""
+    """Compile ``function`` at its first call, store the machine code on disk, and release the GIL inside."""
     return _compiled(function)
 
 
 def inlined(function: _F) -> _F:
-    """As ``kernel``, for small functions that only other kernels call; LLVM inlines them."""
+    """Compile a small function that only other kernels call; LLVM inlines it. Otherwise as ``kernel``."""
     return _compiled(function, forceinline=True)
 
 
 def pointer_to(element: Any) -> Any:
-    """For kernels: a function from an address to the pointer, to ``element`` of numba's types, that it is."""
+    """Return a function for kernels that casts an address to a pointer to ``element``, one of numba's types."""
 
     @intrinsic
     def pointer(_typing: Any, address: Any) -> Any:
@@ -107,13 +105,13 @@ _load_uint32 = _load(32, types.int64)
 if CHECKED:
 
     @kernel
-    def require(address: int, num_bytes: int) -> None:
-        """Raise IndexError unless ``num_bytes`` from ``address`` on lie in one piece of memory that Python named."""
+    def check_memory(address: int, num_bytes: int) -> None:
+        """Raise IndexError unless ``num_bytes`` from ``address`` on lie in one registered block of memory."""
         if num_bytes == 0:
             return
-        table = named_memory()
+        table = registered_memory()
         low, high = 0, _load_int64(table)
-        while low < high:  # how many begin at the address or before it
+        while low < high:  # binary search for the number of blocks that start at the address or before it
             middle = (low + high) >> 1
             if _load_int64(table + 8 + 16 * middle) <= address:
                 low = middle + 1
@@ -125,27 +123,27 @@ if CHECKED:
 else:
 
     @inlined
-    def require(address: int, num_bytes: int) -> None:
-        """Nothing: only a checked build looks."""
+    def check_memory(address: int, num_bytes: int) -> None:
+        """Raise IndexError unless ``num_bytes`` from ``address`` on lie in one registered block of memory."""
 
 
 @inlined
 def load_uint64(address: int) -> int:
-    """Eight bytes at any address, little-endian."""
-    require(address, 8)
+    """Load eight bytes at any address, little-endian."""
+    check_memory(address, 8)
     return _load_uint64(address)  # type: ignore[no-any-return]
 
 
 @inlined
 def load_uint32(address: int) -> int:
-    """Four bytes at any address, little-endian, as a number >= 0."""
-    require(address, 4)
+    """Load four bytes at any address as an unsigned number, little-endian."""
+    check_memory(address, 4)
     return _load_uint32(address)  # type: ignore[no-any-return]
 
 
 @intrinsic
 def prefetch(_typing: Any, _address: Any) -> Any:
-    """Have the memory at an address brought near; any address will do."""
+    """Prefetch the cache line at an address, which need not be valid."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -160,8 +158,8 @@ def prefetch(_typing: Any, _address: Any) -> Any:
 
 
 @intrinsic
-def choose(_typing: Any, _condition: Any, _one: Any, _other: Any) -> Any:
-    """One int64 where a condition holds, else another, without a branch: for conditions that nobody can guess."""
+def select_int64(_typing: Any, _condition: Any, _one: Any, _other: Any) -> Any:
+    """Select one of two int64 values without a branch, for conditions that no branch predictor can predict."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         chosen = builder.select(*args)
@@ -173,7 +171,7 @@ def choose(_typing: Any, _condition: Any, _one: Any, _other: Any) -> Any:
 
 @intrinsic
 def leading_zeros(_typing: Any, value: Any) -> Any:
-    """Zero bits above the highest one of a uint64; 64 for zero."""
+    """Return the number of zero bits above the highest set bit of a uint64; 64 for zero."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
@@ -182,12 +180,17 @@ def leading_zeros(_typing: Any, value: Any) -> Any:
 
 
 def array_of(element: Any, itemsize: int) -> Callable[[int, int], Any]:
-    """For kernels: a function from an address and a length to the array there, of one of numba's types."""
+    """Return a function for kernels that makes an array from an address and a length.
+
+    Args:
+        element: The type of the elements, one of numba's.
+        itemsize: Its size in bytes.
+    """
     pointer = pointer_to(element)
 
     @njit(forceinline=True)
     def at(address: int, length: int) -> Any:
-        require(address, itemsize * length)
+        check_memory(address, itemsize * length)
         return carray(pointer(address), (length,))
 
     return at  # type: ignore[no-any-return]
@@ -206,13 +209,14 @@ Int64 = Annotated[int, np.int64]
 Uint64 = Annotated[int, np.uint64]
 Float64 = Annotated[float, np.float64]
 Address = Annotated[int, np.int64]
-"""Of an array or a record whose owner outlives every call that is given this one."""
+"""The address of an array or a record. Its owner must be kept alive during the calls that use it."""
 
 
 class Record:
-    """Base of records. A field is ``name: Int64`` or another of the types above; a record inside the record,
-    ``name: Other``; or an array inside it, ``name: Annotated[Int64s, np.int64, shape]``, also one of records,
-    ``name: Annotated[Sequence[Other], Other, shape]``.
+    """The base class of records.
+
+    A field is ``name: Int64`` or another of the types above; a nested record, ``name: Other``; or an array, ``name:
+    Annotated[Int64s, np.int64, shape]``, also of records: ``name: Annotated[Sequence[Other], Other, shape]``.
     """
 
 
@@ -223,7 +227,7 @@ _layouts: dict[type[Record], np.dtype[Any]] = {}
 
 
 def dtype_of(record: type[Record]) -> np.dtype[Any]:
-    """The layout of a record, aligned as C does."""
+    """Return the layout of a record, aligned as in C."""
     if record not in _layouts:
         fields = []
         for name, hint in get_type_hints(record, include_extras=True).items():
@@ -234,21 +238,21 @@ def dtype_of(record: type[Record]) -> np.dtype[Any]:
 
 
 def offset_of(record: type[Record], field: str) -> int:
-    """Bytes from the begin of a record to one of its fields."""
+    """Return the offset of a field in bytes."""
     fields: Any = dtype_of(record).fields
     return int(fields[field][1])
 
 
 class Records(Generic[R]):
-    """``count`` records in a row, zero at first, and the owner of their memory; ``records[i]`` is a view."""
+    """An array of ``count`` records, initially zero, that owns its memory; ``records[i]`` is a view."""
 
     def __init__(self, record: type[R], count: int = 1) -> None:
         layout = dtype_of(record)
         memory = np.zeros(count * layout.itemsize, np.uint8)
-        name_memory(memory)
+        register_memory(memory)
         self.array: npt.NDArray[Any] = memory.view(layout)
-        """Of all records: ``records.array["field"]`` is an array over them."""
-        # Not of ``self.array``, for which numpy would describe every field first: several times all of the rest.
+        """The records as a numpy array: ``records.array["field"]`` is the field of all records."""
+        # Not from ``self.array``: numpy would describe every field first, which takes longer than everything else here.
         structs: Any = (_struct_of(layout) * count).from_buffer(memory.data) if count else ()
         self.address = ctypes.addressof(structs) if count else 0
         self._views: list[R] = list(structs)
@@ -271,7 +275,7 @@ def _struct_of(layout: np.dtype[Any]) -> Any:
 
 
 def view_of(record: type[R]) -> Callable[[int], R]:
-    """For kernels: a function from an address to the record there."""
+    """Return a function for kernels that makes a view of the record at an address."""
     views = views_of(record)
 
     @njit(forceinline=True)
@@ -282,6 +286,6 @@ def view_of(record: type[R]) -> Callable[[int], R]:
 
 
 def views_of(record: type[R]) -> Callable[[int, int], Sequence[R]]:
-    """For kernels: a function from an address and a number to the array of records there."""
+    """Return a function for kernels that makes an array of records from an address and a number."""
     layout = dtype_of(record)
     return array_of(from_dtype(layout), layout.itemsize)

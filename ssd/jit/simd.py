@@ -1,11 +1,11 @@
-"""What kernels are made of whose results must not depend on what else is computed: vectors of 16 lanes, by LLVM.
+"""Generate SIMD code for kernels whose results must not depend on what else is computed: vectors of 16 lanes, by LLVM.
 
-A loop that a compiler vectorises sends what is left over at its end through other code, which may round otherwise. Here
-every number goes through the same instructions wherever it stands, and products are added by fused multiply-adds in the
-order of an index: so a number's bits follow from its own inputs. On a processor with shorter vectors LLVM cuts these
-into several, with the same bits.
+If a compiler vectorises a loop, the remainder at its end runs through other code, which may round differently. Here
+every number goes through the same instructions wherever it stands, and products are summed by fused multiply-adds in
+the order of their index. So the bits of a result depend only on its own inputs. On a processor with shorter vectors
+LLVM splits these, with the same bits.
 
-``builder`` is llvmlite's throughout; addresses are 64-bit integers.
+``builder`` is always llvmlite's; addresses are 64-bit integers. A *kind* is the number of a dtype in `KINDS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 LANES: Final = 16
 KINDS: Final = {"torch.float32": 0, "torch.bfloat16": 1, "torch.float16": 2}
-"""Types of numbers that kernels read and write, by torch's names; they compute in float32."""
+"""The dtypes that kernels read and write, by torch's names. They compute in float32."""
 _BFLOAT16, _FLOAT16 = 1, 2
 ITEMSIZES: Final = (4, 2, 2)
 
@@ -32,11 +32,11 @@ _FLOAT16S = ir.VectorType(ir.HalfType(), LANES)
 _IS_WIDE = binding.get_host_cpu_features().get("avx512f", False)
 TILE_VECTORS: Final = 4 if _IS_WIDE else 2
 TILE_ROWS: Final = 4 if _IS_WIDE else 2
-"""What `tile` keeps in registers; no bit of a result depends on it."""
+"""The size of the block that `tile` keeps in registers. No bit of a result depends on it."""
 
 
 def constant(value: float, like: Any = VECTOR) -> Any:
-    """The same number in every lane."""
+    """Return a vector with the same constant in every lane."""
     return ir.Constant(like, [value] * LANES)
 
 
@@ -44,15 +44,15 @@ def _number(value: Any) -> Any:
     return ir.Constant(WORD, value) if isinstance(value, int) else value
 
 
-def at(builder: Any, base: Any, *steps: tuple[Any, Any]) -> Any:
-    """An address: ``base`` and of each step a count times a size."""
+def offset_address(builder: Any, base: Any, *steps: tuple[Any, Any]) -> Any:
+    """Return an address: ``base`` plus, for each step, a count times a size."""
     for count, size in steps:
         base = builder.add(base, builder.mul(_number(count), _number(size)))
     return base
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c``, rounded once."""
+    """Return ``a * b + c``, rounded once."""
     name = "llvm.fma.v16f32"
     function = builder.module.globals.get(name)
     if function is None:
@@ -61,7 +61,7 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def splat(builder: Any, scalar: Any) -> Any:
-    """A number in every lane."""
+    """Return a vector with a scalar in every lane."""
     nothing = ir.Constant(VECTOR, ir.Undefined)
     return builder.shuffle_vector(
         builder.insert_element(nothing, scalar, ir.Constant(INT, 0)), nothing, constant(0, INTS)
@@ -69,7 +69,7 @@ def splat(builder: Any, scalar: Any) -> Any:
 
 
 def read(builder: Any, address: Any, kind: int) -> Any:
-    """16 numbers of a kind as float32."""
+    """Load 16 numbers of a kind as float32."""
     stored = (VECTOR, HALVES, _FLOAT16S)[kind]
     found = builder.load(builder.inttoptr(address, stored.as_pointer()))
     found.align = ITEMSIZES[kind]
@@ -83,18 +83,18 @@ def _widened(builder: Any, found: Any, kind: int) -> Any:
 
 
 def write(builder: Any, x: Any, address: Any, kind: int) -> None:
-    """Store float32 as a kind."""
+    """Store a float32 vector as a kind."""
     found = _narrowed(builder, x, kind)
     builder.store(found, builder.inttoptr(address, found.type.as_pointer())).align = ITEMSIZES[kind]
 
 
-def rounded(builder: Any, x: Any, kind: int) -> Any:
-    """float32 that a kind can hold, the nearest."""
+def round_to_kind(builder: Any, x: Any, kind: int) -> Any:
+    """Round a float32 vector to the nearest numbers that a kind can represent."""
     return _widened(builder, _narrowed(builder, x, kind), kind)
 
 
 def _narrowed(builder: Any, x: Any, kind: int) -> Any:
-    """To the nearest, ties to even; what is no number stays none."""
+    """Convert a float32 vector to a kind, rounding to the nearest with ties to even. NaN stays NaN."""
     if kind == _FLOAT16:
         return builder.fptrunc(x, _FLOAT16S)
     if kind == 0:
@@ -106,8 +106,8 @@ def _narrowed(builder: Any, x: Any, kind: int) -> Any:
     return builder.trunc(builder.lshr(kept, sixteen), HALVES)
 
 
-def folded(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """All lanes combined, in halves: lane i with lane i + 8, then i + 4, i + 2, i + 1."""
+def reduce_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combine all lanes, by halves: lane i with lane i + 8, then with i + 4, i + 2 and i + 1."""
     size = LANES
     while size > 1:
         size //= 2
@@ -117,7 +117,14 @@ def folded(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any
 
 
 def loop(builder: Any, count: Any, values: Sequence[Any], body: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> Any:
-    """``values`` after ``body(index, values)``, which returns the next, for each index below ``count``."""
+    """Generate a loop, and return the values after it.
+
+    Args:
+        builder: llvmlite's builder.
+        count: The number of iterations.
+        values: The values before the loop.
+        body: Maps the index and the values to the next values.
+    """
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
     builder.branch(head)
@@ -138,7 +145,7 @@ def loop(builder: Any, count: Any, values: Sequence[Any], body: Callable[[Any, S
     return carried
 
 
-def over_numbers(
+def map_vectors(
     builder: Any,
     count: Any,
     sources: Sequence[tuple[Any, int]],
@@ -146,32 +153,44 @@ def over_numbers(
     function: Callable[..., Sequence[Any]],
     values: Sequence[Any] = (),
 ) -> Any:
-    """Vectors of ``sources`` through ``function`` into ``targets``, until ``count`` numbers of each are done.
+    """Apply ``function`` to vectors of ``sources`` and store the results in ``targets``, for ``count`` numbers each.
 
-    sources, targets : addresses and kinds. function : of a vector of each source and the carried ``values``; returns
-    one of each target and the values carried on. What is left over goes through one more vector, filled up with zeros.
-    Returns the values.
+    The remainder is processed by one more vector, padded with zeros.
+
+    Args:
+        builder: llvmlite's builder.
+        count: The number of numbers.
+        sources: Addresses and kinds.
+        targets: Addresses and kinds.
+        function: Maps a vector of each source and the carried ``values`` to a vector for each target and the next
+            values.
+        values: The initial values.
+
+    Returns:
+        The values after the loop.
     """
     whole, left = builder.sdiv(count, _number(LANES)), builder.srem(count, _number(LANES))
     rooms = [builder.ptrtoint(cgutils.alloca_once(builder, VECTOR), WORD) for _ in (*sources, *targets)]
 
     def body(index: Any, carried: Sequence[Any]) -> Sequence[Any]:
-        given = [read(builder, at(builder, a, (index, LANES * ITEMSIZES[kind])), kind) for a, kind in sources]
+        given = [
+            read(builder, offset_address(builder, a, (index, LANES * ITEMSIZES[kind])), kind) for a, kind in sources
+        ]
         found = function(*given, *carried)
         for x, (a, kind) in zip(found, targets, strict=False):
-            write(builder, x, at(builder, a, (index, LANES * ITEMSIZES[kind])), kind)
+            write(builder, x, offset_address(builder, a, (index, LANES * ITEMSIZES[kind])), kind)
         return found[len(targets) :]
 
     def rest(_index: Any, carried: Sequence[Any]) -> Sequence[Any]:
         given = []
         for (a, kind), room in zip(sources, rooms, strict=False):
             write(builder, constant(0.0), room, kind)
-            _copy(builder, at(builder, a, (whole, LANES * ITEMSIZES[kind])), room, left, ITEMSIZES[kind])
+            _copy(builder, offset_address(builder, a, (whole, LANES * ITEMSIZES[kind])), room, left, ITEMSIZES[kind])
             given.append(read(builder, room, kind))
         found = function(*given, *carried)
         for x, (a, kind), room in zip(found, targets, rooms[len(sources) :], strict=False):
             write(builder, x, room, kind)
-            _copy(builder, room, at(builder, a, (whole, LANES * ITEMSIZES[kind])), left, ITEMSIZES[kind])
+            _copy(builder, room, offset_address(builder, a, (whole, LANES * ITEMSIZES[kind])), left, ITEMSIZES[kind])
         return found[len(targets) :]
 
     carried = loop(builder, whole, list(values), body)
@@ -182,17 +201,18 @@ def _copy(builder: Any, source: Any, target: Any, count: Any, itemsize: int) -> 
     word = ir.IntType(8 * itemsize).as_pointer()
 
     def body(index: Any, _carried: Sequence[Any]) -> Sequence[Any]:
-        found = builder.load(builder.inttoptr(at(builder, source, (index, itemsize)), word))
-        builder.store(found, builder.inttoptr(at(builder, target, (index, itemsize)), word))
+        found = builder.load(builder.inttoptr(offset_address(builder, source, (index, itemsize)), word))
+        builder.store(found, builder.inttoptr(offset_address(builder, target, (index, itemsize)), word))
         return []
 
     loop(builder, count, [], body)
 
 
-def of_kinds(*arguments: Any, result: Any = types.none) -> Callable[[Callable[..., Any]], Any]:
-    """For kernels: ``generate(builder, kind, *arguments)`` as a function whose first argument is the kind of numbers.
+def for_kinds(*arguments: Any, result: Any = types.none) -> Callable[[Callable[..., Any]], Any]:
+    """Turn ``generate(builder, kind, *arguments)`` into a function for kernels whose first argument is the kind.
 
-    ``generate`` is called once for each kind, and may return a value. All of ``arguments`` are numba's types.
+    ``generate`` is called once for each kind, and may return a value of the type ``result``. ``arguments`` are numba's
+    types.
     """
 
     def make(generate: Callable[..., Any]) -> Any:
@@ -228,24 +248,29 @@ def of_kinds(*arguments: Any, result: Any = types.none) -> Callable[[Callable[..
 
 
 def tile(rows: int, vectors: int) -> Any:
-    """For kernels: ``c += a @ b`` of a tile that stays in registers, each sum in the order of the inner index.
+    """Return a function for kernels: ``c += a @ b`` for a block that stays in registers.
 
-    (kind, a, a_row, b, b_row, c, c_row, n): addresses of a, float32[rows, n], of b, of ``kind`` [n, 16 * vectors], and
-    of c, float32[rows, 16 * vectors], each with the bytes between its rows; and n.
+    Each sum is in the order of the inner index. The function takes (kind, a, a_row, b, b_row, c, c_row, n): the
+    addresses of a, float32[rows, n], of b, [n, 16 * vectors] of ``kind``, and of c, float32[rows, 16 * vectors], each
+    followed by the number of bytes between its rows; and n.
     """
 
-    @of_kinds(*[types.int64] * 7)
+    @for_kinds(*[types.int64] * 7)
     def add_product(
         builder: Any, kind: int, a: Any, a_row: Any, b: Any, b_row: Any, c: Any, c_row: Any, n: Any
     ) -> None:
-        places = [at(builder, c, (row, c_row), (v, 4 * LANES)) for row in range(rows) for v in range(vectors)]
+        places = [
+            offset_address(builder, c, (row, c_row), (v, 4 * LANES)) for row in range(rows) for v in range(vectors)
+        ]
 
         def body(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
-            line = at(builder, b, (index, b_row))
-            factors = [read(builder, at(builder, line, (v, LANES * ITEMSIZES[kind])), kind) for v in range(vectors)]
+            line = offset_address(builder, b, (index, b_row))
+            factors = [
+                read(builder, offset_address(builder, line, (v, LANES * ITEMSIZES[kind])), kind) for v in range(vectors)
+            ]
             found = []
             for row in range(rows):
-                place = builder.inttoptr(at(builder, a, (row, a_row), (index, 4)), FLOAT.as_pointer())
+                place = builder.inttoptr(offset_address(builder, a, (row, a_row), (index, 4)), FLOAT.as_pointer())
                 number = splat(builder, builder.load(place))
                 found += [fma(builder, number, factors[v], sums[row * vectors + v]) for v in range(vectors)]
             return found

@@ -1,20 +1,21 @@
-"""Compiled kernels on disk, so that a process that starts does not compile what an earlier one has.
+"""Store the machine code of kernels on disk, so that later processes do not compile them again.
 
-Numba keeps machine code until the function's own file changes; one that calls it would go on with the old code of
-another file, and here that means another layout of memory. So it is kept until a file changes that the function's own
-imports, directly or through others: what a kernel is made of, it imports.
+Numba's own cache is invalidated if the file of a function changes. A function that calls it would keep the old code of
+another file, which here means another memory layout. So this cache is invalidated if any file changes that the
+function's file imports, directly or indirectly.
 
-Keeping it is all that may fail: a directory that cannot be written, a torn file, a numba that does this in another
-way. Then kernels are compiled in every process, some seconds each time.
+Nothing but storing may fail. If a directory is not writable, a file is damaged, or another version of numba works
+differently, kernels are compiled in every process, which takes some seconds.
 
-A wheel and a container come with machine code for the drafting kernels, in ``prebuilt/``: see `prebuild`. A kernel
-looks there first. If nothing there matches its sources, numba, Python or this processor, the kernel is compiled.
+A wheel and a container contain machine code for the drafting kernels, in ``prebuilt/``: see `prebuild`. A kernel looks
+there first. If nothing there matches its sources, numba, Python or this processor, the kernel is compiled.
 
-There is a build that finds wrong addresses: set SSD_CHECK_ADDRESSES=1 before the process starts. In it every view made
-from an address, and every load from one, must lie inside one piece of memory that Python named and still holds, and
-indices of arrays must lie within them; else the kernel raises IndexError. It takes several times as long, and its
-machine code is kept beside that of the plain build. Memory is named where its address is taken: ``addresses.address``,
-and ``name_memory`` for an array that a kernel takes the address of. Of a view, all that its owner has counts.
+**Checked build.** Set SSD_CHECK_ADDRESSES=1 before the process starts to find wrong addresses. Then every load from an
+address and every view of an address must lie inside a block of memory that Python has registered and still holds, and
+array indices must be in range; otherwise the kernel raises IndexError. It is several times slower, and its machine code
+is stored next to that of the plain build. ``addresses.address`` registers memory when it returns an address;
+``register_memory`` does it for an array whose address a kernel computes. For a view, the whole memory of its owner is
+registered.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ CHECKED: Final = os.environ.get("SSD_CHECK_ADDRESSES", "") not in ("", "0")
 
 _SYMBOL: Final = "ssd_named_memory"
 
-_lock = RLock()  # what ends while another is named is forgotten by the same thread
-_owners: set[int] = set()  # ids of the arrays that own what was named
-_num_owners: Counter[tuple[int, int]] = Counter()  # of each piece of memory, by its begin and end: a file may have some
-_tables: deque[npt.NDArray[np.int64]] = deque(maxlen=64)  # the last ones: a kernel may still read one that was replaced
-_newest = ctypes.c_int64()  # where the table in use lies: its length, then begin and end of each piece
+_lock = RLock()  # reentrant, because an array may be freed while this thread registers another one
+_owners: set[int] = set()  # the ids of the arrays that own registered memory
+_num_owners: Counter[tuple[int, int]] = Counter()  # by begin and end of each block; a mapped file may have several
+_tables: deque[npt.NDArray[np.int64]] = deque(maxlen=64)  # the last tables, because a kernel may still read an old one
+_newest = ctypes.c_int64()  # the address of the current table: its length, then begin and end of each block
 binding.add_symbol(_SYMBOL, ctypes.addressof(_newest))
 
 
-def name_memory(array: npt.NDArray[Any]) -> None:
-    """Let kernels of a checked build read and write what ``array`` lies in, until that is freed. O(pieces named)."""
+def register_memory(array: npt.NDArray[Any]) -> None:
+    """Let kernels of a checked build access the memory of ``array`` until it is freed. O(registered blocks)."""
     if not CHECKED:
         return
     owner = array
@@ -93,8 +94,8 @@ _publish()
 
 
 @intrinsic
-def named_memory(_typing: Any) -> Any:
-    """For kernels: where the table of what was named lies."""
+def registered_memory(_typing: Any) -> Any:
+    """Return the address of the table of registered memory. For kernels."""
 
     def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         word = ir.IntType(64)
@@ -106,7 +107,7 @@ def named_memory(_typing: Any) -> Any:
 
 log = logging.getLogger(__name__)
 
-_complained: set[str] = set()
+_warned: set[str] = set()
 _directories: list[Path] = []
 
 
@@ -115,7 +116,10 @@ _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+([\w, \t]+
 
 
 def source_stamp(path: Path, package: Path = _PACKAGE) -> str:
-    """A digest of a file and of all files of ``package`` that it imports, directly or not. O(their size)."""
+    """Return a hash of a file and of all files of ``package`` that it imports, directly or indirectly.
+
+    O(their size).
+    """
     found, waiting = {path}, [path]
     while waiting:
         new = _imports_of(waiting.pop(), package) - found
@@ -131,7 +135,7 @@ def source_stamp(path: Path, package: Path = _PACKAGE) -> str:
 
 @cache
 def _imports_of(path: Path, package: Path) -> frozenset[Path]:
-    """The files of ``package`` that a file imports by absolute names, wherever in it; of a package in it, all."""
+    """Return the files of ``package`` that a file imports by absolute names; of an imported package all files."""
     names: set[str] = set()
     for module, members, modules in _IMPORT.findall(_text_of(path)):
         if module:
@@ -157,13 +161,16 @@ def _text_of(path: Path) -> bytes:
 
 
 class KernelCounts(NamedTuple):
-    """How this process got the machine code of its kernels, in overloads: one function for one list of types."""
+    """How this process got the machine code of its kernels.
+
+    It is counted in overloads: one function for one list of argument types.
+    """
 
     compiled: int
     cached: int
-    """Overloads loaded from `machine_code_directory`, where an earlier process kept them."""
+    """The overloads loaded from `machine_code_directory`, where an earlier process stored them."""
     prebuilt: int
-    """Overloads loaded from the package."""
+    """The overloads loaded from the package."""
     compile_seconds: float
 
 
@@ -173,29 +180,38 @@ event.register("numba:compile", _compile_timer)
 
 
 def kernel_counts() -> KernelCounts:
-    """Return the counts since this process began; a compilation that is still running is not in them."""
+    """Return the counts since this process started, without a compilation that is still running."""
     seconds = _compile_timer.duration if _compile_timer.done else 0.0
     return KernelCounts(_counts["compiled"], _counts["cached"], _counts["prebuilt"], seconds)
 
 
 PREBUILT: Final = Path(__file__).with_name("prebuilt") / str(sysconfig.get_config_var("SOABI"))
-"""The directory of machine code in this package for this Python; only a process that called `prebuild` writes there."""
+"""The directory of prebuilt machine code for this Python version.
+
+Only a process that called `prebuild` writes there.
+"""
 _TRIPLE: Final = binding.get_process_triple()
 _BASELINES: Final = {
     "x86_64": ("x86-64-v3", ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")),
     "aarch64": ("generic", ()),
 }
-"""By architecture: the processor that prebuilt code is compiled for, in LLVM's words, and the features it requires."""
-_VECTORS: Final = Path(__file__).with_name("vectors.py")
-"""Kernels whose files import this one are never prebuilt: their tiles have the size of this processor's registers."""
+"""For each architecture, LLVM's name of the processor that prebuilt code is compiled for, and the features it requires.
+"""
+_SIMD: Final = Path(__file__).with_name("simd.py")
+"""A file of which the importers are never prebuilt.
+
+The tiles of these kernels have the size of this processor's registers.
+"""
 _is_prebuilding = False
 
 
 def prebuild() -> bool:
-    """Compile kernels for the baseline processor from now on, and keep them in `PREBUILT` and nowhere else.
+    """Compile kernels for the baseline processor from now on, and store them in `PREBUILT` only.
 
-    Call it before any kernel is imported. Returns False and changes nothing if this processor is below the baseline, or
-    if its architecture has none.
+    Call it before any kernel is imported.
+
+    Returns:
+        False, without any change, if this processor is below the baseline or its architecture has none.
     """
     global _is_prebuilding
     baseline = _baseline()
@@ -208,16 +224,19 @@ def prebuild() -> bool:
 
 
 def _baseline() -> str | None:
-    """Return the processor that prebuilt code is for; None if this one lacks a feature, or numba was told another."""
+    """Return the processor that prebuilt code is for.
+
+    None if this processor lacks a feature, or if numba is set to another one.
+    """
     baseline, required = _BASELINES.get(_TRIPLE.partition("-")[0], (None, ()))
     features = binding.get_host_cpu_features()
     return baseline if config.CPU_NAME is None and all(features.get(name) for name in required) else None
 
 
 class PrebuiltKernel:
-    """The prebuilt machine code of one function, in files that numba's own cache could have written.
+    """The prebuilt machine code of one function, in files of numba's cache format.
 
-    An index names numba's version and the stamp of the sources. Its keys are signatures and processors.
+    An index contains the version of numba and the stamp of the sources. Its keys are signatures and processors.
     """
 
     def __init__(self, function: Callable[..., Any], stamp: str) -> None:
@@ -229,7 +248,10 @@ class PrebuiltKernel:
         return IndexDataCacheFile(str(PREBUILT), self._name, self._stamp)
 
     def load(self, signature: Any, target: Any) -> Any:
-        """Return the code for ``signature``; None if there is none, if its files are torn or foreign, or on failure."""
+        """Return the code for ``signature``.
+
+        None if there is none, if its files are damaged or foreign, or on any other failure.
+        """
         baseline = _baseline()
         if baseline is None:
             return None
@@ -244,110 +266,125 @@ class PrebuiltKernel:
 
     def save(self, signature: Any, compiled: Any) -> None:
         """Write the code that was compiled for ``signature``."""
-        if not compiled.library.has_dynamic_globals:  # addresses of this process
+        if not compiled.library.has_dynamic_globals:  # else it contains addresses that are valid in this process only
             PREBUILT.mkdir(parents=True, exist_ok=True)
             self._file().save((signature, compiled.codegen.magic_tuple()), compiled._reduce())
 
 
 class KernelCache:
-    """The machine code of one function, as numba's dispatcher asks for it; loading and saving never raise.
+    """The machine code of one function, with the interface that numba's dispatcher expects.
 
-    Wraps numba's own cache of a function, made with the stamp of all its sources in the place of the one file's.
+    Loading and saving never raise.
+
+    It wraps numba's own cache of the function, with the stamp of all source files in place of that of one file.
     """
 
     def __init__(self, function: Callable[..., Any], *, is_inlined: bool) -> None:
-        """``is_inlined`` : only other kernels call it, whose prebuilt code contains it."""
+        """Open the cache of a function.
+
+        Args:
+            function: The function.
+            is_inlined: Whether only other kernels call it, whose prebuilt code contains it.
+        """
         path = Path(function.__code__.co_filename).resolve()
         stamp = source_stamp(path)
-        is_native = is_inlined or CHECKED or _VECTORS in _imports_of(path, _PACKAGE)
+        is_native = is_inlined or CHECKED or _SIMD in _imports_of(path, _PACKAGE)
         self._prebuilt = None if is_native else PrebuiltKernel(function, stamp)
-        self._kept: Any = None
+        self._cached: Any = None
         self.cache_path: str | None = None
-        """The directory that this process keeps the code in; None if there is none, or while prebuilding."""
+        """The directory where this process stores the code; None if there is none, or while prebuilding."""
         if not _is_prebuilding:
             try:
-                self._kept = _kept_by_numba(function, stamp)
-                self.cache_path = self._kept.cache_path
+                self._cached = _numba_cache(function, stamp)
+                self.cache_path = self._cached.cache_path
             except Exception as error:
-                _complain("cannot be kept", error)
+                _warn_once("cannot be kept", error)
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """The code compiled for ``signature``, None when there is none that can be used."""
+        """Return the code compiled for ``signature``; None if there is none that can be used."""
         found = None if self._prebuilt is None else self._prebuilt.load(signature, target)
         _counts["prebuilt"] += found is not None
-        if found is None and self._kept is not None:
-            found = self._load_kept(signature, target)
+        if found is None and self._cached is not None:
+            found = self._load_cached(signature, target)
             _counts["cached"] += found is not None
         return found
 
-    def _load_kept(self, signature: Any, target: Any) -> Any:
+    def _load_cached(self, signature: Any, target: Any) -> Any:
         try:
-            return self._kept.load_overload(signature, target)
+            return self._cached.load_overload(signature, target)
         except Exception as error:
-            # A torn file, or one that names a type that sources no longer have: nothing could be kept beside it.
+            # A damaged file, or one with a type that no longer exists. Nothing could be stored next to it.
             try:
                 self.flush()
             except Exception:
-                _complain("cannot be read", error)
+                _warn_once("cannot be read", error)
             return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keep what was compiled for ``signature``, if that is possible."""
+        """Store the code compiled for ``signature``, if possible."""
         _counts["compiled"] += 1
         if _is_prebuilding:
             if self._prebuilt is not None:
                 self._prebuilt.save(signature, compiled)
-        elif self._kept is not None:
+        elif self._cached is not None:
             try:
-                self._kept.save_overload(signature, compiled)
+                self._cached.save_overload(signature, compiled)
             except Exception as error:
-                _complain("cannot be kept", error)
+                _warn_once("cannot be kept", error)
 
     def flush(self) -> None:
-        """Forget all of it that an earlier process kept; prebuilt code stays."""
-        if self._kept is not None:
-            self._kept.flush()
+        """Delete the code that earlier processes stored. Prebuilt code stays."""
+        if self._cached is not None:
+            self._cached.flush()
 
 
-def _kept_by_numba(function: Callable[..., Any], stamp: str) -> Any:
-    """Return numba's cache of ``function``; raises whatever another numba raises, or one without a place to write."""
+def _numba_cache(function: Callable[..., Any], stamp: str) -> Any:
+    """Return numba's cache of ``function`` with another stamp.
+
+    Raises:
+        Exception: Whatever another version of numba raises, or numba without a directory to write to.
+    """
     from numba.core.caching import (
         FunctionCache,
         IndexDataCacheFile,
-    )  # here: that it is not there must not fail more than this
+    )  # imported here, so that only this function fails if it is missing
 
-    kept = FunctionCache(function)
+    numba_cache = FunctionCache(function)
     if CHECKED:
-        kept._cache_file = IndexDataCacheFile(kept.cache_path, f"{kept._impl.filename_base}.checked", None)
-    if not hasattr(kept._cache_file, "_source_stamp"):
+        numba_cache._cache_file = IndexDataCacheFile(
+            numba_cache.cache_path, f"{numba_cache._impl.filename_base}.checked", None
+        )
+    if not hasattr(numba_cache._cache_file, "_source_stamp"):
         raise AttributeError("it has no stamp of its sources that could be replaced")
-    kept._cache_file._source_stamp = stamp
-    return kept
+    numba_cache._cache_file._source_stamp = stamp
+    return numba_cache
 
 
 def machine_code_directory() -> Path | None:
-    """Where machine code is kept that this process compiled or read; None where none is kept."""
+    """Return the directory of the machine code that this process stored or loaded; None if there is none."""
     return _directories[-1] if _directories else None
 
 
-def keep_machine_code(dispatcher: Any) -> None:
-    """Have numba's ``dispatcher`` look for its machine code on disk before it compiles, and keep what it compiles."""
+def cache_machine_code(dispatcher: Any) -> None:
+    """Make numba's ``dispatcher`` load machine code from disk if it is there, and store what it compiles."""
     try:
-        # An attribute that another numba does not know is one that it does not look at: then nothing is kept.
-        kept = KernelCache(dispatcher.py_func, is_inlined="forceinline" in dispatcher.targetoptions)
-        dispatcher._cache = kept
-        if kept.cache_path is not None:
-            _directories[:] = [Path(kept.cache_path)]
+        # A version of numba that does not know this attribute ignores it, and then nothing is stored.
+        kernel_cache = KernelCache(dispatcher.py_func, is_inlined="forceinline" in dispatcher.targetoptions)
+        dispatcher._cache = kernel_cache
+        if kernel_cache.cache_path is not None:
+            _directories[:] = [Path(kernel_cache.cache_path)]
     except Exception as error:
-        _complain("cannot be kept", error)
+        _warn_once("cannot be kept", error)
 
 
-def _complain(what: str, error: Exception) -> None:
-    """Once for each kind: all kernels have the same trouble."""
-    if what not in _complained:
-        _complained.add(what)
+def _warn_once(what: str, error: Exception) -> None:
+    """Log a warning, once for each kind, because all kernels have the same problem."""
+    if what not in _warned:
+        _warned.add(what)
         log.warning(
             "compiled kernels %s (%s: %s): every process compiles them anew, which takes some seconds at its start. "
             "Set NUMBA_CACHE_DIR to a directory that can be written",
-            what, type(error).__name__, error,
-        )  # fmt: skip
+            what,
+            type(error).__name__,
+            error,
+        )

@@ -1,6 +1,6 @@
-"""Functions of vectors, and what kernels call to have them of many numbers: see `vectors`.
+"""Functions of SIMD vectors, and what kernels call to apply them to many numbers. See `simd`.
 
-Polynomials, whose bits are the same in every lane. Against the exact values: a few units in the last place.
+They are polynomials, whose bits are the same in every lane. Their error is a few units in the last place.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ssd.compiled.vectors import (
+from ssd.jit.simd import (
     INTS,
     ITEMSIZES,
     LANES,
     VECTOR,
     WORD,
-    at,
     constant,
     fma,
-    folded,
+    for_kinds,
     loop,
-    of_kinds,
-    over_numbers,
+    map_vectors,
+    offset_address,
     read,
-    rounded,
+    reduce_lanes,
+    round_to_kind,
     splat,
     write,
 )
 
 
 def _series(builder: Any, x: Any, factors: Sequence[float]) -> Any:
-    """A polynomial, its highest factor first (Horner)."""
+    """Evaluate a polynomial, with the highest coefficient first (Horner)."""
     found = constant(factors[0])
     for factor in factors[1:]:
         found = fma(builder, found, x, constant(factor))
@@ -49,12 +49,12 @@ def _within(builder: Any, x: Any, limit: float) -> Any:
 
 
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0)
-"""Of Cephes' expf."""
+"""The coefficients of Cephes' expf."""
 
 
 def _exp(builder: Any, x: Any) -> Any:
-    """e ** x, 0 below -87; x <= 88. ``x = n ln 2 + rest``, ln 2 in two parts (Cody and Waite 1980)."""
-    lowest, magic = constant(-87.0), constant(12582912.0)  # 1.5 * 2 ** 23: adding it rounds to a whole number
+    """Return e ** x for x <= 88; 0 below -87. ``x = n ln 2 + rest``, with ln 2 in two parts (Cody and Waite 1980)."""
+    lowest, magic = constant(-87.0), constant(12582912.0)  # 1.5 * 2 ** 23; adding it rounds to an integer
     below = builder.fcmp_ordered("olt", x, lowest)
     bounded = builder.select(below, lowest, x)
     shifted = fma(builder, bounded, constant(1.44269504088896341), magic)
@@ -67,11 +67,11 @@ def _exp(builder: Any, x: Any) -> Any:
 
 
 _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
-"""Of Cephes' tanhf."""
+"""The coefficients of Cephes' tanhf."""
 
 
 def _tanh(builder: Any, x: Any) -> Any:
-    """``1 - 2 / (e ** 2x + 1)``, and near 0, where that loses digits, ``x + x ** 3 * series``."""
+    """Return tanh(x): ``1 - 2 / (e ** 2x + 1)``; near 0, where that is inexact, ``x + x ** 3 * series``."""
     power = _exp(builder, builder.fmul(_within(builder, x, 20.0), constant(2.0)))
     far = builder.fsub(constant(1.0), builder.fdiv(constant(2.0), builder.fadd(power, constant(1.0))))
     square = builder.fmul(x, x)
@@ -80,13 +80,22 @@ def _tanh(builder: Any, x: Any) -> Any:
 
 
 _ERF = (
-    -2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05,
-    -7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02,
-)  # fmt: skip
+    -2.72614225801306e-10,
+    2.77068142495902e-08,
+    -2.10102402082508e-06,
+    -5.69250639462346e-05,
+    -7.34990630326855e-04,
+    -2.95459980854025e-03,
+    -1.60960333262415e-02,
+)
 _ERF_BELOW = (
-    -1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03, -1.42647390514189e-02,
-)  # fmt: skip
-"""Of Eigen's rational approximation on -4 ... 4."""
+    -1.45660718464996e-05,
+    -2.13374055278905e-04,
+    -1.68282697438203e-03,
+    -7.37332916720468e-03,
+    -1.42647390514189e-02,
+)
+"""Eigen's rational approximation on -4 ... 4."""
 
 
 def _erf(builder: Any, x: Any) -> Any:
@@ -130,73 +139,77 @@ FUNCTIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "sigmoid": _sigmoid,
     "tanh": _tanh,
 }
-"""What layers compute of each number by itself."""
+"""The elementwise functions of layers."""
 
 
-@of_kinds(*[types.int64] * 4)
-def apply(builder: Any, kind: int, number: Any, source: Any, target: Any, count: Any) -> None:
-    """``target[i] = function(source[i])``, both of ``kind``: (number of the function, source, target, count)."""
+@for_kinds(*[types.int64] * 4)
+def apply_function(builder: Any, kind: int, number: Any, source: Any, target: Any, count: Any) -> None:
+    """Set ``target[i] = function(source[i])``: (number of the function, source, target, count), both of ``kind``."""
     after = builder.append_basic_block("applied")
     chosen = builder.switch(number, after)
     for index, of in enumerate(FUNCTIONS.values()):
         block = builder.append_basic_block("function")
         chosen.add_case(ir.Constant(WORD, index), block)
         builder.position_at_end(block)
-        over_numbers(builder, count, [(source, kind)], [(target, kind)], lambda x, of=of: [of(builder, x)])
+        map_vectors(builder, count, [(source, kind)], [(target, kind)], lambda x, of=of: [of(builder, x)])
         builder.branch(after)
     builder.position_at_end(after)
 
 
 def _scaled(source_kind: int | None, target_kind: int | None) -> Any:
-    @of_kinds(types.int64, types.int64, types.int64, types.float32)
+    @for_kinds(types.int64, types.int64, types.int64, types.float32)
     def scale(builder: Any, kind: int, source: Any, target: Any, count: Any, factor: Any) -> None:
         by, (read_as, write_as) = splat(builder, factor), (kind if k is None else k for k in (source_kind, target_kind))
-        over_numbers(builder, count, [(source, read_as)], [(target, write_as)], lambda x: [builder.fmul(x, by)])
+        map_vectors(builder, count, [(source, read_as)], [(target, write_as)], lambda x: [builder.fmul(x, by)])
 
     return scale
 
 
-widen, narrow = _scaled(None, 0), _scaled(0, None)
-"""``target[i] = source[i] * factor``: float32 of ``kind``, and ``kind`` of float32: (source, target, count, factor)."""
+to_float32, from_float32 = _scaled(None, 0), _scaled(0, None)
+"""Compute ``target[i] = source[i] * factor``, from ``kind`` to float32 or back: (source, target, count, factor)."""
 
 
-@of_kinds(types.boolean, *[types.int64] * 4, types.float32)
-def norm(
+@for_kinds(types.boolean, *[types.int64] * 4, types.float32)
+def scale_by_weights(
     builder: Any, kind: int, rounds_first: Any, source: Any, weight: Any, target: Any, count: Any, factor: Any
 ) -> None:
-    """``target[i] = weight[i] * (source[i] * factor)``: (rounds_first, source, weight, target, count, factor).
+    """Compute ``target[i] = weight[i] * (source[i] * factor)``.
 
-    weight : float32. rounds_first : the product with the factor is rounded to ``kind`` before the weight multiplies.
+    The function takes (rounds_first, source, weight, target, count, factor). ``weight`` is float32. If
+    ``rounds_first``, the product with the factor is rounded to ``kind`` first.
     """
     by = splat(builder, factor)
 
     def of(x: Any, weights: Any) -> Sequence[Any]:
         product = builder.fmul(x, by)
-        return [builder.fmul(weights, builder.select(rounds_first, rounded(builder, product, kind), product))]
+        return [builder.fmul(weights, builder.select(rounds_first, round_to_kind(builder, product, kind), product))]
 
-    over_numbers(builder, count, [(source, kind), (weight, 0)], [(target, kind)], of)
+    map_vectors(builder, count, [(source, kind), (weight, 0)], [(target, kind)], of)
 
 
-@of_kinds(types.int64, types.int64, result=types.float32)
+@for_kinds(types.int64, types.int64, result=types.float32)
 def sum_of_squares(builder: Any, kind: int, source: Any, count: Any) -> Any:
-    """The sum of the squares of so many numbers, float32, in 16 lanes: (source, count)."""
-    (found,) = over_numbers(
+    """Return the sum of the squares of ``count`` numbers, float32, summed in 16 lanes: (source, count)."""
+    (found,) = map_vectors(
         builder, count, [(source, kind)], [], lambda x, total: [fma(builder, x, x, total)], [constant(0.0)]
     )
-    return folded(builder, found, builder.fadd)
+    return reduce_lanes(builder, found, builder.fadd)
 
 
-@of_kinds(*[types.int64] * 5)
-def turn(builder: Any, kind: int, x: Any, cos: Any, sin: Any, target: Any, half: Any) -> None:
-    """Pairs of numbers turned by angles, rounded where model libraries round: products and their sum.
+@for_kinds(*[types.int64] * 5)
+def rotate_pairs(builder: Any, kind: int, x: Any, cos: Any, sin: Any, target: Any, half: Any) -> None:
+    """Rotate pairs of numbers by angles (rotary embeddings), rounding products and sums as model libraries do.
 
-    (x, cos, sin, target, half): addresses of 2 * half numbers; pair i is number i and number half + i.
+    The function takes (x, cos, sin, target, half): addresses of 2 * half numbers. Pair i consists of numbers i and half
+    + i.
     """
     second = (half, ITEMSIZES[kind])
-    sources = [(place, kind) for address in (x, cos, sin) for place in (address, at(builder, address, second))]
+    sources = [
+        (place, kind) for address in (x, cos, sin) for place in (address, offset_address(builder, address, second))
+    ]
 
     def product(a: Any, b: Any) -> Any:
-        return rounded(builder, builder.fmul(a, b), kind)
+        return round_to_kind(builder, builder.fmul(a, b), kind)
 
     def of(low: Any, high: Any, cos_low: Any, cos_high: Any, sin_low: Any, sin_high: Any) -> Sequence[Any]:
         return [
@@ -204,11 +217,14 @@ def turn(builder: Any, kind: int, x: Any, cos: Any, sin: Any, target: Any, half:
             builder.fadd(product(high, cos_high), product(low, sin_high)),
         ]
 
-    over_numbers(builder, half, sources, [(target, kind), (at(builder, target, second), kind)], of)
+    map_vectors(builder, half, sources, [(target, kind), (offset_address(builder, target, second), kind)], of)
 
 
 def _over_vectors(result: Any) -> Callable[[Callable[..., Any]], Any]:
-    """For kernels: ``generate(builder, address, vectors, number)`` over so many vectors of float32 at an address."""
+    """Turn ``generate(builder, address, vectors, number)`` into a function for kernels.
+
+    It processes float32 vectors at an address.
+    """
 
     def make(generate: Callable[..., Any]) -> Any:
         def typed(_typing: Any, _address: Any, _vectors: Any, _number: Any) -> Any:
@@ -226,41 +242,41 @@ def _over_vectors(result: Any) -> Callable[[Callable[..., Any]], Any]:
 
 @_over_vectors(types.float32)
 def highest_of(builder: Any, address: Any, vectors: Any, least: Any) -> Any:
-    """The highest of ``least`` and all numbers; no number where one is none."""
+    """Return the maximum of ``least`` and all numbers; NaN if one of them is NaN."""
 
     def higher(x: Any, y: Any) -> Any:
         is_y = builder.or_(builder.fcmp_ordered("olt", x, y), builder.fcmp_unordered("uno", y, y))
         return builder.select(is_y, y, x)
 
     def body(index: Any, highest: Sequence[Any]) -> Sequence[Any]:
-        return [higher(highest[0], read(builder, at(builder, address, (index, 4 * LANES)), 0))]
+        return [higher(highest[0], read(builder, offset_address(builder, address, (index, 4 * LANES)), 0))]
 
     (found,) = loop(builder, vectors, [splat(builder, least)], body)
-    return folded(builder, found, higher)
+    return reduce_lanes(builder, found, higher)
 
 
 @_over_vectors(types.float32)
 def exp_and_sum(builder: Any, address: Any, vectors: Any, highest: Any) -> Any:
-    """``e ** (x - highest)`` in the place of every x; returns their sum, in 16 lanes."""
+    """Replace every x by ``e ** (x - highest)``, and return the sum, summed in 16 lanes."""
     subtracted = splat(builder, highest)
 
     def body(index: Any, total: Sequence[Any]) -> Sequence[Any]:
-        place = at(builder, address, (index, 4 * LANES))
+        place = offset_address(builder, address, (index, 4 * LANES))
         found = _exp(builder, builder.fsub(read(builder, place, 0), subtracted))
         write(builder, found, place, 0)
         return [builder.fadd(total[0], found)]
 
     (total,) = loop(builder, vectors, [constant(0.0)], body)
-    return folded(builder, total, builder.fadd)
+    return reduce_lanes(builder, total, builder.fadd)
 
 
 @_over_vectors(types.none)
-def cap(builder: Any, address: Any, vectors: Any, limit: Any) -> None:
-    """``limit * tanh(x / limit)`` in the place of every x."""
+def soft_cap(builder: Any, address: Any, vectors: Any, limit: Any) -> None:
+    """Replace every x by ``limit * tanh(x / limit)``."""
     limits = splat(builder, limit)
 
     def body(index: Any, _carried: Sequence[Any]) -> Sequence[Any]:
-        place = at(builder, address, (index, 4 * LANES))
+        place = offset_address(builder, address, (index, 4 * LANES))
         x = builder.fdiv(read(builder, place, 0), limits)
         write(builder, builder.fmul(_tanh(builder, x), limits), place, 0)
         return []
@@ -269,16 +285,22 @@ def cap(builder: Any, address: Any, vectors: Any, limit: Any) -> None:
 
 
 _WORTH_A_THREAD = 1 << 21
-"""Multiplications and additions; waking a thread takes as long as a tenth of these."""
+"""The number of multiply-adds that justify another thread. Waking one takes as long as a tenth of them."""
 
 
-def spread(
+def run_parallel(
     kernel: Callable[..., None], arguments: tuple[Any, ...], tasks: int, work: int, threads: Callable[[], int]
 ) -> None:
-    """Call ``kernel(*arguments, first, step)`` for all ``tasks``, of which a call does every step-th from first on.
+    """Call ``kernel(*arguments, first, step)`` in several threads, so that together they process all tasks.
 
-    work : multiplications and additions of all; little is done by the calling thread alone. threads : says how many
-    there may be.
+    Each call processes every step-th task from ``first`` on.
+
+    Args:
+        kernel: The kernel, which releases the GIL.
+        arguments: Its arguments.
+        tasks: The number of tasks.
+        work: The number of multiply-adds of all tasks. Little work is done by the calling thread alone.
+        threads: Returns the maximum number of threads.
     """
     if work < _WORTH_A_THREAD or (num_threads := min(threads(), tasks, 1 + work // _WORTH_A_THREAD)) <= 1:
         kernel(*arguments, 0, 1)
@@ -286,7 +308,7 @@ def spread(
     others = [_pool(threads()).submit(kernel, *arguments, first, num_threads) for first in range(1, num_threads)]
     try:
         kernel(*arguments, 0, num_threads)
-    finally:  # what they write to is the caller's
+    finally:  # wait in any case, because they write to the caller's memory
         for other in others:
             other.result()
 

@@ -20,9 +20,9 @@ import pytest
 from llvmlite import binding
 from numba.core import caching
 
-from ssd.compiled import machine_code
-from ssd.compiled.addresses import inlined, kernel
-from ssd.compiled.machine_code import kernel_counts
+from ssd.jit import code_cache
+from ssd.jit.addresses import inlined, kernel
+from ssd.jit.code_cache import kernel_counts
 
 ROOT = Path(__file__).resolve().parents[1]
 TWICE = "def twice(number):\n    return 2 * number\n"
@@ -34,7 +34,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], An
     source = tmp_path / "twice.py"
     source.write_text(TWICE)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(machine_code, "_complained", set())
+    monkeypatch.setattr(code_cache, "_warned", set())
 
     def make() -> Any:
         spec = importlib.util.spec_from_file_location("twice", source)
@@ -60,9 +60,9 @@ def test_what_one_process_compiled_another_only_loads(compiled: Callable[[], Any
 
 def stamp_of(package: Path, name: str = "a.py") -> str:
     """As a process that starts finds it."""
-    machine_code._imports_of.cache_clear()
-    machine_code._text_of.cache_clear()
-    return machine_code.source_stamp(package / name, package)
+    code_cache._imports_of.cache_clear()
+    code_cache._text_of.cache_clear()
+    return code_cache.source_stamp(package / name, package)
 
 
 @pytest.mark.parametrize(
@@ -167,10 +167,10 @@ def test_a_directory_that_becomes_unusable_costs_a_warning(
 PREBUILD = """
 import sys
 from pathlib import Path
-from ssd.compiled import machine_code
-machine_code.PREBUILT = Path(sys.argv[1])
-assert machine_code.prebuild()
-from ssd.compiled.addresses import kernel
+from ssd.jit import code_cache
+code_cache.PREBUILT = Path(sys.argv[1])
+assert code_cache.prebuild()
+from ssd.jit.addresses import kernel
 import twice
 assert kernel(twice.twice)(21) == 42
 """
@@ -191,7 +191,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prebuilt(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of that directory, in which this process looks."""
     copy = shutil.copytree(built, tmp_path / "prebuilt")
-    monkeypatch.setattr(machine_code, "PREBUILT", copy)
+    monkeypatch.setattr(code_cache, "PREBUILT", copy)
     return copy
 
 
@@ -238,7 +238,7 @@ def test_a_processor_without_a_feature_of_the_baseline_refuses_prebuilt_code(
     features = dict(binding.get_host_cpu_features()) | {feature: False}
     monkeypatch.setattr(binding, "get_host_cpu_features", lambda: features)
     assert counted(lambda: num_compiled(compiled()))[:3] == (1, 0, 0)
-    assert not machine_code.prebuild()
+    assert not code_cache.prebuild()
 
 
 def test_a_processor_that_numba_was_told_refuses_prebuilt_code(
@@ -301,7 +301,7 @@ def test_inlined_kernels_are_not_prebuilt(compiled: Callable[[], Any]) -> None:
 
 
 def test_kernels_that_are_made_of_vectors_are_not_prebuilt(compiled: Callable[[], Any], tmp_path: Path) -> None:
-    (tmp_path / "twice.py").write_text(f"from ssd.compiled.vectors import LANES\n{TWICE}")
+    (tmp_path / "twice.py").write_text(f"from ssd.jit.simd import LANES\n{TWICE}")
     assert compiled()._cache._prebuilt is None
 
 
@@ -310,8 +310,8 @@ def test_kernels_that_are_made_of_vectors_are_not_prebuilt(compiled: Callable[[]
 
 WRONG = """
 import numpy as np
-from ssd.compiled.addresses import Int64s, address, int64_array, kernel, load_uint32, load_uint64
-from ssd.compiled.addresses import Int64, Record, Records, view_of, views_of
+from ssd.jit.addresses import Int64s, address, int64_array, kernel, load_uint32, load_uint64
+from ssd.jit.addresses import Int64, Record, Records, view_of, views_of
 
 class Pair(Record):
     one: Int64
@@ -386,7 +386,7 @@ def test_wrong_addresses_and_indices_are_refused(tmp_path: Path) -> None:
 STARTED = """
 import sys
 from contextlib import ExitStack
-from ssd.compiled.machine_code import PREBUILT, kernel_counts
+from ssd.jit.code_cache import PREBUILT, kernel_counts
 from tests.server.bundled_engine import load_bundled
 
 assert PREBUILT.is_relative_to(sys.argv[1]), PREBUILT

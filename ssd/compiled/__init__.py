@@ -1,1 +1,0 @@
-"""What compiled functions are built on: memory by its address, machine code kept on disk."""

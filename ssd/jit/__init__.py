@@ -1,0 +1,1 @@
+"""The foundation of compiled kernels: records and arrays at addresses, machine code on disk, SIMD."""
