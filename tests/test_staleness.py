@@ -83,6 +83,12 @@ def test_one_word_may_become_two() -> None:
     assert changed({"a.py": before}, {"a.py": after}) == []
 
 
+def test_a_name_may_pass_on_to_another_thing() -> None:
+    before = "def clear(x):\n    return 1\n\n\ndef leave(x):\n    return clear(x)\n"
+    after = "def clear_draft(x):\n    return 1\n\n\ndef clear(x):\n    return clear_draft(x)\n"
+    assert changed({"a.py": before}, {"a.py": after}) == []
+
+
 def test_moved_and_split_files_are_ignored() -> None:
     head, rest = SOURCE.split("def first")
     split = {"b/counter.py": head, "b/functions.py": f"from b.counter import Counter\n\ndef first{rest}"}

@@ -94,9 +94,6 @@ def _text_at(commit: str, path: str) -> str | None:
 def changed_files(before: Mapping[str, str], after: Mapping[str, str], *, has_cuda: bool = True) -> Iterator[str]:
     """Compare two versions of some files.
 
-    An identifier counts as renamed if the versions bind it in a different number of places. All others are compared as
-    they are, so that a call of another function that exists in both versions is a change.
-
     Args:
         before: The texts of the older version by path.
         after: The texts of the newer version by path.
@@ -105,28 +102,37 @@ def changed_files(before: Mapping[str, str], after: Mapping[str, str], *, has_cu
     Yields:
         The paths of files with a statement that the other version does not have.
     """
-    sides = [
+    versions = [
         [(path, each) for path, text in texts.items() for each in _statements(path, text, has_cuda)]
         for texts in (before, after)
     ]
-    counts = [Counter(name for _, statement in side for name in _bound_names(statement)) for side in sides]
-    renamed = {name for name in counts[0] | counts[1] if counts[0][name] != counts[1][name]}
-    renamed |= _path_names(before) ^ _path_names(after)
-    unmatched: dict[str, list[tuple[str, list[str]]]] = {}
-    old, new = ([pair for pair in side if not isinstance(pair[1], ast.Import | ast.ImportFrom)] for side in sides)
-    for path, statement in new:
-        names: list[str] = []
-        unmatched.setdefault(_shape(statement, renamed, names), []).append((path, names))
-    found: list[str] = []
-    for path, statement in old:
-        names = []
-        candidates = unmatched.get(_shape(statement, renamed, names), [])
-        match = next((each for each in candidates if _is_renaming(names, each[1])), None)
+    old, new = (
+        Counter([*_path_names(texts), *(name for _, statement in version for name in _bound_names(statement))])
+        for texts, version in zip((before, after), versions, strict=True)
+    )
+    left: list[list[tuple[str, str, tuple[str, ...]]]] = [[], []]
+    for version, remaining in zip(versions, left, strict=True):
+        for path, statement in version:
+            if not isinstance(statement, ast.Import | ast.ImportFrom):
+                names: list[str] = []
+                shape = _shape(statement, old.keys() | new.keys(), names)
+                remaining.append((path, shape, tuple(names)))
+    # Identical statements first, so that none of them is matched with a renamed one.
+    identical = Counter(each[1:] for each in left[0]) & Counter(each[1:] for each in left[1])
+    for remaining in left:
+        seen = identical.copy()
+        for each in [*remaining]:
+            if seen[each[1:]] > 0:
+                seen[each[1:]] -= 1
+                remaining.remove(each)
+    changed = []
+    for path, shape, words in left[0]:
+        match = next((each for each in left[1] if each[1] == shape and _is_renaming(words, each[2], old, new)), None)
         if match is None:
-            found.append(path)
+            changed.append(path)
         else:
-            candidates.remove(match)
-    yield from dict.fromkeys([*found, *(path for each in unmatched.values() for path, _ in each)])
+            left[1].remove(match)
+    yield from dict.fromkeys([*changed, *(path for path, _, _ in left[1])])
 
 
 def _path_names(paths: Iterable[str]) -> set[str]:
@@ -135,14 +141,26 @@ def _path_names(paths: Iterable[str]) -> set[str]:
     return {str(each) for path in known for each in (path, *path.parents)} | {path.name for path in known}
 
 
-def _is_renaming(old: Sequence[str], new: Sequence[str]) -> bool:
+def _is_renaming(words: Sequence[str], others: Sequence[str], old: Counter[str], new: Counter[str]) -> bool:
     """Return whether the names of a statement were renamed consistently.
 
-    One word may become several, or several words one. If both happens to a word, the operands may have changed places.
+    A name may have become another one unless the versions bind both in the same number of places: then it is rather a
+    call of another function, for example. One word may become several, or several words one. If both happens to a word,
+    the operands may have changed places.
+
+    Args:
+        words: The names of the older statement, in order.
+        others: The names of the newer statement, in order.
+        old: The number of places where the older version binds a name.
+        new: The number of places where the newer version binds a name.
     """
-    pairs = set(zip(old, new, strict=True))
+    pairs = set(zip(words, others, strict=True))
     before, after = Counter(name for name, _ in pairs), Counter(name for _, name in pairs)
-    return all(before[one] == 1 or after[other] == 1 for one, other in pairs)
+    return all(
+        (before[one] == 1 or after[other] == 1)
+        and (one == other or (old[one] and new[other] and (old[one] != new[one] or old[other] != new[other])))
+        for one, other in pairs
+    )
 
 
 @cache
@@ -200,16 +218,16 @@ def _bound_names(statement: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-def _shape(node: object, renamed: Collection[str], names: list[str]) -> str:
-    """Write a syntax tree as a text without its renamed identifiers, and append these to ``names`` in order.
+def _shape(node: object, known: Collection[str], names: list[str]) -> str:
+    """Write a syntax tree as a text without its known names, and append these to ``names`` in order.
 
-    A string that equals a renamed identifier or path counts as one, because it probably names it.
+    A string that equals a known name counts as one, because it probably names an identifier or a file.
     """
-    if isinstance(node, str) and node in renamed:
+    if isinstance(node, str) and node in known:
         names.append(node)
         return "#"
     if isinstance(node, list):
-        return f"[{', '.join(_shape(each, renamed, names) for each in node)}]"
+        return f"[{', '.join(_shape(each, known, names) for each in node)}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    return f"{type(node).__name__}({', '.join(_shape(value, renamed, names) for _, value in ast.iter_fields(node))})"
+    return f"{type(node).__name__}({', '.join(_shape(value, known, names) for _, value in ast.iter_fields(node))})"
