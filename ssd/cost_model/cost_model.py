@@ -10,11 +10,11 @@ import numpy.typing as npt
 from ssd.cost_model.pass_costs import (
     PassCostRecord,
     calibrate_pass,
+    draft_token_cost,
     num_steps_to_verify,
     observe_pass,
     pass_seconds,
     start_serving,
-    token_cost,
 )
 from ssd.cost_model.throughput import FORGETTING
 from ssd.jit.addresses import Records
@@ -87,7 +87,7 @@ class CostModel:
         All rows are assumed to draft alike. The additional time of the second position is left to `best_draft_length`,
         which sees whole drafts.
         """
-        return token_cost(self.address, num_rows)
+        return draft_token_cost(self.address, num_rows)
 
     def best_draft_length(self, gains: Floats, num_rows: int = 1) -> int:
         """Return how many draft tokens of each row to verify if all rows are padded to the same length. O(n).

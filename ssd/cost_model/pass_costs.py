@@ -297,7 +297,7 @@ def pass_seconds(address: int, num_positions: int, is_wide: bool) -> float:
 
 
 @kernel
-def token_cost(address: int, num_rows: int) -> float:
+def draft_token_cost(address: int, num_rows: int) -> float:
     """Return the cost of a draft token in output tokens; 0 while it is not known.
 
     It is at most MIN_PROBE_GAIN if a probe is due, because drafters return nothing at a greater cost, and then there is

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.cost_model.cost_model import CostModel
-from ssd.cost_model.pass_costs import cut_drafts, observe_pass, token_cost
+from ssd.cost_model.pass_costs import cut_drafts, draft_token_cost, observe_pass
 from ssd.drafting.acceptance_model import NamespaceModels
 from ssd.drafting.draft_kernel import DraftRow, draft_batch, reset_row_at
 from ssd.drafting.draft_records import MAX_DRAFT
@@ -212,7 +212,7 @@ def _draft_rows_of_batch(
     if seconds > 0.0 and 0 < num_drafting == num_rows == batch.last_num_drafting:
         observe_pass(batch.cost, batch.last_positions, batch.last_positions > num_rows, batch.num_new, seconds)
     batch.num_new = 0
-    price = token_cost(batch.cost, num_drafting)
+    price = draft_token_cost(batch.cost, num_drafting)
     texts, selected = int64_array(batch.texts, num_rows), int64_array(batch.selected, num_drafting)
     for row in selected:
         _text_at(texts[row]).drafting.params.token_cost = price if price > 0.0 else batch.default_token_cost

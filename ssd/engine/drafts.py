@@ -16,7 +16,7 @@ from ssd.cost_model.calibration import (
     record_outcome,
 )
 from ssd.cost_model.cost_model import CostModel
-from ssd.cost_model.pass_costs import costs_at, num_steps_to_verify, token_cost
+from ssd.cost_model.pass_costs import costs_at, draft_token_cost, num_steps_to_verify
 from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, clear_draft
 from ssd.engine.batch import DRAFTING_AT, Batch, Frame, frame_at, row_at
 from ssd.engine.request import Row
@@ -100,7 +100,7 @@ def ask_drafts(batch: int, turn: int, costs: int, shares: int, limit: int, price
     rows, wanted = int64_array(frame.rows, frame.num_rows), int64_array(frame.wanted, frame.num_rows)
     asked, kept = int64_array(frame.asked, frame.num_rows), calibration_at(shares)
     if costs_at(costs).is_known == 1:
-        price = token_cost(costs, frame.num_rows)
+        price = draft_token_cost(costs, frame.num_rows)
     frame.num_asked = 0
     for b in range(frame.num_rows):
         if wanted[b] == 0:
