@@ -17,8 +17,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
+from operator import eq
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from benchmarks.child import ROOT
 from benchmarks.run import git
@@ -91,6 +92,34 @@ def _text_at(commit: str, path: str) -> str | None:
     return git("show", f"{commit}:{path}")
 
 
+class _Statement(NamedTuple):
+    """A statement of a module or of the body of a class.
+
+    Attributes:
+        text: The syntax tree as a text.
+        node: The syntax tree.
+        bound: The identifiers that it binds, once for each place.
+    """
+
+    text: str
+    node: ast.AST
+    bound: tuple[str, ...]
+
+
+class _Unmatched(NamedTuple):
+    """A statement that the other version does not have with the same names.
+
+    Attributes:
+        path: The path of its file.
+        shape: Its text without names, see `_shape`.
+        names: The names, in order.
+    """
+
+    path: str
+    shape: str
+    names: list[str]
+
+
 def changed_files(before: Mapping[str, str], after: Mapping[str, str], *, has_cuda: bool = True) -> Iterator[str]:
     """Compare two versions of some files.
 
@@ -107,32 +136,32 @@ def changed_files(before: Mapping[str, str], after: Mapping[str, str], *, has_cu
         for texts in (before, after)
     ]
     old, new = (
-        Counter([*_path_names(texts), *(name for _, statement in version for name in _bound_names(statement))])
+        Counter([*_path_names(texts), *(name for _, statement in version for name in statement.bound)])
         for texts, version in zip((before, after), versions, strict=True)
     )
-    left: list[list[tuple[str, str, tuple[str, ...]]]] = [[], []]
+    identical = Counter(each.text for _, each in versions[0]) & Counter(each.text for _, each in versions[1])
+    left: tuple[list[_Unmatched], list[_Unmatched]] = [], []
     for version, remaining in zip(versions, left, strict=True):
-        for path, statement in version:
-            if not isinstance(statement, ast.Import | ast.ImportFrom):
-                names: list[str] = []
-                shape = _shape(statement, old.keys() | new.keys(), names)
-                remaining.append((path, shape, tuple(names)))
-    # Identical statements first, so that none of them is matched with a renamed one.
-    identical = Counter(each[1:] for each in left[0]) & Counter(each[1:] for each in left[1])
-    for remaining in left:
         seen = identical.copy()
-        for each in [*remaining]:
-            if seen[each[1:]] > 0:
-                seen[each[1:]] -= 1
-                remaining.remove(each)
-    changed = []
-    for path, shape, words in left[0]:
-        match = next((each for each in left[1] if each[1] == shape and _is_renaming(words, each[2], old, new)), None)
-        if match is None:
-            changed.append(path)
-        else:
-            left[1].remove(match)
-    yield from dict.fromkeys([*changed, *(path for path, _, _ in left[1])])
+        for path, statement in version:
+            seen[statement.text] -= 1
+            if seen[statement.text] < 0 and not isinstance(statement.node, ast.Import | ast.ImportFrom):
+                names: list[str] = []
+                shape = _shape(statement.node, old.keys() | new.keys(), names)
+                remaining.append(_Unmatched(path, shape, names))
+    pairs = [
+        (sum(map(eq, one.names, other.names)), i, j)
+        for i, one in enumerate(left[0])
+        for j, other in enumerate(left[1])
+        if one.shape == other.shape and _is_renaming(one.names, other.names, old, new)
+    ]
+    matched: tuple[set[int], set[int]] = set(), set()
+    for _, i, j in sorted(pairs, reverse=True):  # the most similar first
+        if i not in matched[0] and j not in matched[1]:
+            matched[0].add(i)
+            matched[1].add(j)
+    rest = (each.path for side, done in zip(left, matched, strict=True) for i, each in enumerate(side) if i not in done)
+    yield from dict.fromkeys(rest)
 
 
 def _path_names(paths: Iterable[str]) -> set[str]:
@@ -164,7 +193,7 @@ def _is_renaming(words: Sequence[str], others: Sequence[str], old: Counter[str],
 
 
 @cache
-def _statements(path: str, text: str, has_cuda: bool) -> list[ast.AST]:
+def _statements(path: str, text: str, has_cuda: bool) -> list[_Statement]:
     """Split a file into its statements, without those that cannot change what the program does.
 
     The body of a class is split too. A file in another language than Python is one statement.
@@ -172,7 +201,7 @@ def _statements(path: str, text: str, has_cuda: bool) -> list[ast.AST]:
     if not has_cuda and Path(path).name.startswith("triton_"):
         return []
     if not path.endswith(".py"):
-        return [ast.Constant(text.rstrip("\n"))] if text else []
+        return [_Statement(text.rstrip("\n"), ast.Constant(text.rstrip("\n")), ())] if text else []
     module = ast.parse(text)
     for node in ast.walk(module):
         for field, value in ast.iter_fields(node):
@@ -181,14 +210,14 @@ def _statements(path: str, text: str, has_cuda: bool) -> list[ast.AST]:
                 setattr(node, field, [each for each in value if not _is_irrelevant(each, keep_imports=is_module)])
         if not has_cuda and isinstance(node, ast.If) and getattr(node.test, "attr", "") == "is_cuda":
             node.body = []
-    found: list[ast.AST] = []
+    found: list[_Statement] = []
     waiting: list[ast.AST] = [*module.body]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.ClassDef):
             waiting += node.body
             node.body = []
-        found.append(node)
+        found.append(_Statement(ast.dump(node), node, tuple(_bound_names(node))))
     return found
 
 
