@@ -79,13 +79,13 @@ After each _IDLE_STEPS steps in a row in which no other drafter was worth its co
 
 @dataclass(slots=True, eq=False)
 class _ProposerDraft:
-    """The draft of a proposer, and what was expected before it.
+    """The draft of a proposer, with the estimates for the request before that draft was added.
 
     Attributes:
         proposer: The proposer.
         draft: Its draft.
-        expected_accepted: The expected accepted tokens of what was there before.
-        first_probability: The acceptance probability of the first token of what was there before.
+        expected_accepted: The expected accepted tokens without it.
+        first_probability: The acceptance probability of the first token without it.
     """
 
     proposer: ProposerState

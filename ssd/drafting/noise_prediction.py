@@ -69,23 +69,23 @@ class RecycledTokens(Record):
 
 
 @inlined
-def look_up_recycled(recycling_table: int, earlier: int, before: int, recycled: RecycledTokens) -> None:
+def look_up_recycled(recycling_table: int, token_before_last: int, last_token: int, recycled: RecycledTokens) -> None:
     """Read the entry after the last two tokens, or else the one after the last token. O(1).
 
     Args:
         recycling_table: The address of the table.
-        earlier: The token before the last one; NO_TOKEN if there is none.
-        before: The last token.
+        token_before_last: The token before the last one; NO_TOKEN if there is none.
+        last_token: The last token.
         recycled: Receives the tokens.
     """
     recycled.count = 0
-    if before < 0:
+    if last_token < 0:
         return
     table = recycling_table_at(recycling_table)
-    row = entry_after_pair(table, earlier, before) if earlier >= 0 else NO_ENTRY
+    row = entry_after_pair(table, token_before_last, last_token) if token_before_last >= 0 else NO_ENTRY
     recycled.is_pair = int(row != NO_ENTRY)
     if row == NO_ENTRY:
-        row = entry_after_token(table, before)
+        row = entry_after_token(table, last_token)
     if row == NO_ENTRY:
         return
     entry, count = table.entries[row], 0

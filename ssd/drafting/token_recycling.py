@@ -148,9 +148,9 @@ def _write(entry: RecyclingEntry, key: int, ids: TokenIds, logits: Float32s) -> 
 @kernel
 def learn_top_tokens(
     tables: Int64s,
-    before: TokenIds,
-    fed: Int64s,
-    counts: Int64s,
+    previous_ids: TokenIds,
+    input_ids: Int64s,
+    num_positions: Int64s,
     parents: Int64s,
     is_tree: bool,
     top_ids: TokenIds,
@@ -160,9 +160,9 @@ def learn_top_tokens(
 
     Args:
         tables: For each row, the address of the `RecyclingTable` that learns from it; 0 for none. int64[B].
-        before: The token before the first input token of each row, as in `ScoredPass.previous_ids`.
-        fed: The input tokens, int64[B, T].
-        counts: The number of positions of each row, int64[B].
+        previous_ids: The token before the first input token of each row, as in `ScoredPass.previous_ids`.
+        input_ids: The input tokens, int64[B, T].
+        num_positions: The number of positions of each row, int64[B].
         parents: The parents of trees, int64[B, T].
         is_tree: Whether to use ``parents``.
         top_ids: The top-k tokens, int32[B, T, TOP_K].
@@ -172,10 +172,10 @@ def learn_top_tokens(
         if tables[b] == 0:
             continue
         table = recycling_table_at(tables[b])
-        for t in range(counts[b]):
-            token, previous = fed[b, t], int(before[b])
+        for t in range(num_positions[b]):
+            token, previous = input_ids[b, t], int(previous_ids[b])
             if t > 0:
-                previous = fed[b, parents[b, t] if is_tree else t - 1]
+                previous = input_ids[b, parents[b, t] if is_tree else t - 1]
             ids, logits = top_ids[b, t], top_logits[b, t]
             if token >= 0:
                 _write(table.entries[_place_of_token(token)], _key(token), ids, logits)
@@ -243,7 +243,7 @@ class NamespaceTables(Generic[T]):
         return True
 
 
-class _Table:
+class _ZeroedTable:
     """A recycling table in memory of zeros, which the operating system allocates as it is written."""
 
     def __init__(self) -> None:
@@ -263,8 +263,8 @@ class NamespaceRecyclingTables:
     """
 
     def __init__(self) -> None:
-        self._tables = NamespaceTables(_Table)
-        self._own: dict[str, _Table] = {}
+        self._tables = NamespaceTables(_ZeroedTable)
+        self._own: dict[str, _ZeroedTable] = {}
 
     def of(self, learned: LearnedState | None, request_id: str) -> int:
         """Return the address of the table that a request drafts from; 0 for none. O(1).
@@ -315,7 +315,7 @@ class NamespaceRecyclingTables:
         if learned is None:
             own = self._own.get(request_id)
             if own is None and len(self._own) < MAX_TABLES:
-                own = self._own[request_id] = _Table()
+                own = self._own[request_id] = _ZeroedTable()
             return 0 if own is None else own.address
         if not allow_caching:
             return 0
