@@ -171,7 +171,7 @@ def test_a_published_copy_does_not_change_and_another_drafter_goes_on_from_it() 
 def test_estimates_come_true_though_the_best_looking_token_is_drafted() -> None:
     """Texts that go on three ways at random: whichever looks best, it comes a third of the time."""
     random = np.random.default_rng(5)
-    drafter, late = SuffixDrafter(price=0.05), []
+    drafter, late = SuffixDrafter(default_token_cost=0.05), []
     for number in range(300):
         text = np.concatenate([[*range(10, 16), random.integers(3)] for _ in range(8)]).astype(np.int32)
         for length in range(6, len(text), 7):
@@ -187,7 +187,7 @@ def test_estimates_come_true_though_the_best_looking_token_is_drafted() -> None:
 
 def test_the_last_step_teaches_too() -> None:
     snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
-    drafter = SuffixDrafter(price=0.3)
+    drafter = SuffixDrafter(default_token_cost=0.3)
     request = DraftRequest("a", np.arange(4, dtype=np.int32), 4, snapshot, 16)
     draft = drafter.propose([request])[0]
     drafter.observe("a", draft, 2)

@@ -44,13 +44,13 @@ def test_suffix_says_in_which_part_of_the_index_it_found_a_draft(tree: bool) -> 
     for first, source in ((0, "warm"), (100, "segment"), (200, "tail")):
         request = ask([*range(first, first + 5)], snapshot, 4)
         request.allow_tree = tree
-        draft = SuffixDrafter(price=1e-4).propose([request])[0]
+        draft = SuffixDrafter(default_token_cost=1e-4).propose([request])[0]
         assert (draft.token_ids[0], draft.source) == (first + 5, source)
 
 
 def test_more_requests_than_are_remembered_draft_as_well() -> None:
     snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
-    drafter = SuffixDrafter(price=1e-6)
+    drafter = SuffixDrafter(default_token_cost=1e-6)
     for number in range(10_000):
         draft = drafter.propose([ask([*range(20)], snapshot, 2, str(number))])[0]
         assert draft.token_ids.tolist() == [20, 21]

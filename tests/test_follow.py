@@ -26,7 +26,7 @@ LIMIT = 4
 
 
 def drafter() -> SuffixDrafter:
-    return SuffixDrafter(max_match_length=LONGEST, price=1e-6)
+    return SuffixDrafter(max_match_length=LONGEST, default_token_cost=1e-6)
 
 
 def learn_nothing(carried: SuffixDrafter) -> None:

@@ -254,7 +254,7 @@ def test_more_offers_than_are_taken_are_cut() -> None:
 
 def test_an_offered_chance_learns_what_it_is_worth() -> None:
     """A head that always says 0.9 and is right every third time."""
-    drafter, random, late = SuffixDrafter(price=0.02), np.random.default_rng(2), []
+    drafter, random, late = SuffixDrafter(default_token_cost=0.02), np.random.default_rng(2), []
     for number in range(400):
         context = random.integers(0, 30_000, 6).astype(np.int32)
         offer = ExternalProposals(

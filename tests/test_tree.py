@@ -300,7 +300,7 @@ def test_the_last_step_of_a_tree_teaches_every_token_that_was_tested() -> None:
     text = np.array([3, 4, 5, 3, 4, 6, 3, 4, 5, 3, 4], np.int32)
     learned = {}
     for name in ("path", "none accepted", "unknown", "cut"):
-        drafter = SuffixDrafter(price=0.01)
+        drafter = SuffixDrafter(default_token_cost=0.01)
         draft = drafter.propose([DraftRequest("a", text, 3, None, 8, allow_tree=True)])[0]
         assert draft.parents is not None and len(draft.token_ids) == 8
         parents = draft.parents.tolist()

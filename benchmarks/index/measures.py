@@ -216,7 +216,7 @@ class Prober:
         self.drafter.start_request(request, row, self._memory.address)
         params = row.params
         params.context, params.context_length, params.is_tree = address(tokens), len(tokens), 0
-        params.limit, params.token_cost = DRAFT_TOKENS, self.drafter.price
+        params.limit, params.token_cost = DRAFT_TOKENS, self.drafter.default_token_cost
         began = time.perf_counter_ns()
         self.drafter.draft_groups(self._rows, groups)
         took = time.perf_counter_ns() - began

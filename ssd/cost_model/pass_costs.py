@@ -304,8 +304,8 @@ def draft_token_cost(address: int, num_rows: int) -> float:
     nothing to probe.
     """
     costs = costs_at(address)
-    price = cost_in_tokens(costs.rate, num_rows, _seconds(costs, num_rows, False), costs.per_position)
-    return min(price, MIN_PROBE_GAIN) if costs.since_probe >= costs.probe_pause else price
+    cost = cost_in_tokens(costs.rate, num_rows, _seconds(costs, num_rows, False), costs.per_position)
+    return min(cost, MIN_PROBE_GAIN) if costs.since_probe >= costs.probe_pause else cost
 
 
 @kernel

@@ -325,7 +325,7 @@ class BatchDrafter:
         max_match_length: int = 32,
         min_match_length: int = 1,
         learned: LearnedState | None = None,
-        price: float = _DEFAULT_TOKEN_COST,
+        default_token_cost: float = _DEFAULT_TOKEN_COST,
     ) -> None:
         """Create a drafter.
 
@@ -337,7 +337,7 @@ class BatchDrafter:
             max_match_length: The maximum match length in tokens.
             min_match_length: The minimum match length in tokens.
             learned: The namespace's learned models, which receive what is learned. None keeps it within the drafter.
-            price: The cost of a draft token in expected accepted tokens, until the time of steps has been measured.
+            default_token_cost: The cost of a draft token in expected accepted tokens, until the time of steps is known.
 
         Raises:
             ConfigError: If ``max_match_length`` is not within 1..256.
@@ -353,7 +353,7 @@ class BatchDrafter:
         batch.ends, batch.num_ends = address(self._ends), len(self._ends)
         batch.cost, batch.workspace = self._cost_model.address, self._workspace.address
         batch.model = self._models.of(learned).address
-        batch.vocab_size, batch.max_length, batch.default_token_cost = vocab_size, max_length, price
+        batch.vocab_size, batch.max_length, batch.default_token_cost = vocab_size, max_length, default_token_cost
         batch.longest_match, batch.shortest_match = checked_lengths(max_match_length, min_match_length)
         self._make_rows(16)
 

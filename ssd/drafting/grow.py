@@ -404,19 +404,19 @@ def grow_tree(
     last = int(np.int64(texts.context[-1]))
     last_token, token_before_last = last, token_before(texts)
     error, votes, always_matched = error_bucket(scored), candidates.votes, prediction.has_differed == 0
-    lookup, looked_up_at, num_further, here, said = 0, 0, 0, samples, _searched_texts(scratch, texts, 0)
+    lookup, looked_up_at, num_further, samples_here, texts_here = 0, 0, 0, samples, _searched_texts(scratch, texts, 0)
     while True:
         predicted = predicted_token(params, prediction, depth) if follows else NO_TOKEN
         may_look_up = num_further < MAX_FURTHER_LOOKUPS and num_nodes < params.limit and params.no_lookup == 0
         since_lookup = depth - looked_up_at
         enter_node(candidates.cached_sample, candidates.position_noise, out, parent, depth)
         may_look_up = may_look_up and candidates.cached_sample.token < 0
-        if may_look_up and needs_lookup(said, here, matching[first:], count, since_lookup, predicted):
+        if may_look_up and needs_lookup(texts_here, samples_here, matching[first:], count, since_lookup, predicted):
             _look_up_again(scratch, num_further, texts, parent, further, out)
             num_further += 1
             lookup, looked_up_at, since_lookup = num_further, depth, 0
-            here, said = _samples_of(further, samples, lookup), _searched_texts(scratch, texts, lookup)
-            count = num_samples(here)
+            samples_here, texts_here = _samples_of(further, samples, lookup), _searched_texts(scratch, texts, lookup)
+            count = num_samples(samples_here)
             for i in range(count):
                 matching[first + i] = i
             node = nodes[parent]
@@ -435,9 +435,16 @@ def grow_tree(
             prompt_length=params.prompt_length,
         )
         size = collect_candidates(
-            said, here, matching[first:], count, at, MAX_VOTED_CANDIDATES, MAX_RECYCLED_CANDIDATES, candidates
+            texts_here,
+            samples_here,
+            matching[first:],
+            count,
+            at,
+            MAX_VOTED_CANDIDATES,
+            MAX_RECYCLED_CANDIDATES,
+            candidates,
         )
-        score_candidates(here, size, at, model, candidates)
+        score_candidates(samples_here, size, at, model, candidates)
         best = 0
         for row in range(1, size):
             if candidates.probabilities[row] > candidates.probabilities[best]:
@@ -484,14 +491,14 @@ def grow_tree(
         # The samples of a node are those of its parent that are followed by its token.
         lookup = nodes[parent].lookup if parent >= 0 else 0
         looked_up_at = nodes[parent].looked_up_at if parent >= 0 else 0
-        here, said = _samples_of(further, samples, lookup), _searched_texts(scratch, texts, lookup)
+        samples_here, texts_here = _samples_of(further, samples, lookup), _searched_texts(scratch, texts, lookup)
         from_first = nodes[parent].first if parent >= 0 else 0
         from_count = nodes[parent].num_matching if parent >= 0 else num_samples(samples)
         first = nodes[num_nodes - 1].first + nodes[num_nodes - 1].num_matching if num_nodes > 0 else from_count
         count = 0
         for i in range(from_count):
             matching[first + count] = matching[from_first + i]
-            count += next_token(here, matching[from_first + i], depth - looked_up_at, said) == last_token
+            count += next_token(samples_here, matching[from_first + i], depth - looked_up_at, texts_here) == last_token
         follows = (parent < 0 or nodes[parent].follows == 1) and predicted_token(
             params, prediction, depth
         ) == last_token

@@ -179,8 +179,8 @@ class ProposerState:
         """
         known = depth * self.seconds_per_token(num_rows)
         if known:
-            beside = min(seconds, OUTLIER * (known + self.fixed_seconds)) - known
-            self.fixed_seconds = max(0.0, self.fixed_seconds + _RECENT * (beside - self.fixed_seconds))
+            fixed = min(seconds, OUTLIER * (known + self.fixed_seconds)) - known
+            self.fixed_seconds = max(0.0, self.fixed_seconds + _RECENT * (fixed - self.fixed_seconds))
 
     def forget(self, request_id: str) -> None:
         """Forget that a request failed, because it has ended or starts anew."""

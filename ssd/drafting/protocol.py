@@ -133,11 +133,11 @@ class Draft:
         """
         # A loop, because drafts are short: it takes less time than two calls of numpy.
         assert self.probabilities is not None
-        chances: list[float] = self.probabilities.tolist()
+        products: list[float] = self.probabilities.tolist()
         for node, parent in enumerate(self.parents_of_all()):
             if parent >= 0:
-                chances[node] *= chances[parent]
-        return np.array(chances)
+                products[node] *= products[parent]
+        return np.array(products)
 
     def parents_of_all(self) -> list[int]:
         """Return the index of the token before each token, -1 for the context; for chains too. O(k)."""

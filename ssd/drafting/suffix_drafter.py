@@ -197,7 +197,7 @@ class SuffixDrafter:
         *,
         max_match_length: int = 32,
         min_match_length: int = 1,
-        price: float = 0.1,
+        default_token_cost: float = 0.1,
         recycling: bool = True,
         retrieval: bool = True,
         use_sample_cache: bool = True,
@@ -207,7 +207,7 @@ class SuffixDrafter:
         Args:
             max_match_length: The maximum match length in tokens.
             min_match_length: The minimum match length in tokens.
-            price: The cost of a draft token in expected accepted tokens, for requests that do not name one.
+            default_token_cost: The cost of a draft token in expected accepted tokens, if a request names none.
             recycling: Whether to draft the target's earlier top-k tokens.
             retrieval: Whether to look up the context, the cache and predictions. Without, external proposals are still
                 scored.
@@ -217,7 +217,7 @@ class SuffixDrafter:
             ConfigError: If ``max_match_length`` is not within 1..256.
         """
         self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
-        self.price = price
+        self.default_token_cost = default_token_cost
         self._workspace = Workspace()
         self._models = NamespaceModels()
         self._uses_retrieval = retrieval
@@ -302,7 +302,7 @@ class SuffixDrafter:
         held = self._write_constant_params(params, request)
         params.recycling_table, params.sample_cache = self._recycling_table_of(request), self._sample_cache_of(request)
         if token_costs is None or not len(token_costs):
-            params.token_cost = self.price
+            params.token_cost = self.default_token_cost
         elif len(token_costs) == 1:
             params.token_cost = token_costs[0]
         else:

@@ -232,7 +232,7 @@ class Proposals:
     def _draft(self, batch: Batch, limit: int) -> None:
         prices, shares, num_rows = self._cost_model.address, self._calibration.address, len(batch.sequences)
         shape = TREE if branches(self._shape, num_rows) else CHAIN
-        own_price = 0.0 if self._suffix is None else self._suffix.price
+        own_price = 0.0 if self._suffix is None else self._suffix.default_token_cost
         started = time.perf_counter()
         num_asked = ask_drafts(batch.address, self._turn, prices, shares, limit, own_price, shape)
         if num_asked:
@@ -250,7 +250,7 @@ class Proposals:
         if self._suffix is None or self._hybrid is not None or not self.is_ready or not self._limit:
             return
         plan_ahead(batch.address, under_way.turn, self._limit)
-        price = self._suffix.price
+        price = self._suffix.default_token_cost
         num_asked = ask_drafts(batch.address, under_way.turn, prices, shares, self._limit, price, AHEAD)
         if num_asked:
             self._ask(batch, num_asked)

@@ -116,7 +116,7 @@ class Speculator(VllmDrafter):
         self._ending: list[Request] = []
         self._seated: list[str] | None = None  # ids of the rows
         self._texts: list[Request | None] = []
-        super().__init__(vllm_config, longest=self._longest, price=_LOW_PRICE)
+        super().__init__(vllm_config, longest=self._longest, default_token_cost=_LOW_PRICE)
         self._num_ranks = tensor_rank()[1]
         if self._core is None:
             return
