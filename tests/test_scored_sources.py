@@ -176,7 +176,7 @@ def test_what_a_head_began_is_carried_on_by_places_that_say_it(tree: bool) -> No
 
 def scored(fed: list[int], parents: list[int] | None, chosen: list[int], path: list[int]) -> ScoredPass:
     told = scored_pass([("a", None, True, [1, *fed], [])], parents=None if parents is None else np.array([parents]))
-    return replace(told, sampled_ids=np.array([chosen]), last_accepted=np.array(path[-1:], np.int64))
+    return replace(told, sampled_ids=np.array([chosen]), last_accepted=np.array([path[-1] if path else -1], np.int64))
 
 
 @pytest.mark.parametrize(
