@@ -1,4 +1,4 @@
-"""A model from Python: ``python -m examples.engine``."""
+"""Use a model from Python: ``python -m examples.engine``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ssd import LLM, SamplingParams
 
 
 def main() -> None:
-    """Complete one prompt twice, and print how many passes of the model each took."""
+    """Complete one prompt twice, and print the number of forward passes of each."""
     with LLM() as llm:  # the bundled model; LLM("Qwen/Qwen3-0.6B", cache_dir="learned") keeps what it learns
         for attempt in ("first time", "second time"):
             (answer,) = llm.generate("def read_lines(path):\n", SamplingParams(max_tokens=48, temperature=0))

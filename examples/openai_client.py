@@ -1,4 +1,4 @@
-"""Chat and streaming through OpenAI's own client: ``python -m examples.openai_client [URL]``."""
+"""Chat and streaming with OpenAI's client: ``python -m examples.openai_client [URL]``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 
 def main(url: str = "http://127.0.0.1:8000/v1") -> None:
-    """Ask the same twice, whole and streamed, and print both answers."""
+    """Send the same request twice, unstreamed and streamed, and print both answers."""
     with OpenAI(base_url=url, api_key="unused") as client:
         model = client.models.list().data[0].id
         messages: list[ChatCompletionMessageParam] = [

@@ -1,4 +1,4 @@
-"""Two replicas that learn from each other through Redis: ``python -m examples.shared_cache [URL]``."""
+"""Two replicas that share their caches through Redis: ``python -m examples.shared_cache [URL]``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ssd.sharing.redis_log import RedisLog
 
 
 def main(url: str = "redis://localhost:6379/0") -> None:
-    """Ask the first replica, wait until the second has read it, ask the second; print the passes of both."""
+    """Send a request to one replica, wait until the other has received it, and repeat it there."""
     codec = TextCodec.load(str(MODEL_PATH))
     prompt = codec.encode_prompt("import threading\n\n\nclass Worker")
     with ExitStack() as stack:

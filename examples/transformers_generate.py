@@ -1,4 +1,4 @@
-"""``generate`` of transformers with our drafts: ``python -m examples.transformers_generate``."""
+"""Use our drafts with transformers' ``generate``: ``python -m examples.transformers_generate``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ssd.integrations.transformers import generate
 
 
 def main() -> None:
-    """Generate twice with a cache, and print whether the output is the library's own and how many passes it took."""
+    """Generate twice with a cache, and print whether the output equals the library's own, and the number of passes."""
     codec = TextCodec.load(str(MODEL_PATH))
     model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32).eval()
     passes = []

@@ -1,4 +1,4 @@
-"""A cache from text that exists already, before the first request: ``python -m examples.warm_start``."""
+"""Build a cache from existing logs before the first request: ``python -m examples.warm_start``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPTS = ["import os\n\ndef main(", "class Node:\n    def __init__(self", "def 
 
 
 def main() -> None:
-    """Log what a cold model says, build a cache from the log, and ask one that starts from it."""
+    """Log the outputs of a cold model, build a cache from the log, and repeat the requests with that cache."""
     with tempfile.TemporaryDirectory() as scratch:
         logs, warm = Path(scratch) / "logs.jsonl", Path(scratch) / "warm"
         with LLM() as llm:
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def ask(llm: LLM, name: str) -> dict[str, str]:
-    """Each prompt's completion; prints the tokens per step over all of them."""
+    """Return each prompt's completion, and print the tokens per step over all of them."""
     answers = {prompt: llm.generate(prompt, SamplingParams(max_tokens=48, temperature=0))[0] for prompt in PROMPTS}
     print(f"{name}: {llm.engine.metrics.mean_acceptance_length:.2f} tokens per step")
     return {prompt: answer.text for prompt, answer in answers.items()}

@@ -1,4 +1,4 @@
-"""Settings: frozen, keyword-only, checked once at construction."""
+"""Settings: immutable, keyword-only, and validated at construction."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "parts"]
 
 MAX_LOGPROBS = 20
-"""Most alternatives that are reported beside a token."""
+"""The maximum number of alternatives reported per token."""
 
 MAX_SPECULATIVE_TOKENS = 128
-"""Longest draft."""
+"""The maximum number of draft tokens per step."""
 
 MAX_COUPLED_STREAMS = 1 << 20
-"""Most streams of coupled noise."""
+"""The maximum number of shared noise streams."""
 
 MAX_INTERVAL_S = 86_400
-"""Longest time between two rebuilds."""
+"""The maximum time in seconds between two rebuilds."""
 
 
 _MOST = (1 << 31) - 1
-"""Counts of tokens are kept in 32 bits."""
+"""The maximum number of tokens, because counts have 32 bits."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -52,23 +52,30 @@ class IndexConfig:
     """The retrieval index of one namespace."""
 
     capacity_tokens: int = 1 << 22
-    """Most tokens kept; the oldest are evicted, at most an eighth of this at a time, but for what a later output said
-    again: that stays, up to half of the capacity."""
+    """The maximum number of tokens. The oldest are evicted, at most an eighth of the capacity at a time. Text that a
+    later output repeated is retained, up to half of the capacity.
+    """
 
     seal_tokens: int = 4096
-    """The tail is sealed into a segment once it holds this many tokens."""
+    """The number of tokens at which the active segment is flushed."""
 
     rebuild_interval_s: float = 1.0
-    """A non-empty tail is sealed at the latest this many seconds after the last seal; merges are sought as often."""
+    """The maximum time in seconds between two flushes of a non-empty active segment, and between two searches for
+    merges.
+    """
 
     merge_fanout: int = 4
-    """This many neighbouring segments of one size class are merged into one."""
+    """The number of neighbouring segments of one size class that are merged into one."""
 
     dedup_block_tokens: int = 64
-    """Prompt blocks of this many tokens are hashed in a chain and stored once; 0 stores every prompt whole."""
+    """Prompts are stored once in blocks of this many tokens, identified by a hash chain; 0 stores every prompt
+    completely.
+    """
 
     lead_in_tokens: int = 32
-    """Tokens of an already stored prompt that are stored again before new text, so that it can be matched."""
+    """The number of tokens of an already stored prompt that are stored again before new text, so that contexts match
+    it.
+    """
 
     def __post_init__(self) -> None:
         _require(self.capacity_tokens >= 8, f"capacity_tokens must be >= 8, got {self.capacity_tokens}")
@@ -84,30 +91,35 @@ class IndexConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """How drafts are made."""
+    """The options of drafting."""
 
     num_speculative_tokens: int = 64
-    """Draft limit: most tokens per draft. The target scores one position more per step. 0 switches drafting off.
+    """The maximum number of draft tokens per step. 0 disables drafting.
 
-    Drafts are as long as pays; the limit only bounds the KV cache's slack and the widest pass."""
+    Drafts are as long as the expected gain exceeds the cost. The limit bounds the memory for draft positions in the KV
+    cache and the widest verification pass.
+    """
 
     max_match_length: int = 32
-    """Longest tail of the context that is looked up, in tokens."""
+    """The maximum length of the context suffix that is looked up, in tokens."""
 
     min_match_length: int = 1
-    """Shorter matches are not drafted from."""
+    """The minimum length of a match that is drafted from, in tokens."""
 
     draft_shape: DraftShape = "auto"
-    """Whether a draft may branch where the next token is uncertain. "tree": where the model runs on slot attention;
-    else drafts are chains. "auto": trees while one sequence runs alone, which is where they measured better."""
+    """Whether a draft may branch if the next token is uncertain. "tree": yes, if the model runs on slot attention.
+    "chain": no. "auto": only while a single sequence runs, for which trees measured faster.
+    """
 
     recycling: bool = True
-    """Whether drafts are made of what the target held likely before, after the same token or pair of tokens: its most
-    probable tokens of every scored position, and its choices behind a wrong token. It helps where text is new."""
+    """Whether drafts are made from the target's earlier candidates (token recycling): its most probable tokens after
+    the same token or pair of tokens. This helps for new text.
+    """
 
     retrieval: bool = True
-    """Whether the context's end is looked up in the request's own text, its prediction and what its namespace has
-    learned. Without, only what other sources offer is drafted: to see what each brings."""
+    """Whether the context's suffixes are looked up in the request's own context, its prediction and the namespace's
+    cache. Otherwise only other sources draft, which shows the contribution of each.
+    """
 
     def __post_init__(self) -> None:
         _require(
@@ -126,49 +138,60 @@ class DraftConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The serving loop."""
+    """The options of the engine."""
 
     max_num_seqs: int = 16
-    """Most slots: sequences decoded together. There are fewer where memory lacks."""
+    """The maximum number of slots, which is the number of sequences decoded at once. There are fewer if memory is
+    short.
+    """
 
     max_model_len: int | None = None
-    """Longest prompt plus output in tokens; None takes the model's own limit."""
+    """The maximum number of prompt and output tokens. None: the model's limit."""
 
     prefill_chunk_tokens: int = 512
-    """Most prompt tokens computed in one step, so that a long prompt does not stall the others."""
+    """The maximum number of prompt tokens computed in one step, so that a long prompt does not stall other requests."""
 
     max_waiting: int = 1024
-    """Most requests that wait for a slot; one more is refused with QueueFull."""
+    """The maximum number of requests that wait for a slot; further ones are refused with QueueFull."""
 
     kv_cache_memory_bytes: int | None = None
-    """Most memory of the KV cache; None takes half of what is free. Where not all slots fit there are fewer."""
+    """The maximum memory of the KV cache. None: half of the free memory. If not all slots fit, there are fewer."""
 
     gpu_memory_utilization: float | None = None
-    """Instead: share of the device's memory, on a CPU of main memory, that may be in use once the KV cache has its own,
-    whatever uses the rest. ``kv_cache_memory_bytes`` goes before it."""
+    """Alternatively, the share of the device's memory (on a CPU: main memory) that may be in use including the KV
+    cache. ``kv_cache_memory_bytes`` takes precedence.
+    """
 
     enforce_eager: bool = False
-    """Launch every kernel of the target from Python, on CUDA too: slower, but without the memory of recorded graphs."""
+    """Whether the target's kernels are launched one by one on CUDA too, instead of recorded CUDA graphs: slower, less
+    memory.
+    """
 
     exact: Exact = "auto"
-    """Whether a position's logits must be the same bits in every pass, so that outputs are equal to the bit whatever is
-    drafted and whatever else is decoded. "auto": where they can be. "on": or the model is not opened. "off": each pass
-    as fast as it can be alone."""
+    """Whether the logits of a position must be bit-identical in every pass, so that outputs do not depend on drafts and
+    on other sequences. "auto": if the model allows it. "on": refuse the model otherwise. "off": each pass is as fast as
+    possible.
+    """
 
     enable_prefix_caching: bool = True
-    """Slots keep their keys and values, and requests of the same namespace, cache salt and tenant go on with them."""
+    """Whether slots keep their KV cache for requests of the same namespace, cache salt and tenant with the same prefix.
+    """
 
     scheduling_policy: SchedulingPolicy = "fcfs"
-    """Who gets a slot first. "fcfs": who came first; a priority other than 0 is refused. "priority": the request of the
-    lowest ``priority``, which may also take a slot from a running one of a higher; those that wait move up with time.
-    It lets whoever asks for a low one keep the others waiting: for clients that trust each other."""
+    """The order of waiting requests. "fcfs": first come, first served; a priority other than 0 is refused. "priority":
+    the request with the lowest ``priority`` first, which may also preempt a running one with a higher value; waiting
+    requests gain priority over time. A client with low values can make others wait, so it is for clients that trust
+    each other.
+    """
 
     coupled_streams: int = 0
-    """Streams of noise that sampled requests without a seed share, see ``docs/coupled-sampling.md``: what was answered
-    before can be drafted, and requests of one stream say the same to the same prompt. 0: each has noise of its own."""
+    """The number of noise streams that sampled requests without a seed share, see ``docs/coupled-sampling.md``. Earlier
+    answers can then be drafted, and requests of one stream give the same answer to the same prompt. 0: each request has
+    its own noise.
+    """
 
     coupled_window: int = 8
-    """Tokens before a token that coupled noise depends on."""
+    """The number of preceding tokens on which shared noise depends."""
 
     def __post_init__(self) -> None:
         _require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
@@ -195,30 +218,34 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Where the cache lives and whom it is shared with."""
+    """The retrieval cache: its directory and its sharing."""
 
     index: IndexConfig = field(default_factory=IndexConfig)
     directory: Path | None = None
-    """Durable home of the cache; None keeps nothing beyond the process."""
+    """The directory in which the cache is stored. None: it is lost when the process ends."""
 
     redis_url: str | None = None
-    """Replicas with the same URL and namespace learn from each other; None shares nothing."""
+    """The Redis server through which replicas with the same namespace share. None: nothing is shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What the text of a completion must look like, from its first character to its end."""
+    """A constraint on the whole text of a completion."""
 
     kind: GrammarKind
     source: str = ""
-    """"json_schema": a JSON schema. "regex": a regular expression, of Rust's dialect. "choice": a JSON list of texts.
-    "grammar": a Lark grammar. "json_object": nothing. "parts": see `parts`."""
+    """"json_schema": a JSON schema. "regex": a regular expression in Rust's syntax. "choice": a JSON list of texts.
+    "grammar": a Lark grammar. "json_object": empty. "parts": see `parts`.
+    """
     param: str = field(default="structured_outputs", compare=False)
-    """What the client called it, for errors."""
+    """The client's name of the constraint, for messages."""
 
     @classmethod
     def parts(cls, lark: str, parts: Mapping[str, StructuredOutput], param: str) -> StructuredOutput:
-        """A Lark grammar, whose rules name each of ``parts`` as ``@name``: names that are not the grammar's own."""
+        """Combine constraints by a Lark grammar whose rules refer to each of ``parts`` as ``@name``.
+
+        No rule of the grammar may have one of these names.
+        """
         written = {name: (part.kind, part.source) for name, part in parts.items()}
         return cls("parts", json.dumps({"lark": lark, "parts": written}), param)
 
@@ -231,53 +258,56 @@ _MAY_BE_NONE = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "allowed_to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one completion is sampled. Names and meanings are OpenAI's and vLLM's."""
+    """How one completion is sampled. Names and meanings are those of OpenAI and vLLM."""
 
     max_tokens: int | None = None
-    """Most tokens to generate; None generates up to the model's context."""
+    """The maximum number of tokens to generate. None: up to the model's context."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """The sampling temperature; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 or -1: off."""
+    """The number of most probable tokens that are sampled from; 0 or -1: all."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs (token id, added to its logit)."""
+    """Pairs of token id and the number that is added to its logit."""
     seed: int | None = None
-    """None draws a seed for the request. One seed gives one output, whatever the drafts and the batch."""
+    """The seed. None: drawn for each request. Equal seeds give equal outputs for any drafts and any batch."""
     coupled: bool = True
-    """Whether it may draw with noise that other requests share, where the engine has any; a seed goes before it."""
+    """Whether shared noise may be used if the engine has it. A seed takes precedence."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text; one alone may be given as it is."""
+    """Strings that end the text. A single string may be given without a tuple."""
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
-    """End-of-text and stop tokens are not sampled before this many tokens."""
+    """The number of tokens before which end-of-text and stop tokens are not sampled."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Only these are sampled; None: all."""
+    """The only tokens that may be sampled. None: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the output never contains: the last token of one is not sampled after the others."""
     structured_output: StructuredOutput | None = None
-    """Only tokens that keep the text within this grammar are sampled. It goes before ``allowed_token_ids``, and both go
-    before ``bad_words`` and ``min_tokens``: a weaker rule that would leave no token is not applied there."""
+    """The constraint on the text. It takes precedence over ``allowed_token_ids``, and both over ``bad_words`` and
+    ``min_tokens``: a weaker rule is ignored where it would leave no token.
+    """
     skip_special_tokens: bool = True
-    """Special tokens of the output give no text; an end of text that ends it never does."""
+    """Whether special tokens are left out of the text. The final end-of-text token is always left out."""
     shown_special_ids: tuple[int, ...] = ()
-    """Special tokens that give text all the same: what a reader of the text looks for."""
+    """Special tokens that are in the text even so, because a parser needs them."""
     continues_prompt: bool = False
-    """The output is a text that goes on, and not one of its own: some tokenizers leave the first space of those out."""
+    """Whether the output continues the prompt's text. Otherwise some tokenizers drop its first space."""
     logprobs: int | None = None
-    """Report each output token's log-probability and those of this many most probable tokens. They are the model's own:
-    of float32 logits before bias, penalties, temperature and everything else here, as vLLM's are by default."""
+    """The number of most probable tokens whose log-probabilities are reported in addition to each output token's. They
+    are computed from float32 logits before bias, penalties, temperature and all other rules, as vLLM's are by default.
+    """
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, but its first."""
+    """The same for the prompt's tokens except its first."""
     drawn_logprobs: bool = False
-    """Report instead, of output tokens, the log-probabilities that they are drawn with: after all rules, temperature
-    and truncation, as vLLM's ``processed_logprobs``. Greedy ones are of temperature 1."""
+    """Whether the log-probabilities of output tokens are instead those after all rules, temperature and truncation, as
+    vLLM's ``processed_logprobs``. For greedy requests the temperature is 1.
+    """
     _rules: TokenRules | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -332,7 +362,7 @@ class SamplingParams:
 
     @property
     def rules(self) -> TokenRules:
-        """Bias, allowed tokens and bad words, made ready at the first call: many take milliseconds."""
+        """Return bias, allowed tokens and bad words, prepared at the first call, because many take milliseconds."""
         if not self.logit_bias and self.allowed_token_ids is None and not self.bad_words:
             return NO_RULES
         rules = self._rules
@@ -343,5 +373,5 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when every token is the most probable one."""
+        """Whether every token is the most probable one."""
         return self.temperature == 0.0

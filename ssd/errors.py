@@ -28,17 +28,18 @@ from collections.abc import Sized
 
 
 class SSDError(Exception):
-    """Base of every exception raised on purpose by this project."""
+    """Base class of all exceptions that this project raises on purpose."""
 
 
 class ConfigError(SSDError, ValueError):
-    """A setting has a value that cannot be used."""
+    """A setting has an invalid value."""
 
 
 class RequestError(SSDError, ValueError):
-    """One request cannot be served as it stands.
+    """One request cannot be served.
 
-    ``param`` is the name of the field at fault, as the client wrote it, or None.
+    Attributes:
+        param: The faulty field as the client wrote it, or None.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -47,7 +48,7 @@ class RequestError(SSDError, ValueError):
 
 
 class ContextTooLong(RequestError):
-    """The prompt, or the prompt and the requested tokens, exceed the model's context."""
+    """The prompt, or the prompt with the requested tokens, exceeds the model's context."""
 
 
 class ModelError(SSDError):
@@ -55,65 +56,65 @@ class ModelError(SSDError):
 
 
 class EngineError(SSDError):
-    """The engine cannot take or finish work."""
+    """The engine cannot accept or finish work."""
 
 
 class QueueFull(EngineError):
-    """Too many requests wait already; try again later."""
+    """Too many requests are waiting; the client should retry later."""
 
 
 class EngineStopped(EngineError):
-    """The engine has been stopped and takes no more work."""
+    """The engine was stopped and accepts no more work."""
 
 
 class EngineBroken(EngineError):
-    """The target computes nothing any more, not for any request: the process must be started again."""
+    """The target cannot compute anything any more; the process must be restarted."""
 
 
 class CacheError(SSDError):
-    """The retrieval cache failed. Never leaves the engine: there it means "no draft" and a counter."""
+    """The retrieval cache failed. Inside the engine this only means "no draft" and a counter."""
 
 
 class SegmentCorrupt(CacheError):
-    """A cache file is torn, truncated or was changed after it was written."""
+    """A cache file is torn, truncated, or was changed after it was written."""
 
 
 class FormatVersion(CacheError):
-    """A cache file was written in a format this version does not read."""
+    """A cache file has a format that this version does not read."""
 
 
 class TokenizerMismatch(CacheError):
-    """A cache was made with another tokenizer: its token ids mean other text."""
+    """A cache was made with another tokenizer, so its token ids mean other text."""
 
 
 class NamespaceMismatch(CacheError):
-    """A cache holds the text of another namespace: whoever uses this one must not be served from it."""
+    """A cache contains the text of another namespace and must not be used for this one."""
 
 
 class CacheLocked(CacheError):
-    """Another process is the writer of this cache directory."""
+    """Another process writes to this cache directory."""
 
 
 class StoreUnavailable(CacheError):
-    """The shared store (Redis, a directory) does not answer or refuses."""
+    """The shared store (Redis or a directory) does not answer or refuses."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, for a line of a log or of another error: its first line, or its kind where it is silent."""
+    """Return the first line of an error's message, or its type if there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def require_fault(error: BaseException) -> None:
-    """Raise ``error`` again where it tells the program to end; else it may end as a count, an answer or a log line.
+    """Raise ``error`` again if it ends the program; otherwise the caller may handle it.
 
-    A panic of a library written in Rust is no Exception, but a fault like any other.
+    A panic of a library written in Rust is not an Exception, but is handled like any other failure.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         raise error
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it, at most 80 characters. O(1), whatever was sent; never raises."""
+    """Return a value as an error quotes it, at most 80 characters. O(1) for any value; never raises."""
     if isinstance(value, str):
         text = repr(value[:80])
         return text if len(value) <= 72 and len(text) <= 80 else f"{text[:60]}... ({len(value)} characters)"

@@ -1,4 +1,4 @@
-"""Whole numbers as people write them: 4M, 32k, 64GiB."""
+"""Integers in readable form: 4M, 32k, 64GiB."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ for _power, _letter in enumerate(_LETTERS, 1):
 
 
 def number(text: str) -> int:
-    """A whole number as ``vllm serve`` reads it: ``k m g t`` are thousands, ``K M G T`` powers of 1,024.
+    """Parse an integer like ``vllm serve``: ``k m g t`` are powers of 1,000, ``K M G T`` powers of 1,024.
 
     Raises ValueError, which says what is expected.
     """
@@ -28,7 +28,7 @@ def number(text: str) -> int:
 
 
 def spelled(value: int) -> str:
-    """``value`` as `number` reads it, as short as is exact: 8388608 is ``8M``."""
+    """Write ``value`` in the shortest exact form that `number` reads: 8388608 is ``8M``."""
     for power, letter in reversed(list(enumerate(_LETTERS, 1))):
         if value and value % 1024**power == 0:
             return f"{value // 1024**power}{letter.upper()}"

@@ -1,4 +1,4 @@
-"""What a request's sampling rules say of single tokens, made once for all its passes. No torch."""
+"""The rules of a request about single tokens, prepared once for all its passes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Ids = npt.NDArray[np.int64]
 
 
 class BadWords:
-    """Finds, along a text, the tokens that would complete one of many token sequences.
+    """Finds the tokens that would complete one of many token sequences in a text.
 
     The automaton of Aho and Corasick (1975, "Efficient string matching", sections 2 and 3) over all but the last token
-    of each sequence: a state is the longest end of the text with which one begins. Made in O(tokens of all), moves in
-    O(1) amortised; takes about 200 bytes a token.
+    of each sequence: a state is the longest suffix of the text with which a sequence begins. It is built in O(tokens of
+    all sequences), moves in O(1) amortized, and takes about 200 bytes per token.
     """
 
     START = 0
     """The state before a text."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        """``words`` : at least one token each."""
+        """Build the automaton of ``words``, each of at least one token."""
         self._next: list[dict[int, int]] = [{}]
         self._own_ends: list[set[int]] = [set()]  # last tokens of the sequences that a state has all the others of
         for *begin, end in words:
@@ -46,20 +46,20 @@ class BadWords:
                 waiting.append(deeper)
 
     def after(self, text: npt.NDArray[np.int32]) -> int:
-        """The state after a text, int32[n]. O(length of the longest sequence): no more of the text matters."""
+        """Return the state after a text, int32[n]. O(length of the longest sequence), however long the text is."""
         state = self.START
         for token in text[max(0, len(text) - self._longest) :].tolist():
             state = self.move(state, token)
         return state
 
     def move(self, state: int, token: int) -> int:
-        """The state after one more token."""
+        """Return the state after one more token."""
         while state != self.START and token not in self._next[state]:
             state = self._shorter[state]
         return self._next[state].get(token, self.START)
 
     def ends(self, state: int) -> set[int]:
-        """The tokens that would complete a sequence here. O(sequences that have begun)."""
+        """Return the tokens that would complete a sequence in this state. O(sequences that have begun)."""
         found = set(self._own_ends[self.START])
         while state != self.START:
             found |= self._own_ends[state]
@@ -68,11 +68,14 @@ class BadWords:
 
 
 class TokenRules:
-    """Bias, allowed tokens and bad words of one request. Immutable but for ``kept``.
+    """Bias, allowed tokens and bad words of one request. Immutable except for ``kept``.
 
-    ``bias_ids`` : int64[n], distinct. ``bias`` : float64[n], what is added to the logit of each. ``allowed_ids`` :
-    int64[m], distinct; None allows all. ``bad_words`` : None without any. ``kept`` : what targets have made of this for
-    their vocabulary and device, by a key of theirs.
+    Attributes:
+        bias_ids: int64[n], distinct token ids.
+        bias: float64[n], the number that is added to the logit of each.
+        allowed_ids: int64[m], distinct token ids. None: all are allowed.
+        bad_words: The automaton. None: there are no bad words.
+        kept: The forms that targets have prepared for their vocabulary and device, by their own keys.
     """
 
     __slots__ = ("_greatest_bad", "allowed_ids", "bad_words", "bias", "bias_ids", "kept")
@@ -83,7 +86,7 @@ class TokenRules:
         allowed_token_ids: Sequence[int] | None,
         bad_words: Sequence[Sequence[int]],
     ) -> None:
-        """As in ``SamplingParams``; what is said twice of a token adds up. O(their size)."""
+        """Prepare the rules with the meanings of ``SamplingParams``; several biases of one token are added. O(size)."""
         ids = np.array([token for token, _ in logit_bias], np.int64)
         self.bias_ids: Ids
         self.bias_ids, at = np.unique(ids, return_inverse=True)
@@ -94,7 +97,7 @@ class TokenRules:
         self.kept: dict[Any, Any] = {}
 
     def greatest_ids(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Of each field that names tokens its greatest id, by the field's name; none of one that names none. O(1)."""
+        """Return the greatest token id of each field by the field's name; none for an empty field. O(1)."""
         found = [
             ("logit_bias", int(self.bias_ids[-1]) if len(self.bias_ids) else -1),
             ("allowed_token_ids", -1 if self.allowed_ids is None else int(self.allowed_ids[-1])),
@@ -104,4 +107,4 @@ class TokenRules:
 
 
 NO_RULES = TokenRules((), None, ())
-"""Of the usual request, which has none."""
+"""The rules of an ordinary request."""

@@ -112,7 +112,7 @@ def as_text(facts: Facts) -> str:
 
 
 def all_as_text(facts: Facts) -> str:
-    """For people."""
+    """Format the facts about all namespaces for a terminal."""
     lines = [f"{facts['path']}", f"  namespaces   {len(facts['namespaces'])}"]
     lines += [
         f"    {escape_control_characters(each['name']):44}{each['num_bytes']:>16,} bytes   {each['of']}"
@@ -122,9 +122,18 @@ def all_as_text(facts: Facts) -> str:
 
 
 def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
-    """The namespaces below a server's cache directory, as ``--json`` prints them. Changes nothing.
+    """Read the namespaces in a server's cache directory, without changing them.
 
-    "of" says whose each is. "faults" name a secret that is missing or damaged, and the orphans. Raises CacheError.
+    Args:
+        root: The server's --cache-dir.
+        secret_file: The file with the secret of the tenants' caches. None: the one in the directory.
+
+    Returns:
+        The object that ``--json`` prints. "of" names the owner of each namespace. "faults" name a missing or damaged
+        secret, and the orphans.
+
+    Raises:
+        CacheError: The directory or the secret cannot be read.
     """
     kept_at = secret_file or root / STATE_DIRECTORY / SECRET_NAME
     faults, namespaces, orphans = list[str](), list[Facts](), list[str]()

@@ -122,7 +122,7 @@ class FieldNames:
         return {**{key: value for key, value in line.items() if key not in (*_WHOLE, *taken)}, **found}
 
     def columns(self) -> frozenset[str]:
-        """The columns of a table that may be used."""
+        """Return the columns of a table that may be used."""
         return frozenset(
             (*self.names.values(), *(path.partition(".")[0] for path in self.names.values()), *self.others, *COLUMNS)
         )

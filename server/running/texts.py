@@ -1,4 +1,4 @@
-"""Between text and token ids, beside the event loop and within limits."""
+"""Conversion between text and token ids for requests, on other threads and within limits."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ if TYPE_CHECKING:
 
 
 _MAX_CHARACTERS_PER_TOKEN = 512
-"""No tokenizer in use has a longer token; those that come near are runs of spaces."""
+"""The maximum number of characters of a token in known tokenizers; the longest are runs of spaces."""
 _USUAL_CHARACTERS_PER_TOKEN = 4
 _MOST_DETOKENIZED = 1 << 16
-"""Token ids of a call of /detokenize, or the context where that is more: the tokenizer keeps all threads waiting."""
+"""The maximum number of token ids in a /detokenize request, at least the context; the tokenizer blocks all threads."""
 _PIECE_CHARACTERS = 1 << 14
 _TOKENS_CUT = 64
-"""A piece of a text may have a few tokens more than the text has there: those at its ends were cut."""
+"""A chunk of a text may have this many more tokens than its part of the whole text, because tokens at its ends are
+split.
+"""
 _BYTES_A_TOKEN, _BYTES_A_BYTE = 400, 64
 """Memory that tokenising takes at its peak, of tokens and of text in UTF-8: 330 and 16 were measured."""
 _CHARACTERS_A_TEXT = 64
-"""What every text costs beside its length, as characters."""
+"""The cost of each text in addition to its length, in characters."""
 
 
 class Texts:
-    """Tokenises and detokenises for requests. Whatever is too much is refused, early and by name."""
+    """Tokenizes and detokenizes for requests. Excessive requests are rejected early, with the field's name."""
 
     def __init__(self, lanes: Lanes, settings: ServerSettings) -> None:
         self._lanes, self._limits, self._settings = lanes, settings.limits, settings
 
     async def prompts(self, engine: Engine, prompts: Sequence[str | list[int]], *, special: bool) -> list[list[int]]:
-        """Token ids of prompts, texts with the tokenizer's own special tokens around them if ``special``."""
+        """Return the token ids of prompts; ``special`` adds the tokenizer's special tokens to texts."""
         most = self.most_tokens(engine)
         if sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)) > most:
             raise self._too_many(most)
@@ -70,12 +72,12 @@ class Texts:
         return found
 
     async def messages(self, engine: Engine, body: ChatTemplateFields, **writing: Any) -> list[int]:
-        """Token ids of a conversation. ``writing`` : further arguments of `TextCodec.encode_chat`."""
+        """Return the token ids of a conversation. ``writing`` contains further arguments of `TextCodec.encode_chat`."""
         call, num_characters = self._conversation(engine, body, writing)
         return await self._lanes.run_on_text(num_characters, call)
 
     async def prediction(self, engine: Engine, text: str) -> tuple[int, ...]:
-        """Token ids of what the output is expected to be."""
+        """Return the token ids of the expected output."""
         codec = codec_of(engine)
         _require_plausible_length(engine, len(text), "prediction")
 
@@ -86,12 +88,12 @@ class Texts:
         return await self._lanes.run_on_text(len(text), call)
 
     async def bad_words(self, engine: Engine, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of words that must not be said."""
+        """Return the token sequences of words that the output must not contain."""
         cost = sum(len(word) + _CHARACTERS_A_TEXT for word in words)
         return await self._lanes.run_on_text(2 * cost, partial(encode_bad_words, codec_of(engine), words))
 
     async def echoes(self, engine: Engine, prompts: Sequence[str | list[int]]) -> list[str]:
-        """The texts of prompts that are to be repeated."""
+        """Return the texts of prompts that are to be repeated."""
         if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:
             return texts
         codec = codec_of(engine)
@@ -108,7 +110,7 @@ class Texts:
     async def tokenize(
         self, engine: Engine, body: TokenizeTextBody | ChatTemplateFields, **writing: Any
     ) -> tuple[list[int], Any]:
-        """Ids of a text or a conversation, and each one's text where that is asked for; ``writing`` : as above."""
+        """Return the token ids of a text or a conversation, and the text of each token if requested."""
         codec = codec_of(engine)
         most = self.most_tokens(engine)
         if isinstance(body, TokenizeTextBody):
@@ -145,7 +147,7 @@ class Texts:
     def _conversation(
         self, engine: Engine, body: ChatTemplateFields, writing: Mapping[str, Any]
     ) -> tuple[Callable[[], list[int]], int]:
-        """What tokenises a conversation, and about how many characters it has."""
+        """Return a function that tokenizes a conversation, and its approximate number of characters."""
         contents = [str(message.get("content")) for message in body.messages]
         contents += [text for document in body.documents for text in document.values()]
         contents += [str(calls) for message in body.messages if (calls := message.get("tool_calls"))]
@@ -171,7 +173,7 @@ class Texts:
         return call, num_characters + num_beside + _CHARACTERS_A_TEXT * len(contents)
 
     def _require_few_values(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Refuse more in the arguments of tool calls, each JSON in a string, than a body may have."""
+        """Reject tool calls whose arguments, JSON in strings, have more values than a body may have."""
         lists = [calls for message in messages if isinstance(calls := message.get("tool_calls"), list)]
         functions = [call.get("function") for calls in lists for call in calls if isinstance(call, dict)]
         functions += [message.get("function_call") for message in messages]
@@ -190,8 +192,10 @@ class Texts:
 
 
 def require_fits(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
-    """Raise ContextTooLong for clearly more tokens, found by counting those of pieces, or QueueFull if tokenising the
-    whole needs more memory than there is: a tokenizer that is refused memory ends the process."""
+    """Raise ContextTooLong if a text clearly has too many tokens, or QueueFull if memory for tokenizing it is short.
+
+    The tokens are counted in chunks first, because a tokenizer without memory ends the process.
+    """
     if len(text) <= _PIECE_CHARACTERS:
         return
     num_bytes = len(text.encode(errors="replace"))
@@ -209,7 +213,7 @@ def require_fits(codec: TextCodec, text: str, most_tokens: int, param: str) -> N
 
 
 def _is_free(num_bytes: int) -> bool:
-    """Whether so much can be allocated now: by the limits of the process, of its control group and of the system."""
+    """Return whether this much can be allocated now, by the limits of the process, its control group and the system."""
     import torch  # by now loaded with the engine
 
     from ssd.model.loading.memory import free_bytes
@@ -222,7 +226,7 @@ def _is_free(num_bytes: int) -> bool:
 
 
 def _parts(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The texts, as many together as are short together, in order."""
+    """Group the texts so that short ones are tokenized together, in order."""
     first = num_characters = 0
     for place, text in enumerate(texts):
         num_characters += len(text) + _CHARACTERS_A_TEXT
@@ -233,7 +237,7 @@ def _parts(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _require_plausible_length(engine: Engine, num_characters: int, param: str) -> None:
-    """Refuse text that cannot fit before time is spent on it."""
+    """Reject a text that cannot fit, before time is spent on it."""
     limit = engine.max_model_len * _MAX_CHARACTERS_PER_TOKEN
     if num_characters > limit:
         raise ContextTooLong(
@@ -244,6 +248,6 @@ def _require_plausible_length(engine: Engine, num_characters: int, param: str) -
 
 
 def codec_of(engine: Engine) -> TextCodec:
-    """The tokenizer, which the engine of a server always has."""
+    """Return the tokenizer, which a server's engine always has."""
     assert engine.codec is not None
     return engine.codec

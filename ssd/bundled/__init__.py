@@ -1,8 +1,8 @@
-"""The small language model that ships with the project, and a draft head for it: everything runs without a model hub.
+"""The small language model that ships with the project, and a draft head for it, so that everything runs without a hub.
 
 ``MODEL_PATH`` is an ordinary Hugging Face model directory: ``AutoModelForCausalLM.from_pretrained(MODEL_PATH)``.
-How it was made is kept in ``benchmarks/training`` of a checkout, which is not installed; what it can and cannot do is
-in ``model/MODEL_CARD.md``. Importing this package loads no torch.
+``benchmarks/training`` of a checkout, which is not installed, contains the training; ``model/MODEL_CARD.md`` describes
+the model's abilities and limits. Importing this package loads no torch.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 MODEL_PATH: Path = Path(__file__).resolve().parent / "model"
-"""Directory of the bundled model: weights, tokenizer, chat template, model card."""
+"""The directory of the bundled model: weights, tokenizer, chat template, model card."""
 
 HEAD_PATH: Path = Path(__file__).resolve().parent / "head"
-"""Directory of an EAGLE-3 head for it, in the layout of the EAGLE repository, and of the log of its training."""
+"""The directory of an EAGLE-3 head for the bundled model, in the layout of the EAGLE repository, with its training log.
+"""
 
 __all__ = ["HEAD_PATH", "MODEL_PATH"]

@@ -1,8 +1,8 @@
-"""Which tokens keep a text within a grammar: llguidance, driven so that a draft can be tried and taken back.
+"""Token masks that keep a text within a grammar, computed by llguidance for all positions of a draft.
 
-llguidance (Moskal et al., "Making Structured Outputs Go Brrr", 2025) runs a lexer of derivatives under an Earley parser
-along the trie of the vocabulary. Most masks take less than a tenth of a millisecond, some half a second: they are made
-on threads, and nobody but who asked for the grammar waits for one that is late.
+llguidance (Moskal et al., "Making Structured Outputs Go Brrr", 2025) runs a lexer based on derivatives under an Earley
+parser along the vocabulary's trie. Most masks take less than a tenth of a millisecond, some take half a second. They
+are computed on threads, and only the request with the grammar waits for a late mask.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from ssd.text.grammar_memory import Opened, allocated_bytes
 Mask = npt.NDArray[np.bool_]
 
 PATIENCE_S = 0.02
-"""How long a pass waits for masks that have not been late before: far more than they take. What takes longer in itself,
-and is not late only since others were busy, is costly: many at once would take the passes' processors."""
+"""The time in seconds that a verification pass waits for masks that have not been late before, far more than usual
+masks take. A mask that takes longer by itself, and not only because the processors were busy, is costly: many costly
+masks at once would take the processors from the forward passes.
+"""
 
 
 _YIELDS = 4
-"""A costly mask lets shorter ones go first that come within so many times of what it takes."""
+"""A costly mask lets shorter ones go first for this multiple of its own time."""
 _MOST_REMEMBERED = 1024
 _QUICK_S, _MOST_GROWTH = 1e-4, 1 << 30
 """Seconds of a mask that adds next to nothing to a grammar's automaton; bytes that a slower one adds in a second:
@@ -42,10 +44,10 @@ _QUICK_S, _MOST_GROWTH = 1e-4, 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """The end of what llguidance can follow."""
+    """The position at which llguidance cannot continue."""
 
     at: int
-    """The number of tokens of the draft behind which it is."""
+    """The number of draft tokens before it."""
     reason: str
 
 
@@ -57,7 +59,7 @@ _DEAD_END = (
 
 
 class _Trial:
-    """The masks along one draft, made by one thread and read by another as far as they are."""
+    """The masks along one draft, computed by one thread and read by another as they become available."""
 
     def __init__(self, draft: list[int], num_output: int, masks: list[Mask], failure: _Failure | None) -> None:
         self.draft = draft
@@ -67,20 +69,20 @@ class _Trial:
         self.may_stop = False
         self.is_abandoned = False
         self.taken: list[Mask] | None = None
-        """Those that the pass uses."""
+        """The masks that the pass uses."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is a mask for each position that may be reached."""
+        """Whether there is a mask for each position that can be reached."""
         at = len(self.masks) - 1
         return at >= len(self.draft) or (at >= 0 and not self.masks[at][self.draft[at]])
 
 
 class GrammarState:
-    """A grammar and the output so far. Owned by one thread, which has its masks made by others.
+    """A grammar and the output so far. Owned by one thread; other threads compute its masks.
 
-    Once an end-of-text token was put out only those may follow. A grammar may become too complex to go on, or come to a
-    dead end; whether it does depends on the output alone, and not on the drafts that were tried.
+    After an end-of-text token only end-of-text tokens may follow. A grammar may become too complex, or reach a dead
+    end; this depends only on the output and not on the drafts that were tried.
     """
 
     def __init__(
@@ -92,9 +94,16 @@ class GrammarState:
         threads: MaskThreads,
         tenant: str | None,
     ) -> None:
-        """``open_it`` : takes the memory of the compiled grammar, None where there is none left and it may be refused.
+        """Start without output.
 
-        ``param`` : the client's name for the grammar. ``tenant`` : whose turn it is to make masks.
+        Args:
+            open_it: Reserves the memory of the compiled grammar. Returns None if there is none left and it may be
+                refused.
+            eos_token_ids: The ids that end a text.
+            vocab_size: The number of logits.
+            param: The client's name of the grammar, for messages.
+            threads: The threads that compute masks.
+            tenant: The tenant, between which costly masks take turns.
         """
         self._open_it = open_it
         self._open: Opened | None = None
@@ -110,7 +119,7 @@ class GrammarState:
         self._trial: _Trial | None = None
         self._made: Future[None] | None = None
         self.was_late = False
-        """Whether the last pass went on without all of its masks."""
+        """Whether the last pass ran without all of its masks."""
         # Of the thread that makes masks, while one does.
         self._matcher: Any = None
         self._num_followed = 0
@@ -119,12 +128,14 @@ class GrammarState:
 
     @property
     def is_busy(self) -> bool:
-        """Whether masks are being made."""
+        """Whether masks are being computed."""
         return self._made is not None and not self._made.done()
 
     def is_ready(self) -> bool:
-        """Whether a pass may take this row: not while its masks are made, and where it has been late, or is not opened
-        yet, only when the first is there. Begins what is missing, once there is memory for it."""
+        """Return whether a pass may include this row, and start the computation of missing masks.
+
+        It may not while masks are computed. A row that was late, or is not opened yet, needs its first mask before.
+        """
         if self.is_busy:
             return False
         if self._trial is None and (self.was_late or self._matcher is None):
@@ -138,7 +149,7 @@ class GrammarState:
         return True
 
     def begin(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Have the masks made along a draft; only while none are."""
+        """Start the computation of the masks along a draft. None may be running."""
         self._try(draft, self._run)
 
     def _run(self, make: Callable[[_Trial], None], trial: _Trial) -> Future[None]:
@@ -147,7 +158,7 @@ class GrammarState:
         return self._threads.submit(make, trial)
 
     def settle(self) -> int:
-        """Take the masks that there are by now: of how many positions. Any other is too late for this pass."""
+        """Take the masks that are available, and return their number. All others are too late for this pass."""
         trial = self._trial
         assert trial is not None
         self.was_late = self.is_busy
@@ -156,12 +167,12 @@ class GrammarState:
         return len(trial.taken)
 
     def masks(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> list[Mask]:
-        """What may stand at each position: bool[V] for the first draft token, the one after it, and so on.
+        """Return the allowed tokens at each position: bool[V] for the first draft token, the one after it, and so on.
 
-        k tokens give k + 1 masks, or fewer: there is none after a token that its own mask refuses, since what follows
-        is never accepted, and none that came too late, see ``settle``. A mask has at least one token: an end of text
-        where no other may follow, or where the grammar cannot go on, because it is too complex or a dead end, which
-        `advance` says once it is put out. What has not begun is made here. Raises what the making raised.
+        k tokens give k + 1 masks or fewer. There is none after a token that its own mask refuses, because later tokens
+        are never accepted, and none that was too late, see `settle`. A mask allows at least one token: end-of-text if
+        nothing else may follow, or if the grammar is too complex or at a dead end, which `advance` reports once it is
+        generated. Masks that were not started are computed here. Raises the errors of the computation.
         """
         draft = list(map(int, draft))
         trial = self._trial
@@ -177,9 +188,9 @@ class GrammarState:
         return (trial.masks if trial.taken is None else trial.taken)[: len(draft) + 1]
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Go on by tokens that were put out, each allowed where it stands.
+        """Append generated tokens, each of which was allowed.
 
-        Raises RequestError where they end only because the grammar became too complex, or came to a dead end.
+        Raises RequestError if the output ends only because the grammar became too complex or reached a dead end.
         """
         trial, self._trial = self._trial, None
         for number, token in enumerate(token_ids):
@@ -196,7 +207,7 @@ class GrammarState:
             self._token_ids.append(token)
 
     def put_down(self) -> None:
-        """Give back the memory of what can be made again: the output has ended, or waits."""
+        """Release the memory that can be recreated, because the output has ended or waits."""
         if self._trial is not None:
             self._trial.may_stop = self._trial.is_abandoned = True
         if not self.is_busy:
@@ -207,7 +218,7 @@ class GrammarState:
         draft: Sequence[int] | npt.NDArray[np.int32],
         run: Callable[[Callable[[_Trial], None], _Trial], Future[None]],
     ) -> _Trial:
-        """Let masks be made along a draft, but for those that are known from another draft of the same output."""
+        """Compute the masks along a draft, reusing those of another draft of the same output."""
         assert not self.is_busy
         wanted = list(map(int, draft))
         trial = _Trial(wanted, len(self._token_ids), [], None)
@@ -240,9 +251,9 @@ class GrammarState:
                 self._matcher = self._open = None
 
     def _count_growth(self, num_masks: int) -> None:
-        """Count what this many masks have added to the grammar.
+        """Count the memory that this many masks have added to the grammar.
 
-        Other threads allocate meanwhile too, so only slow masks count, each at most what one adds in its time.
+        Other threads allocate too, so only slow masks count, each with at most the maximum growth for its time.
         """
         if self._open is not None and self._costs_s > _QUICK_S * num_masks:
             most = int(_MOST_GROWTH * self._costs_s)
@@ -250,9 +261,10 @@ class GrammarState:
             self._open.grow(max(-most, min(grown, most)))
 
     def _follow(self, trial: _Trial) -> None:
-        """Make the masks along a draft; the matcher ends where the output does.
+        """Compute the masks along a draft; the matcher itself stays at the end of the output.
 
-        A copy, of 1 us, follows the draft: after llguidance's own rollback another text may get masks of the first.
+        A copy of the matcher (1 us) follows the draft, because after llguidance's own rollback the masks of another
+        draft could be those of this one.
         """
         if self._matcher is None:
             self._begin_again(trial, [])
@@ -283,7 +295,7 @@ class GrammarState:
             self._matcher = at_output
 
     def _begin_again(self, trial: _Trial, tried: Sequence[int]) -> None:
-        """Go where the output and some tokens after it are, from the beginning."""
+        """Move a new matcher to the end of the output and the tokens after it."""
         if self._open is None:
             self._open = self._open_it(False)
         assert self._open is not None
@@ -293,7 +305,7 @@ class GrammarState:
             self._matcher.consume_tokens([*self._token_ids[: trial.num_output], *tried])
 
     def _mask(self, trial: _Trial, tried: Sequence[int]) -> Mask:
-        """What may follow the output and the tokens that were ``tried``, where the matcher is."""
+        """Return the tokens that may follow the output and the ``tried`` tokens, at which the matcher is."""
         if self._matcher.is_error():  # perhaps by what was tried before, of which a new one knows nothing
             self._begin_again(trial, tried)
         if not self._matcher.is_stopped():
@@ -309,8 +321,10 @@ class GrammarState:
 
 
 def settle_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]:
-    """Of each row of a pass that has ended, at how many positions its tokens can be chosen. Waits a little, but not for
-    rows that were late before, unless there are no others."""
+    """Return for each row of a finished pass the number of positions whose tokens can be chosen.
+
+    Waits for a short time, but not for rows that were late before, unless there are no others.
+    """
     found = [state for state in states if state is not None]
     trusted = [state for state in found if not state.was_late]
     wait_for(_making(trusted if trusted or len(found) < len(states) else found), PATIENCE_S)
@@ -319,7 +333,7 @@ def settle_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]
 
 
 def await_masks(states: Iterable[GrammarState]) -> None:
-    """Wait a little for masks of one of them."""
+    """Wait for a short time until the masks of one of the states are computed."""
     wait_for(_making(states), PATIENCE_S, return_when=FIRST_COMPLETED)
 
 
@@ -328,10 +342,10 @@ def _making(states: Iterable[GrammarState]) -> list[Future[None]]:
 
 
 class MaskThreads:
-    """Threads that make masks, one for each row that has some to make, so that none waits for another's.
+    """The threads that compute masks, one for each row with missing masks, so that no row waits for another.
 
-    Costly ones are made one after the other, on a thread that takes what others leave: tenants in turn, of each the
-    shortest first.
+    Costly masks are computed one after the other, on a thread of low priority: tenants take turns, each with its
+    shortest mask first.
     """
 
     def __init__(self) -> None:
@@ -342,7 +356,7 @@ class MaskThreads:
         self._last_turn: OrderedDict[str | None, None] = OrderedDict()  # of each tenant, the latest last
 
     def submit_costly(self, tenant: str | None, costs_s: float, call: Callable[[], None]) -> Future[None]:
-        """``costs_s`` : expected. One that waits goes before shorter ones that came far later."""
+        """Queue a mask with its expected time. A queued mask precedes shorter ones that arrive much later."""
         costly = _Costly(tenant, time.monotonic() + _YIELDS * costs_s, call, Future())
         with self._lock:
             self._waiting.append(costly)
@@ -370,7 +384,7 @@ class _Costly:
 
 
 def _step_back(by: int) -> None:
-    """Let the passes of others go first, where a thread can be told to: it is as long as many masks are late."""
+    """Lower the priority of this thread below that of forward passes, if the system allows it."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), by)
 

@@ -1,8 +1,8 @@
-"""Compiles grammars that requests ask for: what takes out of all proportion is refused, all share a budget of bytes.
+"""Compilation of the grammars of requests, with limits on their size and a shared memory budget.
 
-llguidance does not say what a grammar takes. It is weighed by what the C library's allocator has given out while it was
-compiled. That counts what other threads allocate and free meanwhile, so it is held between two rates of the processor
-time that compiling took: ten sources of all kinds grew by 5 to 330 MB a second.
+llguidance does not report the memory of a grammar. It is estimated as the growth of the C library's allocations during
+the compilation. Allocations of other threads count too, so the estimate is kept between two multiples of the
+compilation's processor time: ten sources of all kinds grew by 5 to 330 MB per second.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ _MOST_PARSER_STATES = 2000
 
 
 _LARGE_COST = 1 << 12
-"""A source that is expected to cost more may take megabytes."""
+"""A source with a higher expected cost may take megabytes."""
 
 
 def expected_cost(output: StructuredOutput) -> int:
-    """About how long it takes to compile, in characters of usual sources, some 10 us each.
+    """Estimate the compilation time in characters of usual sources, about 10 us each.
 
-    Only from the source's length and from how often a regular expression repeats: a few take far more.
+    The estimate depends only on the source's length and the repetitions in regular expressions; few sources take far
+    longer.
     """
     cost = len(output.source)
     if output.kind != "json_schema":
@@ -70,14 +71,18 @@ _MOST_LOOKED_AT = 64
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for, and keeps the latest. Safe to use from several threads."""
+    """Compiles the grammars of requests and caches the latest. Thread-safe."""
 
     def __init__(
         self, codec: TextCodec, *, vocab_size: int, eos_token_ids: Sequence[int], max_bytes: int = MOST_GRAMMAR_BYTES
     ) -> None:
-        """``vocab_size`` : of the model's logits, at least the tokenizer's. ``eos_token_ids`` : end a text.
+        """Create a compiler.
 
-        ``max_bytes`` : of all compiled grammars, as they are weighed; see `GrammarMemory`.
+        Args:
+            codec: The tokenizer.
+            vocab_size: The number of logits, at least the tokenizer's vocabulary.
+            eos_token_ids: The ids that end a text.
+            max_bytes: The maximum memory of all compiled grammars, see `GrammarMemory`.
         """
         self._codec = codec
         self._vocab_size = vocab_size
@@ -88,20 +93,25 @@ class GrammarCompiler:
         self.memory = GrammarMemory(max_bytes)
         self._threads = MaskThreads()
         self._tried: OrderedDict[bytes, Weight] = OrderedDict()
-        """What compiled, by digest, the latest last."""
+        """The weights of the grammars that compiled, by digest, the latest last."""
 
     def knows(self, output: StructuredOutput, tenant: str | None) -> bool:
-        """Whether `compile` has nothing to try."""
+        """Return whether `compile` would not have to compile anything."""
         with self._lock:
             return _digest(output, tenant) in self._tried
 
     def compile(self, output: StructuredOutput, tenant: str | None = None) -> GrammarState:
-        """The grammar's beginning; a few milliseconds to a second the first time that a tenant asks for it.
+        """Return the state at the beginning of a text. The first time for a tenant takes milliseconds to a second.
 
-        It holds no more than the source until it is asked for masks: what was compiled is then taken from those that
-        are kept, or compiled again.
-        ``tenant`` : for whom; how long it takes is to tell nobody what another has asked for.
-        Raises RequestError where it is wrong, cannot be used with this tokenizer, or llguidance is not installed.
+        The state holds only the source until its first mask is needed; then the compiled grammar is taken from the
+        cache or compiled again.
+
+        Args:
+            output: The constraint.
+            tenant: The tenant. Each tenant compiles its own grammars, so that timing does not reveal those of others.
+
+        Raises:
+            RequestError: The source is invalid, cannot be used with this tokenizer, or llguidance is not installed.
         """
         digest = _digest(output, tenant)
         with self._lock:
@@ -137,7 +147,7 @@ class GrammarCompiler:
         return kept
 
     def _matcher(self, output: StructuredOutput) -> tuple[Any, float]:
-        """At the beginning, and the seconds of a processor that it took."""
+        """Return a matcher at the beginning of a text, and the processor time of the compilation in seconds."""
         try:
             from llguidance import LLTokenizer
         except ImportError:
@@ -171,10 +181,10 @@ class GrammarCompiler:
 
 
 def _with_unspelled_tokens(tokenizer_json: str) -> tuple[str, dict[str, str]]:
-    """A tokenizer whose special tokens no text spells, and the new names of these tokens by their own.
+    """Rename special tokens so that no text spells them; returns the tokenizer and the new names by the old ones.
 
-    Where a grammar forces its next bytes, llguidance encodes them with this tokenizer and allows the tokens it gives
-    alone. With names that text can spell, such as <|endoftext|>, a text that has one would be a control token.
+    If a grammar forces its next bytes, llguidance encodes them with this tokenizer and allows only the resulting
+    tokens. With names that text can spell, such as <|endoftext|>, this text would become a control token.
     """
     tokenizer = json.loads(tokenizer_json)
     secret = secrets.token_hex(16)
@@ -198,7 +208,7 @@ def _digest(output: StructuredOutput, tenant: str | None) -> bytes:
 
 
 def _new_matcher(tokenizer: Any, output: StructuredOutput, token_names: Mapping[str, str]) -> tuple[Any, float]:
-    """A matcher at the beginning; raises ValueError where the source cannot be used."""
+    """Compile a matcher. Raises ValueError if the source cannot be used."""
     from llguidance import LLMatcher, LLParserLimits
 
     began = time.thread_time()
@@ -219,7 +229,7 @@ def _new_matcher(tokenizer: Any, output: StructuredOutput, token_names: Mapping[
 
 
 def _grammars_of(output: StructuredOutput, token_names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """llguidance's list of grammars, the first the whole; raises ValueError where the source is malformed."""
+    """Return llguidance's list of grammars, the main one first. Raises ValueError for a malformed source."""
     from llguidance import LLMatcher
 
     if output.kind == "parts":
@@ -255,17 +265,17 @@ _CONTROL_CHARACTERS = re.compile(r"\\u00[01]|\\\\[cux]")
 
 
 def json_options(schema: Any) -> dict[str, Any]:
-    """llguidance's options for the JSON of a prepared schema.
+    """Return llguidance's options for the JSON of a prepared schema.
 
-    An escape for any character spells a key that is there already in a second way, so there is none but for schemas
-    that ask for control characters.
+    Escapes would spell an existing key in a second way, so they are disabled except for schemas that require control
+    characters.
     """
     escapes = 'nrbtf\\"' + ("u" if _CONTROL_CHARACTERS.search(json.dumps(schema, ensure_ascii=False)) else "")
     return {**JSON_OPTIONS, "json_allowed_escapes": escapes}
 
 
 def _json_entry(schema: dict[str, Any]) -> dict[str, Any]:
-    """A prepared schema as an entry of llguidance's list."""
+    """Return a prepared schema as an entry of llguidance's list."""
     options = json_options(schema)
     if has_inexact_constants(schema, schema):
         rules = ExactRules(schema, "value_", options).rules
@@ -278,9 +288,9 @@ _LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%j
 
 
 def _prepared_lark(source: str, token_names: Mapping[str, str]) -> str:
-    """A Lark grammar whose JSON schemas are prepared; raises ValueError for a schema that cannot be held.
+    """Prepare the JSON schemas in a Lark grammar. Raises ValueError for a schema that cannot be enforced.
 
-    What is no JSON is left to llguidance. ``token_names`` : see `_with_unspelled_tokens`.
+    Invalid JSON is left to llguidance. ``token_names`` is as in `_with_unspelled_tokens`.
     """
     made: list[str] = []
     more: dict[str, str] = {}
@@ -312,11 +322,11 @@ def _prepared_lark(source: str, token_names: Mapping[str, str]) -> str:
 # -- where in a schema a complaint is from
 
 _MOST_LOOKED_THROUGH = 1 << 22
-"""Characters of the schemas that are compiled to find it."""
+"""The maximum number of characters of schemas that are compiled to find the faulty one."""
 
 
 def _located(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]], complaint: str) -> str:
-    """The reason in a complaint of llguidance, with the keyword and the JSON pointer if it is about a schema."""
+    """Return the reason in an llguidance error, with the keyword and the JSON pointer if it is about a schema."""
     from llguidance import LLMatcher
 
     if output.kind == "regex":
@@ -358,7 +368,7 @@ _COMPLAINTS = {
     "patternProperties": "patternProperty", "minProperties": "min/max|minProperties",
     "maxProperties": "min/max|maxProperties",
 }  # fmt: skip
-"""Keywords that llguidance's complaints do not spell, with what they spell instead."""
+"""Keywords that llguidance's errors do not name, with patterns of those errors."""
 
 
 def _is_about(complaint: str, key: str) -> bool:
@@ -382,12 +392,12 @@ def _schemas_in(grammars: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any
 T = TypeVar("T")
 
 _STACK_BYTES = 512 << 20
-"""Addresses and not memory: what is not reached is never backed."""
+"""The size of the stack in bytes of address space; unused parts take no memory."""
 _one_at_a_time = threading.Lock()
 
 
 def on_deep_stack(call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises, on a thread of its own with a stack of 512 MB; takes 0.1 ms more."""
+    """Return or raise what ``call`` does, on a thread with a stack of 512 MB; takes 0.1 ms more."""
     returned: list[T] = []
     raised: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""The memory of compiled grammars: all that are kept or used share a budget, and tenants share what is kept."""
+"""The memory of compiled grammars: all cached and used grammars share a budget, and tenants share the cached part."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from ssd.config import StructuredOutput
 MOST_GRAMMAR_BYTES: Final = 512 << 20
 _MOST_KEPT: Final = 256
 _SMALL_PARTS: Final = 128
-"""A grammar of at most such a part of the budget waits for nobody."""
+"""A grammar of at most this fraction of the budget never waits for memory."""
 _COPY_PARTS: Final = 8
-"""A request's own part of a grammar is such a part of it, or less: 1.5 to 4 MB of 43."""
+"""A request's own copy of a grammar takes at most this fraction of it: 1.5 to 4 MB of 43 MB were measured."""
 _TRIM_AFTER_S: Final = 0.1
-"""Time after which freed memory is given back to the system, for all that went meanwhile: 2 to 12 ms of work."""
+"""The time in seconds after which freed memory is returned to the system, together with what is freed meanwhile. It
+takes 2 to 12 ms.
+"""
 _LARGE_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a compiled grammar takes of memory, and of a processor's time to be made."""
+    """The memory of a compiled grammar, and the processor time of its compilation."""
 
     num_bytes: int
     seconds: float
 
 
 class Compiled:
-    """A matcher at the beginning, which is to be left there: its copies share what was compiled, and add to it."""
+    """A matcher that must stay at the beginning of a text. Its copies share the compiled grammar and add to it."""
 
     def __init__(self, start: Any, weight: Weight) -> None:
         self.start, self.weight = start, weight
@@ -47,7 +49,7 @@ class Compiled:
 
 
 class Opened:
-    """A place in the budget for one request, given back when nobody holds it any more."""
+    """One request's reservation of memory, released when the object is garbage collected."""
 
     def __init__(
         self,
@@ -63,11 +65,11 @@ class Opened:
 
     @property
     def costs_s(self) -> float:
-        """What it takes to begin, of a processor's time."""
+        """The processor time in seconds until the matcher is ready."""
         return self.weight.seconds if self.compiled is None else 0.0
 
     def start(self) -> Any:
-        """A matcher at the beginning; compiled anew where it is not kept."""
+        """Return a matcher at the beginning of a text, compiled again if the grammar is not cached."""
         if self.compiled is None:
             self.compiled = self._compile()
         return self.compiled.start.deep_copy()
@@ -79,12 +81,12 @@ class Opened:
 
     @property
     def num_bytes(self) -> int:
-        """Beside what was compiled, which others may hold as well."""
+        """The memory in addition to the compiled grammar, which other requests may share."""
         return self.weight.num_bytes // (1 if self.compiled is None else _COPY_PARTS)
 
 
 class GrammarMemory:
-    """Counts grammars as they are weighed. Safe to use from several threads."""
+    """Counts the memory of grammars. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -95,12 +97,12 @@ class GrammarMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that are kept or used."""
+        """The memory of all cached and used grammars."""
         with self._lock:
             return self._used()
 
     def find(self, tenant: str | None, output: StructuredOutput) -> Compiled | None:
-        """One that is kept."""
+        """Return a tenant's cached grammar, or None."""
         with self._lock:
             kept = self._kept.get(tenant, OrderedDict())
             if output in kept:
@@ -108,7 +110,7 @@ class GrammarMemory:
             return kept.get(output)
 
     def keep(self, tenant: str | None, output: StructuredOutput, compiled: Compiled) -> None:
-        """Keep it for whoever asks next, as long as there is room: half of the budget for all that nobody uses."""
+        """Cache a grammar if there is room: half of the budget for grammars that no request uses."""
         with self._lock:
             self._compiled.add(compiled)
             self._kept.setdefault(tenant, OrderedDict())[output] = compiled
@@ -120,9 +122,14 @@ class GrammarMemory:
     def open(
         self, weight: Weight, compiled: Compiled | None, compile_it: Callable[[], Compiled], *, may_refuse: bool
     ) -> Opened | None:
-        """A place for one that weighs so much, of which ``compiled`` may be kept; what is only kept leaves for it.
+        """Reserve memory for a request's grammar, evicting cached grammars if needed.
 
-        None where those in use leave no room, but never for a small one, or where none is in use.
+        Args:
+            weight: The memory of the grammar.
+            compiled: The grammar, if it is cached.
+            compile_it: Compiles the grammar.
+            may_refuse: Whether None may be returned if used grammars leave no room. A small grammar, or the only used
+                one, is never refused.
         """
         opened = Opened(weight, compiled, compile_it, self.grow)
         with self._lock:
@@ -135,7 +142,7 @@ class GrammarMemory:
             return opened
 
     def grow(self, compiled: Compiled, num_bytes: int) -> None:
-        """Count what masks have added to a grammar, as measured; what is only kept leaves for it."""
+        """Count the memory that masks have added to a grammar, evicting cached grammars if needed."""
         with self._lock:
             compiled.num_bytes = max(compiled.weight.num_bytes, compiled.num_bytes + num_bytes)
             while self._used() > self._most and self._kept:
@@ -146,12 +153,12 @@ class GrammarMemory:
         return sum(each.num_bytes for each in list(self._compiled)) + sum(each.num_bytes for each in opened)
 
     def _weights(self) -> Counter[str | None]:
-        """Bytes that each tenant has kept."""
+        """Return the memory that each tenant has cached."""
         kept = {tenant: sum(each.num_bytes for each in of.values()) for tenant, of in self._kept.items()}
         return Counter(kept)
 
     def _forget_one(self) -> None:
-        """Of who keeps most, what was used longest ago: so nobody loses what is within an equal share."""
+        """Evict the least recently used grammar of the tenant that caches most, so that shares stay equal."""
         tenant = self._weights().most_common(1)[0][0]
         self._kept[tenant].popitem(last=False)
         if not self._kept[tenant]:
@@ -167,7 +174,7 @@ class _Mallinfo2(ctypes.Structure):
 
 @cache
 def _mallinfo() -> Any:
-    """glibc's; None with another C library, which does not say what is given out."""
+    """Return glibc's allocation statistics; None with another C library."""
     found = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
     if found is not None:
         found.restype = _Mallinfo2
@@ -175,7 +182,7 @@ def _mallinfo() -> Any:
 
 
 def allocated_bytes() -> int:
-    """What the allocator has given out to all threads; 0 where it does not say."""
+    """Return the number of bytes that the allocator has given to all threads; 0 if it is unknown."""
     if (mallinfo := _mallinfo()) is None:
         return 0
     info = mallinfo()
@@ -186,7 +193,7 @@ _trim: threading.Timer | None = None
 
 
 def trim_soon() -> None:
-    """Give the system back what is free by then: glibc's allocator keeps it otherwise. Takes no lock, never raises."""
+    """Return free memory to the system a moment later, which glibc would keep. Takes no lock, never raises."""
     global _trim
     if _trim is None and _mallinfo() is not None:
         timer = threading.Timer(_TRIM_AFTER_S, _trim_now)

@@ -140,7 +140,7 @@ _MOST_GROWTH = 1 << 12
 
 
 def _bounded(tokenizer: Any) -> Any:
-    """The tokenizer; raises ValueError where its rules make gigabytes of a short text."""
+    """Return the tokenizer. Raises ValueError if its rules would turn a short text into gigabytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for name in ("normalizer", "post_processor"):
         if (rules := getattr(backend, name, None)) is None:
