@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.run import Option, Run
-from server.running.conversations import MessageFormat, message_format
+from server.running.chat_preparation import MessageFormat, message_format
 from server.tools.formats import AUTO, detect, make_parser, write_calls
 from server.tools.messages import Messages, with_numbered_call_ids, with_short_call_ids
 from ssd.bundled import MODEL_PATH

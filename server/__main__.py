@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from server.observe.logs import set_up_logging, tell, wants_json
+from server.observe.logs import report_start, set_up_logging, wants_json
 
 _SHOWN_KEY = re.compile(rb"(?<=\0--api-key[=\0])[^\0]+")
 
@@ -40,7 +40,7 @@ def hide_keys() -> None:
             memory.seek(begin)
             memory.write(_SHOWN_KEY.sub(lambda key: b"*" * len(key[0]), line))
     except (OSError, ValueError):  # a system without these files, or one that lets nobody write there
-        tell("warning", "--api-key shows in the process list: use --api-key-file")
+        report_start("warning", "--api-key shows in the process list: use --api-key-file")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.inputs import lines, streams
-from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, Format, InputError, Record
+from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, Format, InputError, InputRecord
 from cache_builder.inputs.records import encode_record, encode_usable_record, read_part, read_sources
 from cache_builder.inputs.sources import Source, find_sources, split_source
 from cache_builder.inputs.streams import file_system
@@ -37,7 +37,7 @@ ANSWER = {"role": "assistant", "content": "hi there"}
 TEXTS = [f"document {number} of a few words" for number in range(50)]
 
 
-def records(name: str | Path, format: Format = "auto", fields: FieldNames = AS_WE_CALL_THEM) -> list[Record]:
+def records(name: str | Path, format: Format = "auto", fields: FieldNames = AS_WE_CALL_THEM) -> list[InputRecord]:
     return list(read_sources(find_sources([str(name)], format), lambda num_bytes: None, fields))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
 from cache_builder.inputs import chat_formats, record
-from cache_builder.inputs.record import FieldNames, InputError, Record
+from cache_builder.inputs.record import FieldNames, InputError, InputRecord
 from cache_builder.inputs.records import EncodedRecord, encode_record, read_sources
 from cache_builder.inputs.sources import find_sources
 from ssd.text.codec import Example, TextCodec
@@ -134,7 +134,7 @@ UNANSWERED: dict[str, dict[str, Any]] = {
 
 
 def found_in(line: Any, codec: TextCodec, fields: FieldNames = record.AS_WE_CALL_THEM) -> EncodedRecord:
-    return encode_record(Record("log:1", json.dumps(line), is_json=True), codec, fields)
+    return encode_record(InputRecord("log:1", json.dumps(line), is_json=True), codec, fields)
 
 
 @pytest.mark.parametrize("name", CHATS)

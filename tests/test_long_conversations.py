@@ -12,7 +12,7 @@ import pytest
 from cache_builder.__main__ import main
 from cache_builder.evaluation.log import read_log
 from cache_builder.inputs import conversations
-from cache_builder.inputs.conversations import Answer, encode_answers
+from cache_builder.inputs.conversations import EncodedAnswer, encode_answers
 from cache_builder.inputs.sources import find_sources
 from ssd.errors import RequestError
 from ssd.text.codec import Example, TextCodec
@@ -84,7 +84,7 @@ def conversation(num_turns: int) -> list[dict[str, Any]]:
 
 def one_by_one(
     messages: list[dict[str, Any]], kwargs: dict[str, Any], codec: TextCodec, monkeypatch: pytest.MonkeyPatch
-) -> list[Example | Answer]:
+) -> list[Example | EncodedAnswer]:
     """The slow twin: each prompt is encoded by itself."""
     with monkeypatch.context() as patch:
         patch.setattr(conversations, "_FEW", len(messages))
@@ -103,7 +103,7 @@ def test_turns_give_what_each_prompt_gives_by_itself(
     expected = one_by_one(messages, kwargs, codec, monkeypatch)
     assert [([*map(int, each.token_ids)], each.prompt_length) for each in found] == expected
     if name in APPENDING:
-        assert len(found) == 16 and all(isinstance(each, Answer) for each in found)
+        assert len(found) == 16 and all(isinstance(each, EncodedAnswer) for each in found)
 
 
 def test_a_template_that_drops_old_messages_is_refused_as_the_server_refuses_it(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cache_builder.inputs.record import FieldNames, InputError, Record
+from cache_builder.inputs.record import FieldNames, InputError, InputRecord
 from cache_builder.inputs.records import encode_record, read_sources
 from cache_builder.inputs.sources import find_sources, split_source
 from ssd.text.codec import TextCodec
@@ -203,7 +203,7 @@ SPANS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SPANS)
 def test_a_span_of_a_call_has_its_prompt_and_its_answer(name: str, codec: TextCodec) -> None:
-    found = encode_record(Record("log:1", json.dumps(SPANS[name]), is_json=True), codec)
+    found = encode_record(InputRecord("log:1", json.dumps(SPANS[name]), is_json=True), codec)
     assert found == (chat_examples(codec, [SYSTEM, ASK, SAY]), True, True)
 
 
@@ -229,7 +229,7 @@ def test_calls_of_tools_in_spans_are_calls(tmp_path: Path) -> None:
 
 def test_spans_of_something_else_say_no_answer(codec: TextCodec) -> None:
     for attributes in ({"http.method": "GET"}, {**NEW, "gen_ai.operation.name": "invoke_agent"}):
-        record = Record("log:1", json.dumps({**IDS, "attributes": attributes}), is_json=True)
+        record = InputRecord("log:1", json.dumps({**IDS, "attributes": attributes}), is_json=True)
         assert encode_record(record, codec) == ([], True, False)
 
 
@@ -255,12 +255,12 @@ PAIR = {"prompt": [ASK], "chosen": [SAY], "rejected": [OPEN]}
 )
 def test_what_is_known_and_not_read_is_refused_by_name(line: Any, message: str, codec: TextCodec) -> None:
     with pytest.raises(InputError, match=f"^log:1: {message}.* is not read: give "):
-        encode_record(Record("log:1", json.dumps(line), is_json=True), codec)
+        encode_record(InputRecord("log:1", json.dumps(line), is_json=True), codec)
 
 
 def test_the_preferred_answer_may_be_named(codec: TextCodec) -> None:
     fields = FieldNames.parse(["messages=prompt", "completion=chosen"])
-    found = encode_record(Record("log:1", json.dumps(PAIR), is_json=True), codec, fields)
+    found = encode_record(InputRecord("log:1", json.dumps(PAIR), is_json=True), codec, fields)
     assert found.examples == chat_examples(codec, [ASK, SAY])
 
 
@@ -274,8 +274,8 @@ def test_the_preferred_answer_may_be_named(codec: TextCodec) -> None:
     ],
 )
 def test_the_one_list_of_messages_is_a_conversation_whatever_it_is_called(line: Any, codec: TextCodec) -> None:
-    found = encode_record(Record("log:1", json.dumps(line), is_json=True), codec)
+    found = encode_record(InputRecord("log:1", json.dumps(line), is_json=True), codec)
     assert found.examples == chat_examples(codec, [ASK, SAY])
     twice = {"a": [ASK, SAY], "b": [ASK, OPEN]}
     with pytest.raises(InputError, match="no usable fields"):
-        encode_record(Record("log:1", json.dumps(twice), is_json=True), codec)
+        encode_record(InputRecord("log:1", json.dumps(twice), is_json=True), codec)

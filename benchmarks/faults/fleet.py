@@ -21,7 +21,7 @@ from benchmarks.history import History, Verdict, family, note, notes_on_disk
 from benchmarks.load import SERVER_OPTIONS, Load
 from benchmarks.processes import Redis, Server, headers_of
 from server.admission.registry import NamespaceNames
-from server.admission.rules import digest_of
+from server.admission.tenant_config import digest_of
 from ssd.sharing.entry import stream_key
 from ssd.text.codec import TextCodec
 

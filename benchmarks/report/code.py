@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from cyclopts import Argument, Group
 
 from benchmarks.report.choices import CHOICES, Choice
-from server.admission.gate import NO_LEARN_HEADER
+from server.admission.auth_middleware import NO_LEARN_HEADER
 from server.command.arguments import build_app
 from server.command.flags import shown_default
 from server.schema.anthropic import AnthropicBody, CountTokensBody

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from cache_builder.building.resumable import check_output, replace_directory, working_directory
-from cache_builder.inputs.record import AS_WE_CALL_THEM, STANDARD_INPUT, FieldNames, Format, InputError, Record
+from cache_builder.inputs.record import AS_WE_CALL_THEM, STANDARD_INPUT, FieldNames, Format, InputError, InputRecord
 from cache_builder.inputs.records import EncodedRecord, encode_usable_record, read_part
 from cache_builder.inputs.sources import Source, estimate_text_bytes, find_sources, split_source
 from cache_builder.inputs.streams import is_regular
@@ -253,7 +253,7 @@ class _Builder:
         counts.num_segments = len(self._segments)
         return BlockResult(self._block.number, tuple(self._segments), counts)
 
-    def _records(self) -> Iterator[Record]:
+    def _records(self) -> Iterator[InputRecord]:
         for part in self._block.parts:
             yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.fields)
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, Progress, Record, get_at_path
+from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, InputRecord, Progress, get_at_path
 from cache_builder.inputs.records import encode_usable_record, fields_of, read_sources
 from cache_builder.inputs.sources import Source
 from ssd.text.codec import TextCodec
@@ -152,7 +152,7 @@ def read_log(
     )  # fmt: skip
 
 
-def _label(record: Record, path: str) -> str:
+def _label(record: InputRecord, path: str) -> str:
     """Return the name of a record's class; the field may contain any value."""
     value = get_at_path(fields_of(record), path) if record.is_json else None
     if value is None:

@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 Encode = Callable[..., list[int]]
 
 
-class Answer(NamedTuple):
+class EncodedAnswer(NamedTuple):
     """An `Example` that shares its beginning with the other answers of the same conversation.
 
     Attributes:
@@ -42,7 +42,9 @@ _STUB: Final = ({"role": "user", "content": "x"},)
 _TOOL: Final = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {"type": "object"}}}
 
 
-def encode_answers(messages: Sequence[Message], kwargs: dict[str, Any], codec: TextCodec) -> list[Example | Answer]:
+def encode_answers(
+    messages: Sequence[Message], kwargs: dict[str, Any], codec: TextCodec
+) -> list[Example | EncodedAnswer]:
     """Encode every assistant message of a conversation together with its prompt.
 
     Args:
@@ -97,7 +99,7 @@ def _append_answer(
 
 def _encode_turn_by_turn(
     messages: Sequence[Message], places: list[int], kwargs: dict[str, Any], codec: TextCodec
-) -> list[Answer] | None:
+) -> list[EncodedAnswer] | None:
     """Encode the answers at ``places`` turn by turn; return None if the template does more than append.
 
     Each turn is encoded after a short stub conversation, and the added tokens are appended to the earlier turns. The
@@ -124,7 +126,7 @@ def _encode_turn_by_turn(
     if len(found) < len(places):
         return None
     whole = np.array(history, np.int32)
-    answers = [Answer(whole[:shared], rest, length) for shared, rest, length in found]
+    answers = [EncodedAnswer(whole[:shared], rest, length) for shared, rest, length in found]
     written = [n for n, place in enumerate(places) if messages[place].keys() & {"tool_calls", "reasoning_content"}]
     for number in {1, len(places) - 1, *written[-1:]}:
         alone = encode_answer(messages[: places[number]], messages[places[number]], kwargs, codec)

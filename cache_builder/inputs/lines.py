@@ -11,7 +11,7 @@ from itertools import chain
 from typing import IO, Any, Literal, TypeAlias, cast
 
 from cache_builder.inputs.detect import detect_delimiter, is_line_by_line
-from cache_builder.inputs.record import BYTE_ORDER_MARK, LONGEST_RECORD, InputError, Record, display_name
+from cache_builder.inputs.record import BYTE_ORDER_MARK, LONGEST_RECORD, InputError, InputRecord, display_name
 from cache_builder.inputs.streams import input_errors, open_stream
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -40,7 +40,7 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
         at += len(line)
 
 
-def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[Record]:
+def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[InputRecord]:
     """Yield a record for every line that begins within bytes ``start`` .. ``stop``.
 
     If the file is one JSON array, every element is a record; if objects take several lines, every object is one. Blank
@@ -56,13 +56,13 @@ def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = N
         what, one = ("a JSON array", "element") if is_array else ("JSON over several lines", "object")
         try:
             for number, element in enumerate((_elements if is_array else _objects)(text), start=1):
-                yield Record(f"{shown}: {one} {number}", element, is_json=True)
+                yield InputRecord(f"{shown}: {one} {number}", element, is_json=True)
         except (json.JSONDecodeError, RecursionError) as error:
             raise InputError(f"{shown}: not {what} ({error}). Correct it, or give one object a line") from None
         return
     for where, line in _lines(shown, file, start, stop):
         if line.strip():
-            yield Record(where, line.decode(errors=_KEPT), is_json=True)
+            yield InputRecord(where, line.decode(errors=_KEPT), is_json=True)
 
 
 def _elements(text: str) -> Iterator[str]:
@@ -95,7 +95,7 @@ def _skip(text: str, at: int) -> int:
     return cast(re.Match[str], _SPACE.match(text, at)).end()
 
 
-def csv_rows(shown: str, file: IO[bytes]) -> Iterator[Record]:
+def csv_rows(shown: str, file: IO[bytes]) -> Iterator[InputRecord]:
     """Yield a record for every row, named by the heading; empty cells are left out. Raises InputError."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     heading = text.readline(_DOCUMENT_BYTES)
@@ -107,21 +107,21 @@ def csv_rows(shown: str, file: IO[bytes]) -> Iterator[Record]:
             if None in row:
                 raise InputError(f"{shown}: row {number} has more cells than the heading. Correct it")
             line = {name: value for name, value in row.items() if value}
-            yield Record(f"{shown}: row {number}", "", is_json=True, line=line)
+            yield InputRecord(f"{shown}: row {number}", "", is_json=True, line=line)
     except csv.Error as error:
         raise InputError(f"{shown}: row {number + 1} is not CSV ({error}). Correct it") from None
 
 
-def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[Record]:
+def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[InputRecord]:
     """Yield a text file as one document, or beyond 4 MB as several, split at line ends; empty ones are skipped."""
     held = bytearray()
     for _, line in _lines(shown, file, start, stop):
         held += line
         if len(held) >= _DOCUMENT_BYTES:
-            yield Record(shown, held.decode(), is_json=False)
+            yield InputRecord(shown, held.decode(), is_json=False)
             held.clear()
     if held.strip():
-        yield Record(shown, held.decode(), is_json=False)
+        yield InputRecord(shown, held.decode(), is_json=False)
 
 
 Side: TypeAlias = Literal["requests", "responses"]
@@ -139,7 +139,7 @@ def batch_side(line: Any) -> tuple[Side, str] | None:
     return ("responses", line["custom_id"]) if "response" in line or "result" in line else None
 
 
-def join_requests(responses: Iterator[Record], names: Sequence[str]) -> Iterator[Record]:
+def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Iterator[InputRecord]:
     """Join each response with the request of the same ``custom_id`` in the first of the files ``names`` that has it.
 
     A response without a request is yielded unchanged. A file is only read if the files before it lack an id.
@@ -161,7 +161,7 @@ def join_requests(responses: Iterator[Record], names: Sequence[str]) -> Iterator
                     )
         if side and (request := by_id.get(side[1], "")):
             joined = {"request": _loaded(request), "response": line.get("response", line.get("result"))}
-            yield Record(record.where, "", is_json=True, line=joined)
+            yield InputRecord(record.where, "", is_json=True, line=joined)
         else:
             yield record
 

@@ -31,7 +31,7 @@ class InputError(SSDError):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class InputRecord:
     """A document, line, row or exchange.
 
     Attributes:

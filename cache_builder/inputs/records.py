@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cache_builder.inputs.chat_formats import UNDERSTOOD, Exchange, find_nested_records, parse_exchanges
-from cache_builder.inputs.conversations import Answer, encode_answer, encode_answers
+from cache_builder.inputs.conversations import EncodedAnswer, encode_answer, encode_answers
 from cache_builder.inputs.detect import detect_format
 from cache_builder.inputs.lines import csv_rows, documents, join_requests, json_lines
 from cache_builder.inputs.record import (
     AS_WE_CALL_THEM,
     FieldNames,
     InputError,
+    InputRecord,
     Progress,
-    Record,
     display_name,
 )
 from cache_builder.inputs.sessions import read_sessions
@@ -32,12 +32,12 @@ from ssd.text.messages import normalize_messages
 
 def read_sources(
     sources: Iterable[Source], progress: Progress, fields: FieldNames = AS_WE_CALL_THEM
-) -> Iterator[Record]:
+) -> Iterator[InputRecord]:
     """Yield the records of all ``sources``, one source after the other. Raises InputError."""
     return chain.from_iterable(read_part(source, progress, fields) for source in sources)
 
 
-def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_THEM) -> Iterator[Record]:
+def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_THEM) -> Iterator[InputRecord]:
     """Yield the records of a file or of a part of it, in order. Raises InputError.
 
     A text file is one document; if it exceeds 4 MB it is several, split at line ends. Empty documents and blank lines
@@ -66,17 +66,17 @@ def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_
                     yield from _unwrap_nested_records(read_sessions(lines), fields)
 
 
-def _unwrap_nested_records(records: Iterator[Record], fields: FieldNames) -> Iterator[Record]:
+def _unwrap_nested_records(records: Iterator[InputRecord], fields: FieldNames) -> Iterator[InputRecord]:
     """Yield ``records``, or if there is a single record of unknown format the records of the list in it."""
     beginning = list(islice(records, 2))
     if len(beginning) == 1 and (within := _within(beginning[0], fields)):
         name, lines = within
         where = beginning[0].where
-        beginning = [Record(f"{where}: {name}[{n}]", "", is_json=True, line=line) for n, line in enumerate(lines)]
+        beginning = [InputRecord(f"{where}: {name}[{n}]", "", is_json=True, line=line) for n, line in enumerate(lines)]
     yield from chain(beginning, records)
 
 
-def _within(record: Record, fields: FieldNames) -> tuple[str, list[Mapping[str, Any]]] | None:
+def _within(record: InputRecord, fields: FieldNames) -> tuple[str, list[Mapping[str, Any]]] | None:
     try:
         line = fields_of(record)
         is_understood = fields.of(line) is not line or not line.keys().isdisjoint(("text", "token_ids"))
@@ -94,12 +94,12 @@ class EncodedRecord(NamedTuple):
         has_answer: False if the record contains no answer; then there are no sequences.
     """
 
-    examples: Sequence[Example | Answer]
+    examples: Sequence[Example | EncodedAnswer]
     has_prompt: bool = True
     has_answer: bool = True
 
 
-def encode_record(record: Record, codec: TextCodec, fields: FieldNames = AS_WE_CALL_THEM) -> EncodedRecord:
+def encode_record(record: InputRecord, codec: TextCodec, fields: FieldNames = AS_WE_CALL_THEM) -> EncodedRecord:
     """Encode the sequences of a record, whose fields ``fields`` names. Raises InputError with the record's place."""
     if not record.is_json:
         return EncodedRecord([codec.encode_text_example(record.text)])
@@ -111,7 +111,7 @@ def encode_record(record: Record, codec: TextCodec, fields: FieldNames = AS_WE_C
 
 
 def encode_usable_record(
-    record: Record, codec: TextCodec, fields: FieldNames, *, skip_invalid: bool
+    record: InputRecord, codec: TextCodec, fields: FieldNames, *, skip_invalid: bool
 ) -> EncodedRecord | None:
     """Call `encode_record`; with ``skip_invalid`` return None for a record that cannot be used."""
     try:
@@ -122,7 +122,7 @@ def encode_usable_record(
         return None
 
 
-def fields_of(record: Record) -> Mapping[str, Any]:
+def fields_of(record: InputRecord) -> Mapping[str, Any]:
     """Return the fields of a record that is JSON or a row. Raises InputError."""
     if record.line is not None:
         return record.line
@@ -153,7 +153,7 @@ def _found_in(line: Mapping[str, Any], where: str, codec: TextCodec) -> EncodedR
     return EncodedRecord(examples, has_prompt, has_answer=bool(examples))
 
 
-def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Example | Answer]:
+def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Example | EncodedAnswer]:
     asked = exchange.asked
     if asked is None:
         for answer in exchange.said:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from cache_builder.inputs.chat_formats import ANSWER_KEYS, PROMPT_KEYS
-from cache_builder.inputs.record import BYTE_ORDER_MARK, InputError, Record
+from cache_builder.inputs.record import BYTE_ORDER_MARK, InputError, InputRecord
 from cache_builder.inputs.recorded_responses import as_mapping
 
 _MOST_BYTES: Final = 1 << 30
@@ -30,7 +30,7 @@ def is_session(line: bytes | str) -> bool:
     return _reader_of(_loaded(line.removeprefix(BYTE_ORDER_MARK) if isinstance(line, bytes) else line)) is not None
 
 
-def read_sessions(records: Iterator[Record]) -> Iterator[Record]:
+def read_sessions(records: Iterator[InputRecord]) -> Iterator[InputRecord]:
     """Yield the conversations if the first of ``records`` begins a session, else ``records``.
 
     A line that is not JSON remains a record. Raises InputError for a session of more than 1 GiB.
@@ -54,7 +54,7 @@ def read_sessions(records: Iterator[Record]) -> Iterator[Record]:
             yield record
     number = 0
     for number, conversation in enumerate(filter(itemgetter("messages"), read(lines)), start=1):
-        yield Record(f"{first.where}: conversation {number}", "", is_json=True, line=conversation)
+        yield InputRecord(f"{first.where}: conversation {number}", "", is_json=True, line=conversation)
     if number == 0:
         raise InputError(f"{first.where}: begins as the session of a coding agent, and has no message")
 

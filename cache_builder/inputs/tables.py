@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cache_builder.inputs.record import InputError, Progress, Record
+from cache_builder.inputs.record import InputError, InputRecord, Progress
 from cache_builder.inputs.streams import open_raw
 from ssd.errors import first_line
 
@@ -27,7 +27,7 @@ def row_group_bytes(name: str) -> list[int]:
 
 def parquet_rows(
     name: str, columns: Collection[str], progress: Progress, start: int = 0, stop: int | None = None
-) -> Iterator[Record]:
+) -> Iterator[InputRecord]:
     """Yield the rows of the row groups ``start`` .. ``stop`` as records.
 
     Args:
@@ -57,7 +57,7 @@ def parquet_rows(
             pa.default_memory_pool().release_unused()  # a few batches' worth
 
 
-def arrow_rows(name: str, stream: io.BufferedReader, columns: Collection[str]) -> Iterator[Record]:
+def arrow_rows(name: str, stream: io.BufferedReader, columns: Collection[str]) -> Iterator[InputRecord]:
     """Yield the rows of an Arrow file, or of an Arrow stream in a file as Hugging Face's datasets keep it.
 
     ``columns`` is as in `parquet_rows`. Raises InputError.
@@ -76,12 +76,12 @@ def _chosen(there: list[str], columns: Collection[str]) -> list[str]:
     return [column for column in there if column in columns] or there
 
 
-def _rows(name: str, batch: Any, first: int) -> Iterator[Record]:
+def _rows(name: str, batch: Any, first: int) -> Iterator[InputRecord]:
     batch.validate(full=True)  # what lies outside of a buffer is not read
     columns = {field: _values(batch.column(place)) for place, field in enumerate(batch.schema.names)}
     for row in range(len(batch)):
         line: Mapping[str, Any] = {field: values[row] for field, values in columns.items() if values[row] is not None}
-        yield Record(f"{name}: row {first + row + 1}", "", is_json=True, line=line)
+        yield InputRecord(f"{name}: row {first + row + 1}", "", is_json=True, line=line)
 
 
 def _values(column: Any) -> Any:

@@ -19,12 +19,12 @@ import pydantic_core
 from starlette.requests import ClientDisconnect, Request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from server.admission.account import Budget, Share
-from server.admission.lanes import Lanes
+from server.admission.fair_executor import FairExecutors
+from server.admission.quotas import Reservation, SharedBudget
 from server.base.counting import num_values
 from server.base.errors import ApiError
-from server.base.limits import SMALL_BODY_BYTES, Limits, Patience
-from server.base.record import current_record
+from server.base.limits import SMALL_BODY_BYTES, LeakyBucket, Limits
+from server.base.request_record import current_record
 from ssd.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._expected_bytes = 0  # of a body whose length is known
         self._pieces: list[bytes] = []  # of a body, found in what was received last
         self._unanswered: list[RequestResponseCycle] = []
-        self._sending: Patience | None = None
+        self._sending: LeakyBucket | None = None
         self._unsent = 0
         self._looking: asyncio.TimerHandle | None = None
         beyond = len(self.connections) - self.limits.max_connections
@@ -239,7 +239,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._sending = None
             return False
         if self._sending is None:
-            self._sending = Patience(self.limits.max_send_seconds, self.limits.min_bytes_per_second, now)
+            self._sending = LeakyBucket(self.limits.max_send_seconds, self.limits.min_bytes_per_second, now)
         else:
             self._sending.moved(max(0, self._unsent - unsent), now)
         self._unsent = unsent
@@ -260,10 +260,10 @@ def protocol_within(limits: Limits) -> type[asyncio.Protocol]:
 class BodyReader:
     """Reads the bodies of all requests. Bodies that are not small share a memory budget and a thread."""
 
-    def __init__(self, limits: Limits, lanes: Lanes) -> None:
+    def __init__(self, limits: Limits, lanes: FairExecutors) -> None:
         self._limits, self._lanes = limits, lanes
         most = max(limits.max_bodies_bytes, limits.max_body_bytes)
-        self._memory = Budget(most, "large bodies")
+        self._memory = SharedBudget(most, "large bodies")
 
     async def read(self, request: Request, check: Callable[[Any], T], *, max_values: int) -> T:
         """Receive and decode a body, and return the result of ``check``.
@@ -279,14 +279,14 @@ class BodyReader:
         finally:
             share.give_back()
 
-    async def _receive(self, request: Request, share: Share) -> bytes:
+    async def _receive(self, request: Request, share: Reservation) -> bytes:
         most = self._limits.max_body_bytes
         if int(request.headers.get("content-length", 0)) > most:  # the parser has seen to it that it is a number
             raise _too_long(most)
         content = bytearray()
         seconds, rate = self._limits.max_body_seconds, self._limits.min_bytes_per_second
         clock = asyncio.get_running_loop().time
-        patience = Patience(seconds, rate, clock())
+        patience = LeakyBucket(seconds, rate, clock())
         try:
             async with asyncio.timeout_at(patience.until) as timeout:
                 async for chunk in request.stream():

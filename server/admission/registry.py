@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from server.admission.account import Account
-from server.admission.rules import EVERYBODY, Tenant, digest_of
+from server.admission.quotas import Account
+from server.admission.tenant_config import EVERYBODY, Tenant, digest_of
 from server.base.errors import ApiError
 from ssd.errors import ConfigError, SSDError, shown
 from ssd.retrieval.directory import remove_directory
@@ -71,7 +71,7 @@ class NamespaceNames:
         return keyed_digest(self.secret, *parts)
 
 
-def few(names: list[str]) -> str:
+def summarize_names(names: list[str]) -> str:
     """Return the number of caches and the first of their names."""
     return f"{len(names)} cache(s) of tenants ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
@@ -209,7 +209,7 @@ _NEAR: Final = 256
 """How many deletion counts, up and down, are tried for a directory to which no current name leads."""
 
 
-class CacheUse(NamedTuple):
+class CacheAccess(NamedTuple):
     """The cache that a request uses and the policy for it. None: nothing is drafted from a cache or added to it."""
 
     namespace: str | None
@@ -272,10 +272,10 @@ class Tenants:
     def accounts(self) -> list[Account]:
         return sorted(self._accounts.values(), key=lambda account: account.name)
 
-    def cache_use(self, account: Account, base: str | None, salt: str | None) -> CacheUse:
+    def cache_use(self, account: Account, base: str | None, salt: str | None) -> CacheAccess:
         """Return the cache for a tenant's request to the model namespace ``base``."""
         if base is None:
-            return CacheUse(None, DEFAULT_TERMS)
+            return CacheAccess(None, DEFAULT_TERMS)
         main, terms = base, DEFAULT_TERMS
         tenant = account.tenant
         if not (self._share_cache or tenant is EVERYBODY or tenant.is_operator):
@@ -287,7 +287,7 @@ class Tenants:
                 owner=self._names.owner(tenant.seed),
             )
         if salt is None:
-            return CacheUse(main, terms)
+            return CacheAccess(main, terms)
         # What is said under a salt stays in memory: clients choose salts, and as many as they like.
         salted = NamespaceTerms(
             capacity_tokens=min(SALTED_TOKENS, terms.capacity_tokens or SALTED_TOKENS),
@@ -296,7 +296,7 @@ class Tenants:
             group=main,
             most_in_group=SALTS_AT_ONCE,
         )
-        return CacheUse(self._names.salted(main, salt), salted)
+        return CacheAccess(self._names.salted(main, salt), salted)
 
     def labels(self) -> Mapping[str, str]:
         """Return the labels of tenants' namespaces in metrics, which are the tenants' names. O(tenants)."""
@@ -384,15 +384,15 @@ class Tenants:
         failures = self._retire([*old, *(name for name, whose in unknown.items() if whose == owner or name in near)])
         if strangers := [name for name in self._strangers(unknown) if name not in near]:
             failures.append(
-                f"what is known to be of tenant {name} is deleted, but {few(strangers)} in {self._directory} are of "
-                "another secret, or of tenants that are no more, and may hold text of this one: remove them by hand"
+                f"the known caches of tenant {name} are deleted, but {summarize_names(strangers)} in {self._directory} "
+                "belong to another secret or to former tenants, and may contain text of this one: remove them by hand"
             )
         log.info("the cache of tenant %s was deleted%s", name, f", but {failures[0]}" if failures else "")
         if failures:
             raise ApiError(500, failures[0], kind="server_error", code="cache_left_over")
         return {"object": "cache", "tenant": name, "deleted": True, "replicas_told": all(told)}
 
-    def take_stock(self) -> list[str]:
+    def recover_counts(self) -> list[str]:
         """Recover lost deletion counts from the directories, and remove deleted caches next to newer ones.
 
         Returns the names of the caches that belong to no known tenant or secret. O(directories). Raises OSError.

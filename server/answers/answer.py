@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from server.answers.tokens import LogprobsWriter, ShownTokens, Spelling, Written
+from server.answers.tokens import LogprobsWriter, ShownTokens, TokenAttribution, WrittenText
 from server.answers.wire import encode_events
 from server.base.errors import error_body
-from server.base.record import current_record
+from server.base.request_record import current_record
 from server.base.settings import ServerSettings
-from server.running.generation import Choice, Generation, Usage
+from server.running.generation import ChoiceState, Generation, Usage
 from server.schema.body import renamed
 from server.schema.generate import StreamOptions
 from ssd.errors import RequestError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _FEW_CHOICES = 16
-_GOING_ON = Choice()
+_GOING_ON = ChoiceState()
 
 
 def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, Any] | None:
@@ -76,7 +76,7 @@ class Answer(ABC):
 
     generation: Generation
     """Set when the generation starts."""
-    spelling: Spelling
+    spelling: TokenAttribution
     """Set before anything is serialized."""
     names: Mapping[str, str] = {}
     """Maps a chat completion's field names to the client's."""
@@ -139,7 +139,7 @@ class Answer(ABC):
     def whole_extras(self) -> dict[str, Any]:
         return {}
 
-    def ending(self, _index: int, choice: Choice) -> dict[str, Any]:
+    def ending(self, _index: int, choice: ChoiceState) -> dict[str, Any]:
         refused = {} if choice.refusal is None else error_body(choice.refusal)
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason, **refused}
 
@@ -221,7 +221,7 @@ class Answer(ABC):
         has_tokens = (self.return_token_ids and output.token_ids) or (shown is not None and shown.entries)
         return bool(has_tokens or is_told or self.pad)
 
-    def shown_tokens(self, index: int, part: RequestOutput | Choice) -> ShownTokens | None:
+    def shown_tokens(self, index: int, part: RequestOutput | ChoiceState) -> ShownTokens | None:
         """Return the tokens of a choice, or of its next output, that get log-probabilities; None if not requested."""
         if self.logprobs is None:
             return None
@@ -249,7 +249,7 @@ class Answer(ABC):
         return {"id": self.id, "object": self.chunk_name, **self._common, "choices": choices}
 
     def _choice(
-        self, index: int, content: dict[str, Any], token_ids: tuple[int, ...] = (), ended: Choice | None = None
+        self, index: int, content: dict[str, Any], token_ids: tuple[int, ...] = (), ended: ChoiceState | None = None
     ) -> dict[str, Any]:
         """Return one choice of a chunk. ``ended`` is the choice if this is its last chunk."""
         body = {"index": index, **content, **self.ending(index, ended or _GOING_ON)}
@@ -301,7 +301,7 @@ class CompletionAnswer(Answer):
     def __init__(self, settings: ServerSettings, *, echo: Sequence[str] | None = None, **options: Any) -> None:
         super().__init__(settings, **options)
         self._echo = echo
-        self._written: dict[int, Written] = defaultdict(Written)
+        self._written: dict[int, WrittenText] = defaultdict(WrittenText)
 
     def whole_choice(self, index: int) -> dict[str, Any]:
         """Return ``text`` and ``logprobs``, preceded by those of a repeated prompt."""
@@ -311,7 +311,7 @@ class CompletionAnswer(Answer):
         if self.logprobs is not None and (shown := self.shown_tokens(index, choice)) is not None:
             before = choice.prompt_logprobs if self._echo is not None else ()
             entries, first = [*before, *shown.entries], self.prompt_of(index)[0]
-            body["logprobs"] = self.logprobs.completion(entries, first, text, Written(), shown.cut)
+            body["logprobs"] = self.logprobs.completion(entries, first, text, WrittenText(), shown.cut)
         if self.prompt_logprobs is not None:
             body["prompt_logprobs"] = self.prompt_logprobs.prompt(choice.prompt_logprobs)
         return body

@@ -6,15 +6,15 @@ from typing import Any
 
 import pydantic_core
 
-from server.answers.parts import Event, Part, PartsAnswer, Status
+from server.answers.parts import AnswerPart, Event, PartsAnswer, Status
 from server.answers.wire import encode_events
 from server.base.errors import anthropic_error_body
-from server.running.generation import Choice
+from server.running.generation import ChoiceState
 from server.tools.messages import ToolCall
 from server.tools.values import is_json
 
 
-class _Block(Part):
+class _BlockPart(AnswerPart):
     def begun(self) -> list[Event]:
         block = self.body("", "in_progress")
         return [{"type": "content_block_start", "index": self.index, "content_block": block}]
@@ -54,7 +54,7 @@ def _object(arguments: str, *, is_cut: bool) -> dict[str, Any] | None:
 class AnthropicAnswer(PartsAnswer):
     """/v1/messages, which has one choice."""
 
-    id_prefix, object_name, kind = "msg_", "message", _Block
+    id_prefix, object_name, kind = "msg_", "message", _BlockPart
 
     keep_alive = encode_events([("ping", {"type": "ping"})], pad=False)
 
@@ -94,7 +94,7 @@ class AnthropicAnswer(PartsAnswer):
             counts["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
         return counts
 
-    def _stopped(self, choice: Choice) -> dict[str, Any]:
+    def _stopped(self, choice: ChoiceState) -> dict[str, Any]:
         """Return the reason why the message ended. The text must have been parsed before."""
         reason = choice.finish_reason
         if reason == "length":

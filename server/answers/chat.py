@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from server.answers.answer import Answer
 from server.answers.tokens import ShownTokens
 from server.base.settings import ServerSettings
-from server.running.generation import Choice
+from server.running.generation import ChoiceState
 from server.schema.body import Body
 from server.tools.messages import Messages, ToolCall, ToolCallDelta
 
@@ -33,7 +33,7 @@ class ChatAnswer(Answer):
             settings: The server's settings.
             asked: The request's body.
             messages: Parses the texts. None: all text is content.
-            options: Further arguments of `Answer`.
+            options: Further arguments of `EncodedAnswer`.
         """
         super().__init__(settings, **options)
         self._messages = messages
@@ -66,7 +66,7 @@ class ChatAnswer(Answer):
             extras["prompt_logprobs"] = self.prompt_logprobs.prompt(self.generation.choices[0].prompt_logprobs)
         return extras
 
-    def ending(self, index: int, choice: Choice) -> dict[str, Any]:
+    def ending(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         written = super().ending(index, choice)
         if self._messages is not None and choice.finish_reason == "stop" and self._messages.of(index).tool_calls:
             written["finish_reason"] = "stop" if self.stops_within_call(index) else "tool_calls"

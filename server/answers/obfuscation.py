@@ -62,7 +62,7 @@ class _Gathered:
         self.text = self.text[num_characters:]
 
 
-class EvenPieces:
+class EqualChunks:
     """The outputs of all choices, split into chunks of equal size, with one chunk per choice in each round."""
 
     def __init__(self, streams: Sequence[TextStream], piece_tokens: int) -> None:
@@ -90,7 +90,7 @@ class EvenPieces:
         return [(index, choice.pieces.popleft()) for index, choice in enumerate(self._choices) if choice.pieces]
 
 
-class Pace:
+class TickClock:
     """A clock that starts now and ticks every ``interval_s`` seconds. With 0 nothing waits."""
 
     def __init__(self, interval_s: float, hurries: Callable[[], bool]) -> None:
@@ -112,7 +112,7 @@ class Pace:
             await asyncio.sleep(min(left, _LOOKS_S))
 
 
-async def finish_at_a_tick(generation: Generation, pace: Pace, piece_tokens: int) -> None:
+async def finish_at_tick(generation: Generation, pace: TickClock, piece_tokens: int) -> None:
     """Wait until all choices have ended, and for the tick at which an obfuscated stream would have ended."""
     await generation.finish()
     longest = max((len(choice.token_ids) for choice in generation.choices), default=0)
@@ -120,7 +120,7 @@ async def finish_at_a_tick(generation: Generation, pace: Pace, piece_tokens: int
 
 
 async def obfuscated_events(
-    answer: Answer, pieces: EvenPieces, pace: Pace, keep_alive_s: float
+    answer: Answer, pieces: EqualChunks, pace: TickClock, keep_alive_s: float
 ) -> AsyncGenerator[bytes, None]:
     """Yield `server.answers.answer.events` in equal chunks; after a failure, an incomplete chunk is not sent."""
     numbers, num_sent = count(), 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from server.answers.chat import ChatAnswer
 from server.answers.wire import encode_events, filler
 from server.base.settings import ServerSettings
-from server.running.generation import Choice, Usage
+from server.running.generation import ChoiceState, Usage
 from server.schema.body import Body
 from server.tools.messages import Messages, ToolCall, ToolCallDelta
 
@@ -23,7 +23,7 @@ Of = Literal["content", "reasoning"] | ToolCall
 """The content of a part."""
 
 
-class Part(ABC):
+class AnswerPart(ABC):
     """A part that is being generated. Its chunks are joined at its end."""
 
     def __init__(self, index: int, of: Of) -> None:
@@ -50,7 +50,7 @@ class Part(ABC):
 class Parts:
     """Assembles the parts of a message from its text."""
 
-    def __init__(self, messages: Messages | None, kind: Callable[[int, Of], Part]) -> None:
+    def __init__(self, messages: Messages | None, kind: Callable[[int, Of], AnswerPart]) -> None:
         """Start an empty message.
 
         Args:
@@ -60,7 +60,7 @@ class Parts:
         self.done: list[dict[str, Any]] = []
         """The finished parts."""
         self._messages, self._kind = messages, kind
-        self._open: Part | None = None
+        self._open: AnswerPart | None = None
         self._tokens: deque[tuple[int, dict[str, Any]]] = deque()
 
     def push(self, text: str, tokens: Sequence[tuple[int, dict[str, Any]]] = (), *, ended: bool) -> list[Event]:
@@ -125,7 +125,7 @@ class PartsAnswer(ChatAnswer):
     """An answer with one choice, whose last event marks the end."""
 
     end = b""
-    kind: Callable[[int, Of], Part]
+    kind: Callable[[int, Of], AnswerPart]
 
     def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
         super().__init__(settings, asked, **options)
@@ -164,7 +164,7 @@ class PartsAnswer(ChatAnswer):
             return filler() if self.pad else b""
         return encode_events([(event["type"], event) for event in events], pad=self.pad)
 
-    def _tokens(self, part: RequestOutput | Choice) -> list[tuple[int, dict[str, Any]]]:
+    def _tokens(self, part: RequestOutput | ChoiceState) -> list[tuple[int, dict[str, Any]]]:
         """Return the position of each token's text, without white space, and its log-probability."""
         if self.logprobs is None or (shown := self.shown_tokens(0, part)) is None:
             return []

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from server.answers.parts import Event, Of, Part, PartsAnswer, Status
+from server.answers.parts import AnswerPart, Event, Of, PartsAnswer, Status
 from server.base.errors import as_api_error
 from server.base.settings import ServerSettings
 from server.schema.body import Body
@@ -16,7 +16,7 @@ from server.schema.responses import ResponsesBody
 from server.tools.messages import ToolCall
 
 
-class _Item(Part):
+class _Item(AnswerPart):
     """A message, a function call, or reasoning, which is shown in full, neither summarized nor encrypted."""
 
     def __init__(self, index: int, of: Of, namespaces: Mapping[str, str]) -> None:

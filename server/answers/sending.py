@@ -11,17 +11,17 @@ from typing import Any, TypeVar
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from server.admission.account import Budget, Share
-from server.admission.lanes import Lanes
+from server.admission.fair_executor import FairExecutors
+from server.admission.quotas import Reservation, SharedBudget
 from server.answers.answer import Answer, events
-from server.answers.obfuscation import EvenPieces, Pace, finish_at_a_tick, obfuscated_events
-from server.answers.tokens import Spelling
+from server.answers.obfuscation import EqualChunks, TickClock, finish_at_tick, obfuscated_events
+from server.answers.tokens import TokenAttribution
 from server.answers.wire import json_text, padded
-from server.base.record import current_record
+from server.base.request_record import current_record
 from server.base.settings import ServerSettings
 from server.running.engine_thread import Worker
 from server.running.generation import Generation
-from server.running.texts import codec_of
+from server.running.tokenization import codec_of
 from server.schema.generate import StreamOptions
 from ssd.text.stream import TextStream
 
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PIECE_BYTES = 1 << 18
+_CHUNK_BYTES = 1 << 18
 """The number of bytes of a complete answer that are passed to the connection at once. A larger answer reserves memory.
 """
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client disconnected before it had its answer."""
 
 
@@ -47,7 +47,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         if task.done():
             return task.result()
         current_record().is_gone = True
-        raise ClientGone
+        raise ClientDisconnected
     finally:
         for running in (task, watch):
             running.cancel()
@@ -72,17 +72,17 @@ class EventStream(StreamingResponse):
         """Send until the events end or the client disconnects."""
         try:
             await until_disconnect(receive, self.stream_response(send))
-        except ClientGone:
+        except ClientDisconnected:
             log.debug("client left a stream")
         finally:
             self._generation.close()
             await self._events.aclose()
 
 
-class _PaidAnswer(Response):
+class _ReservedAnswer(Response):
     """A long answer, sent as fast as the client reads it. Until then it holds a share of the memory for answers."""
 
-    def __init__(self, content: bytes, share: Share) -> None:
+    def __init__(self, content: bytes, share: Reservation) -> None:
         super().__init__(media_type="application/json", headers={"content-length": str(len(content))})
         self._content, self._share = content, share
 
@@ -90,9 +90,9 @@ class _PaidAnswer(Response):
         """Send the answer. The share of memory is released at the end in any case."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            for at in range(0, len(self._content), _PIECE_BYTES):
-                piece = self._content[at : at + _PIECE_BYTES]
-                more = at + _PIECE_BYTES < len(self._content)
+            for at in range(0, len(self._content), _CHUNK_BYTES):
+                piece = self._content[at : at + _CHUNK_BYTES]
+                more = at + _CHUNK_BYTES < len(self._content)
                 await send({"type": "http.response.body", "body": piece, "more_body": more})
         finally:
             self._share.give_back()
@@ -101,9 +101,9 @@ class _PaidAnswer(Response):
 class Answers:
     """Sends answers with the obfuscation that the operator configured."""
 
-    def __init__(self, worker: Worker, settings: ServerSettings, lanes: Lanes) -> None:
+    def __init__(self, worker: Worker, settings: ServerSettings, lanes: FairExecutors) -> None:
         self._worker, self._settings, self._lanes = worker, settings, lanes
-        self._unsent = Budget(settings.limits.max_answers_bytes, "long answers")
+        self._unsent = SharedBudget(settings.limits.max_answers_bytes, "long answers")
 
     def stream(self, answer: Answer, options: StreamOptions) -> Response:
         settings, generation = self._settings, answer.generation
@@ -112,20 +112,20 @@ class Answers:
             options = options.model_copy(update={"include_obfuscation": True})
 
         answer.stream(options)
-        answer.spelling = Spelling(partial(self._spelling, answer))
+        answer.spelling = TokenAttribution(partial(self._spelling, answer))
         if not answer.pad:
             return EventStream(generation, events(answer, settings.keep_alive_s))
         streams = [self._spelling(answer, index) for index in range(len(generation.choices))]
-        pieces = EvenPieces(streams, settings.obfuscation_tokens)
+        pieces = EqualChunks(streams, settings.obfuscation_tokens)
         return EventStream(generation, obfuscated_events(answer, pieces, self._pace(), settings.keep_alive_s))
 
     async def whole(self, answer: Answer, receive: Receive) -> Response:
         """Return the complete answer when all choices have ended. Raises ClientGone."""
         is_even, generation = self._settings.obfuscation == "always", answer.generation
         size = self._settings.obfuscation_tokens
-        finish = finish_at_a_tick(generation, self._pace(), size) if is_even else generation.finish()
+        finish = finish_at_tick(generation, self._pace(), size) if is_even else generation.finish()
         await until_disconnect(receive, finish)
-        answer.spelling = Spelling(partial(self._spelling, answer))
+        answer.spelling = TokenAttribution(partial(self._spelling, answer))
 
         def write() -> bytes:
             content = json_text(answer.whole())
@@ -142,11 +142,11 @@ class Answers:
 
     def response(self, content: bytes) -> Response:
         """Return a JSON response. Raises QueueFull if too many long answers wait for their clients."""
-        if len(content) <= _PIECE_BYTES:
+        if len(content) <= _CHUNK_BYTES:
             return Response(content, media_type="application/json")
         share = self._unsent.share()
         share.grow(len(content))
-        return _PaidAnswer(content, share)
+        return _ReservedAnswer(content, share)
 
-    def _pace(self) -> Pace:
-        return Pace(self._settings.obfuscation_interval_s, lambda: self._worker.hurries)
+    def _pace(self) -> TickClock:
+        return TickClock(self._settings.obfuscation_interval_s, lambda: self._worker.hurries)

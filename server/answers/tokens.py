@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from server.running.generation import Choice
+from server.running.generation import ChoiceState
 from ssd.text.codec import TokenTexts
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class ShownTokens(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Spelled:
+class _AttributedChoice:
     """A choice decoded without its stop strings. ``waiting`` are tokens whose text was not sent, with its position."""
 
     stream: TextStream
@@ -40,14 +40,14 @@ class _Spelled:
     waiting: deque[tuple[int, str, TokenLogprobs]] = field(default_factory=deque)
 
 
-class Spelling:
+class TokenAttribution:
     """Attributes the text of a request's choices to their tokens. Each choice is read once, from its beginning."""
 
     def __init__(self, make_stream: Callable[..., TextStream]) -> None:
         """Start without output. ``make_stream`` creates a text stream of a choice, with or without its stop strings."""
         self._make_stream = make_stream
         self._streams: dict[int, TextStream] = {}
-        self._spelled: dict[int, _Spelled] = {}
+        self._spelled: dict[int, _AttributedChoice] = {}
 
     def texts(self, index: int, token_ids: Sequence[int], text: str) -> list[str]:
         """Divide ``text`` among the tokens that produced it. O(tokens)."""
@@ -62,7 +62,7 @@ class Spelling:
             texts[-1] += rest
         return texts
 
-    def shown(self, index: int, part: RequestOutput | Choice, *, hides_ending: bool) -> ShownTokens:
+    def shown(self, index: int, part: RequestOutput | ChoiceState, *, hides_ending: bool) -> ShownTokens:
         """Return the tokens of a choice's next output, or of the whole choice, whose text was sent. O(tokens).
 
         Args:
@@ -71,7 +71,7 @@ class Spelling:
             hides_ending: Whether the last token, which ended the output, is not in the text.
         """
         if index not in self._spelled:
-            self._spelled[index] = _Spelled(self._make_stream(index, stops=False))
+            self._spelled[index] = _AttributedChoice(self._make_stream(index, stops=False))
         choice = self._spelled[index]
         ends_by_token = part.finish_reason == "stop" and not isinstance(part.stop_reason, str)
         token_ids = part.token_ids[: -1 if ends_by_token and hides_ending else None]
@@ -98,7 +98,7 @@ class Spelling:
 
 
 @dataclass(slots=True)
-class Written:
+class WrittenText:
     """The number of characters written so far, and the bytes of a character that a token left incomplete."""
 
     length: int = 0
@@ -125,7 +125,7 @@ class LogprobsWriter:
         entries: Sequence[TokenLogprobs | None],
         first: int | None,
         text: str,
-        written: Written,
+        written: WrittenText,
         cut: str | None = None,
     ) -> dict[str, Any]:
         """Return the field ``logprobs`` of /v1/completions.

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from server.base.record import current_record, refusal_of
+from server.base.request_record import current_record, rejection_reason
 from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, shown
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ NO_THREADS = "thread_unsupported_request"
 """The code of the refusal to store a conversation; agents then send all of it with each request."""
 
 
-def speaks_anthropic(scope: Scope) -> bool:
+def uses_anthropic_api(scope: Scope) -> bool:
     """Return whether a request uses Anthropic's API; for models, which both APIs have, its header decides."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     if path.startswith("/v1/models"):
@@ -120,14 +120,14 @@ def anthropic_error_body(error: Exception) -> dict[str, Any]:
 def _noted(error: Exception) -> ApiError:
     found = as_api_error(error)
     record = current_record()
-    record.refusal, record.param = refusal_of(found.status, found.code) or "failed", found.param
+    record.refusal, record.param = rejection_reason(found.status, found.code) or "failed", found.param
     return found
 
 
 def error_response(error: Exception, scope: Scope) -> JSONResponse:
     """Return the response to an error, in the form of the request's API; overload errors say when to retry."""
     found = as_api_error(error)
-    body = anthropic_error_body(found) if speaks_anthropic(scope) else error_body(found)
+    body = anthropic_error_body(found) if uses_anthropic_api(scope) else error_body(found)
     return JSONResponse(body, found.status, found.headers)
 
 

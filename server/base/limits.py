@@ -69,7 +69,7 @@ class Limits:
                 raise ConfigError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
 
 
-class Patience:
+class LeakyBucket:
     """A leaky bucket that drains in ``seconds`` and that transferred bytes refill at ``bytes_per_s``."""
 
     def __init__(self, seconds: float, bytes_per_s: float, now: float) -> None:

@@ -13,7 +13,7 @@ from cyclopts import App, Group, Parameter
 
 from server.base.limits import Limits
 from server.base.settings import VERSION, CorsOptions, ObfuscationOptions, PageOptions, RequestOptions, ToolOptions
-from server.command.flags import CONFIG_OPTION, DEFAULTS, group, parsed, read_values, require_within, show_help
+from server.command.flags import CONFIG_OPTION, DEFAULTS, check_range, group, read_values, run_app, show_help
 from server.command.listen import check_tls
 from server.command.options import (
     CacheOptions,
@@ -25,7 +25,7 @@ from server.command.options import (
     SpeculationOptions,
     read_adapters,
 )
-from server.observe.logs import tell
+from server.observe.logs import report_start
 from ssd.errors import ConfigError
 from ssd.sharing.connection import URL_VARIABLE
 
@@ -129,8 +129,8 @@ class Options:
             )
         self.tools.check()
         _ = self.engine.config, self.speculation.draft, self.cache.config  # they check what they are made of
-        require_within("--obfuscation-tokens", streams.obfuscation_tokens, 1, 4096)
-        require_within("--obfuscation-interval", streams.obfuscation_interval_s, 0, 60, " seconds")
+        check_range("--obfuscation-tokens", streams.obfuscation_tokens, 1, 4096)
+        check_range("--obfuscation-interval", streams.obfuscation_interval_s, 0, 60, " seconds")
         if self.observe.spec_decode_metrics != "none" and streams.obfuscation == "always":
             raise ConfigError("--per-request-spec-decode-metrics tells what --obfuscation always hides: leave one out")
 
@@ -201,9 +201,9 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
     if words[:1] == ["serve"]:  # as in `vllm serve`; a directory of that name is ./serve
         del words[0]
     try:
-        options = parsed(build_app(environment), words)
+        options = run_app(build_app(environment), words)
     except ConfigError as error:
-        tell("error", f"{error} (see ssd-serve --help)")
+        report_start("error", f"{error} (see ssd-serve --help)")
         sys.exit(2)
     if not isinstance(options, Options):
         sys.exit(0)  # it was help, or the version

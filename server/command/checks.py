@@ -68,7 +68,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def context_of(config: Mapping[str, Any]) -> int | None:
+def read_context_length(config: Mapping[str, Any]) -> int | None:
     """Return the maximum context length of a configuration in tokens; None if it has no known field for it."""
     text = config.get("text_config")
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
@@ -201,7 +201,7 @@ def _check_model(options: Options) -> None:
     model = options.model
     config = read_config(find_config(model.path, model.hub))
     check_generates(model.path, config)
-    context = context_of(config)
+    context = read_context_length(config)
     wanted = options.engine.config.max_model_len
     if context is not None and wanted is not None and wanted > context:
         raise ModelError(f"--max-model-len {wanted} exceeds the model's context of {context} tokens")

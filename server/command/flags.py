@@ -46,13 +46,13 @@ def group(title: str, *, show: bool = True) -> Parameter:
     return Parameter(name="*", group=Group.create_ordered(title, show=show))
 
 
-def require_within(option: str, value: float, least: int, most: int, unit: str = "") -> None:
+def check_range(option: str, value: float, least: int, most: int, unit: str = "") -> None:
     """Raise ConfigError if a value is out of range."""
     if not least <= value <= most:  # as a NaN is not
         raise ConfigError(f"{option} must be within {least}..{most}{unit}, got {value}")
 
 
-def parsed(app: App, words: Sequence[str]) -> Any:
+def run_app(app: App, words: Sequence[str]) -> Any:
     """Return the result of the command, or None for help. Raises ConfigError in one line that names the flag."""
     try:
         return app(words, exit_on_error=False, print_error=False)

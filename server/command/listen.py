@@ -119,7 +119,7 @@ def _fault_for_clients(context: ssl.SSLContext, certificate: Path) -> str | None
     return None
 
 
-def give_up(options: NetworkOptions) -> None:
+def remove_socket_file(options: NetworkOptions) -> None:
     """Remove the path of the Unix domain socket at the end of the process."""
     if options.uds is not None:
         with contextlib.suppress(OSError):
@@ -172,7 +172,7 @@ _OWN_FILES = 1024
 """The number of open files that are reserved for the cache, Redis and logs."""
 
 
-def within_files(settings: ServerSettings) -> ServerSettings:
+def fit_open_files(settings: ServerSettings) -> ServerSettings:
     """Raise the limit of open files, and reduce the maximum number of connections to fit it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
@@ -229,7 +229,7 @@ class HttpServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Let requests in flight finish after the first signal, and cancel them after the second."""
         self.force_exit = self.should_exit
-        self._worker.take_no_more()
+        self._worker.stop_admission()
         self.should_exit = True
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter, Token
 
-from server.admission.rules import (
+from server.admission.tenant_config import (
     KEY_FILE_OPTION,
     KEY_OPTION,
     KEY_VARIABLE,
@@ -20,7 +20,7 @@ from server.admission.rules import (
     TENANTS_OPTION,
     checked_keys,
 )
-from server.command.flags import require_within
+from server.command.flags import check_range
 from server.observe.logs import LogFormat
 from ssd.config import MAX_COUPLED_STREAMS, CacheConfig, DraftConfig, EngineConfig, Exact, IndexConfig, SchedulingPolicy
 from ssd.errors import ConfigError
@@ -138,8 +138,8 @@ class NetworkOptions:
     """Seconds that requests in flight have to finish after SIGTERM. A second signal ends them at once."""
 
     def check(self) -> None:
-        require_within("--port: a port", self.port, 0, 65535)
-        require_within("--shutdown-timeout", self.shutdown_timeout_s, 0, 86_400, " seconds")
+        check_range("--port: a port", self.port, 0, 65535)
+        check_range("--shutdown-timeout", self.shutdown_timeout_s, 0, 86_400, " seconds")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs: who signs the clients' certificates")
         for option, path in (("--ssl-keyfile", self.ssl_keyfile), ("--ssl-ca-certs", self.ssl_ca_certs)):
@@ -234,7 +234,7 @@ class EngineOptions:
     @property
     def config(self) -> EngineConfig:
         """The engine's configuration. Raises ConfigError."""
-        require_within("--coupled-sampling", self.coupled_sampling, 0, MAX_COUPLED_STREAMS)
+        check_range("--coupled-sampling", self.coupled_sampling, 0, MAX_COUPLED_STREAMS)
         same = {each.name: getattr(self, each.name) for each in fields(EngineConfig) if hasattr(self, each.name)}
         return EngineConfig(
             **same, prefill_chunk_tokens=self.max_num_batched_tokens, coupled_streams=self.coupled_sampling

@@ -20,24 +20,24 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvicorn
 
 from server.admission.connections import num_beyond, protocol_within
-from server.admission.opening import Watch, given_secret, open_tenants, own_secret
 from server.admission.registry import Tenants
-from server.admission.rules import KEY_VARIABLE, SECRET_OPTION, SECRET_VARIABLE, read_key_file
+from server.admission.tenant_config import KEY_VARIABLE, SECRET_OPTION, SECRET_VARIABLE, read_key_file
+from server.admission.tenant_loader import TenantReloader, load_or_create_secret, open_tenants, read_given_secret
 from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options
 from server.command.checks import check_before_loading, check_own_templates
 from server.command.listen import (
     HttpServer,
-    give_up,
+    fit_open_files,
     listen,
+    remove_socket_file,
     stop_signals,
     tls_arguments,
     url_of,
-    within_files,
 )
 from server.command.options import ModelOptions
 from server.endpoints.app import create_app
-from server.observe.logs import set_up_logging, tell
+from server.observe.logs import report_start, set_up_logging
 from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Worker, WorkerState
 from ssd.errors import ConfigError, SSDError
@@ -122,7 +122,7 @@ def make_tenants(options: Options, settings: ServerSettings, secret: bytes | Non
             f"{SECRET_OPTION} or ${SECRET_VARIABLE}, or --share-cache-across-keys"
         )
     if secret is None:
-        secret = own_secret(directory if has_own_caches else None)
+        secret = load_or_create_secret(directory if has_own_caches else None)
     counters = None
     if redis_url is not None and has_own_caches:
         from ssd.sharing.redis_log import RedisCounters
@@ -313,13 +313,13 @@ def main(options: Options) -> int:
     try:
         listener = listen(options.network)
         check_before_loading(options)
-        settings = within_files(make_settings(options))
-        secret = given_secret(options.service.secret_file, options.service.secret)
+        settings = fit_open_files(make_settings(options))
+        secret = read_given_secret(options.service.secret_file, options.service.secret)
         tenants = make_tenants(options, settings, secret)
         endpoint = options.observe.otlp_traces_endpoint
         spans = None if endpoint is None else make_spans(endpoint)
     except SSDError as error:
-        return _refuse(error)
+        return _log_failure(error)
     try:
         return serve(options, settings, listener, tenants, secret, spans)
     finally:
@@ -348,7 +348,7 @@ def serve(
     loader = EngineLoader(options, secret)
     tenants.sharing = lambda: loader.log
     files = options.service.api_key_file, options.service.tenants_file
-    watch = Watch(tenants, [path for path in files if path is not None])
+    watch = TenantReloader(tenants, [path for path in files if path is not None])
     worker = Worker(loader)
     config = uvicorn.Config(
         create_app(worker, settings, tenants, loader.sharing_stats, spans),
@@ -380,9 +380,9 @@ def serve(
         watch.stop()
         is_loading = worker.loaded_engine is None and worker.load_error is None
         stopped = worker.stop(0 if is_loading else _CLOSE_S)
-        give_up(options.network)
+        remove_socket_file(options.network)
     if worker.load_error is not None:
-        return _refuse(worker.load_error)
+        return _log_failure(worker.load_error)
     status = FAILED if worker.state is WorkerState.FAILED else OK
     if is_loading and status == OK:
         log.info("stopped while loading")
@@ -401,7 +401,7 @@ def serve(
     return status
 
 
-def _refuse(error: BaseException) -> int:
+def _log_failure(error: BaseException) -> int:
     """Log one line that says what to do; the traceback only at level DEBUG."""
     logging.getLogger(__name__).debug("could not start", exc_info=error)
     message = " ".join(str(error).split()) or type(error).__name__
@@ -409,5 +409,5 @@ def _refuse(error: BaseException) -> int:
         message = f"not enough memory: {message}; lower --max-num-seqs, --max-model-len or --cache-tokens"
     elif not isinstance(error, SSDError):
         message = f"{type(error).__name__}: {message} (--log-level debug shows where)"
-    tell("error", message)
+    report_start("error", message)
     return UNUSABLE

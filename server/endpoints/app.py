@@ -17,11 +17,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from server.admission.account import RATE_HEADERS
-from server.admission.gate import OPEN_PATHS, Gate, account_of
+from server.admission.allowed_sites import KnownSites
+from server.admission.auth_middleware import OPEN_PATHS, AuthMiddleware, account_of
+from server.admission.quotas import RATE_HEADERS
 from server.admission.registry import Tenants
-from server.admission.sites import KnownSites
-from server.answers.sending import ClientGone
+from server.answers.sending import ClientDisconnected
 from server.answers.wire import json_text
 from server.base.errors import (
     RETRY_AFTER_S,
@@ -29,7 +29,7 @@ from server.base.errors import (
     answer_error,
     answer_http_exception,
     model_not_found,
-    speaks_anthropic,
+    uses_anthropic_api,
 )
 from server.base.settings import VERSION, ServerSettings
 from server.endpoints.service import Service
@@ -38,7 +38,7 @@ from server.observe.metrics import NamespaceStats
 from server.page.routes import add_files, add_page, docs_files, page_files
 from server.running.engine_thread import Worker, WorkerState
 from server.schema.anthropic import AnthropicBody, CountTokensBody
-from server.schema.body import ELSEWHERE, IGNORED, REFUSED, Body, renaming
+from server.schema.body import ELSEWHERE, IGNORED, REFUSED, Body, renamed_fields
 from server.schema.chat import (
     ChatBody,
     ChatForm,
@@ -84,15 +84,15 @@ def _generates(service: Service, schema: type[_Asked]) -> Callable[[Request], Aw
     async def generate(request: Request) -> Response:
         asked: _Asked = await service.read(request, schema.parse)
         body = asked.chat if isinstance(asked, ChatForm) else asked
-        with renaming(asked.chat_names):
+        with renamed_fields(asked.chat_names):
             answer = await service.start(body, account_of(request.scope), asked)
         if body.stream:
             options = asked.events if isinstance(asked, ChatForm) else body.stream_options
             return service.answers.stream(answer, options or StreamOptions())
         try:
-            with renaming(answer.names):
+            with renamed_fields(answer.names):
                 return await service.answers.whole(answer, request.receive)
-        except ClientGone:
+        except ClientDisconnected:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         finally:
             answer.generation.close()
@@ -132,7 +132,7 @@ def add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        is_anthropic, names = speaks_anthropic(request.scope), settings.all_names
+        is_anthropic, names = uses_anthropic_api(request.scope), settings.all_names
         data = [model_body(name, is_anthropic=is_anthropic) for name in names]
         if is_anthropic:
             return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -144,7 +144,7 @@ def add_models(app: FastAPI, service: Service) -> None:
             return await models(request)
         if name not in settings.all_names:
             raise model_not_found(name, settings.model_name)
-        return model_body(name, is_anthropic=speaks_anthropic(request.scope))
+        return model_body(name, is_anthropic=uses_anthropic_api(request.scope))
 
 
 def add_tokenizer(app: FastAPI, service: Service) -> None:
@@ -161,7 +161,7 @@ def add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         body = await service.read(request, CountTokensBody.parse)
-        with renaming(body.chat_names):
+        with renamed_fields(body.chat_names):
             counted = await service.tokenize(body.chat)
         return JSONResponse({"input_tokens": counted["count"]})
 
@@ -379,7 +379,7 @@ def create_app(
     files = {} if settings.no_page else page_files()
     sites = KnownSites((*settings.allowed_hosts, settings.host), settings.allowed_origins)
     app.add_middleware(
-        Gate, tenants=tenants, sites=sites, open_paths=docs | files, let_in=worker.let_in, let_out=worker.let_out
+        AuthMiddleware, tenants=tenants, sites=sites, open_paths=docs | files, enter=worker.enter, exit=worker.exit
     )
     if settings.allowed_origins:  # around the gate: pages may read refusals too
         app.add_middleware(

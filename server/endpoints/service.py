@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
-from server.admission.account import Account, Budget
+from server.admission.auth_middleware import account_of, allows_caching
 from server.admission.connections import BodyReader
-from server.admission.gate import account_of, may_learn
-from server.admission.lanes import Lanes
+from server.admission.fair_executor import FairExecutors
+from server.admission.quotas import Account, SharedBudget
 from server.admission.registry import Tenants
 from server.answers.answer import Answer, CompletionAnswer
 from server.answers.anthropic import AnthropicAnswer
@@ -22,13 +22,13 @@ from server.answers.responses import ResponseAnswer
 from server.answers.sending import Answers
 from server.answers.tokens import LogprobsWriter
 from server.base.errors import model_not_found
-from server.base.record import current_record
+from server.base.request_record import current_record
 from server.base.settings import ServerSettings
 from server.observe.metrics import NamespaceStats, ServerMetrics
-from server.running.conversations import AnswerPlan, Chats
+from server.running.chat_preparation import AnswerPlan, ChatPreparer
 from server.running.engine_thread import Worker
 from server.running.generation import Generation
-from server.running.texts import Texts, codec_of
+from server.running.tokenization import Tokenization, codec_of
 from server.schema.anthropic import AnthropicBody
 from server.schema.body import Body
 from server.schema.chat import ChatBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
@@ -62,12 +62,12 @@ class Service:
     ) -> None:
         self.worker, self.settings, self.tenants = worker, settings, tenants
         self.metrics = ServerMetrics(worker, settings.model_name, sharing_stats, tenants)
-        self.lanes = Lanes()
+        self.lanes = FairExecutors()
         self.answers = Answers(worker, settings, self.lanes)
         self._bodies = BodyReader(settings.limits, self.lanes)
-        self._texts = Texts(self.lanes, settings)
-        self._chats = Chats(self._texts, self.lanes, settings)
-        self._queued = Budget(settings.limits.max_queued_tokens, "prompt tokens")
+        self._texts = Tokenization(self.lanes, settings)
+        self._chats = ChatPreparer(self._texts, self.lanes, settings)
+        self._queued = SharedBudget(settings.limits.max_queued_tokens, "prompt tokens")
         self._token_texts: TokenTexts | None = None
 
     async def read(self, request: Request, parse: Callable[..., B]) -> B:
@@ -75,14 +75,14 @@ class Service:
 
         Raises RequestError, ApiError, QueueFull, or the reason why there is no engine.
         """
-        learns = may_learn(request.headers)
+        learns = allows_caching(request.headers)
         context = self.worker.engine.max_model_len  # before anything is read: without an engine nothing can be done
         account_of(request.scope).enter()
         limits, ignores_unknown = self.settings.limits, self.settings.ignore_unknown_fields
         check = partial(parse, limits=limits, ignores_unknown=ignores_unknown)
         body = await self._bodies.read(request, check, max_values=max(limits.max_body_values, 2 * context))
         if not learns:
-            body.keep_out_of_cache()
+            body.disable_caching()
         return body
 
     def _engine_for(self, body: Body) -> Engine:
@@ -109,7 +109,7 @@ class Service:
         After an exception nothing runs and nothing is reserved.
         """
         engine, texts = self._engine_for(body), body.prompts() if isinstance(body, CompletionBody) else [""]
-        account.require_place(body.n * len(texts), engine.target.num_slots)  # before anything is done
+        account.check_quota(body.n * len(texts), engine.target.num_slots)  # before anything is done
         if isinstance(body, CompletionBody):
             prompts = await self._texts.prompts(engine, texts, special=body.add_special_tokens)
             echo = await self._texts.echoes(engine, texts) if body.echo else None

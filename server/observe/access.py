@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.admission.auth_middleware import path_below_root
 from server.admission.connections import TOO_MANY
-from server.admission.gate import path_below_root
-from server.base.record import Record, begin_record, between, trace_headers
+from server.base.request_record import RequestRecord, begin_record, seconds_between, trace_headers
 from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)
@@ -41,11 +41,11 @@ class HttpCounts:
         """The number of requests by path, method and class of status; 4xx if the client disconnected before the answer.
         """
         self.refused: Counter[str] = Counter()
-        """The number of rejected requests by reason, without server errors, see `refusal_of`."""
+        """The number of rejected requests by reason, without server errors, see `rejection_reason`."""
         self.num_under_way = 0
 
 
-SpanSink = Callable[[Record, str, float], tuple[str, str]]
+SpanSink = Callable[[RequestRecord, str, float], tuple[str, str]]
 """Receives the span of a finished request, its path and its end; returns the ids of trace and span in hexadecimal."""
 
 
@@ -82,7 +82,7 @@ class Access:
             self.counts.num_under_way -= 1
             self._tell(scope, record)
 
-    def _tell(self, scope: Scope, record: Record) -> None:
+    def _tell(self, scope: Scope, record: RequestRecord) -> None:
         ended = time.perf_counter()
         path = self._path(scope)
         method = scope["method"] if scope["method"] in _METHODS else "other"
@@ -111,7 +111,7 @@ class Access:
                 "param": param if param is None or param in self.fields else "other",
                 "asked": None if beginning is None else beginning[0],
             }
-            log.log(level, Fields("request", **facts, **_came_to(record, ended, ids)))
+            log.log(level, Fields("request", **facts, **_remaining_fields(record, ended, ids)))
 
     def _path(self, scope: Scope) -> str:
         """Return the path as the application knows it; unknown paths, which may contain any text, become "other"."""
@@ -124,7 +124,7 @@ class Access:
         return template if template in self._paths else "other"
 
 
-def _came_to(record: Record, ended_s: float, ids: tuple[str, str] | None) -> dict[str, object]:
+def _remaining_fields(record: RequestRecord, ended_s: float, ids: tuple[str, str] | None) -> dict[str, object]:
     """Return the remaining fields of the access line. ``ids`` are those of the trace and the span."""
     given: dict[str, object] = {
         "total_s": ended_s - record.received_s,
@@ -144,8 +144,8 @@ def _came_to(record: Record, ended_s: float, ids: tuple[str, str] | None) -> dic
             "cached_tokens": record.num_cached_tokens,
             "output_tokens": record.num_output_tokens,
             "coupled": record.is_coupled or None,
-            "queue_s": between(record.submitted_s, record.started_s),
-            "ttft_s": between(record.received_s, record.first_token_s),
+            "queue_s": seconds_between(record.submitted_s, record.started_s),
+            "ttft_s": seconds_between(record.received_s, record.first_token_s),
             "finish": sorted(set(record.finish_reasons)) or None,
             "passes": record.num_steps,
             "drafted": record.num_draft_tokens,

@@ -57,7 +57,7 @@ def _text(value: Any) -> str:
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
-class LaterHandler(QueueHandler):
+class QueuedLogHandler(QueueHandler):
     """Passes records to a thread that writes them. It never waits; if too many records are queued, they are dropped."""
 
     def __init__(self, target: logging.Handler, *, most_waiting: int = _MOST_WAITING) -> None:
@@ -160,13 +160,13 @@ def traceback_text(error: BaseException | None) -> str:
     return "\n-- which led to --\n".join(lines)
 
 
-def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) -> LaterHandler:
+def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) -> QueuedLogHandler:
     """Send all log records to ``stream``, by default standard error. ``level`` applies to our own loggers."""
     logging.raiseExceptions = False  # a log that cannot be written is nothing to write about
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody prints them
     target = logging.StreamHandler(stream or sys.stderr)
     target.setFormatter(JsonFormatter() if kind == "json" else logging.Formatter(_LINE))
-    handler = LaterHandler(target)
+    handler = QueuedLogHandler(target)
     least = getattr(logging, level.upper())
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -197,9 +197,9 @@ _GIVEN = re.compile(r"^--(log-format|config)[=\n](.+)$", re.MULTILINE)
 _FILED = re.compile(r"""^\s*["']?log[-_]format["']?\s*[:=]\s*["']?json\b""", re.MULTILINE)
 
 
-def tell(kind: str, message: str) -> None:
+def report_start(kind: str, message: str) -> None:
     """Report the result of a start as a JSON log line or as plain text. ``kind`` is "error" or "warning"."""
-    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, LaterHandler)]
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, QueuedLogHandler)]
     is_json = any(handler.is_json for handler in handlers)
     if is_json:
         logging.getLogger("server.command").log(getattr(logging, kind.upper()), message)
@@ -211,4 +211,4 @@ def tell(kind: str, message: str) -> None:
 
 def num_dropped_lines() -> int:
     """Return the number of log records of this process that were dropped."""
-    return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, LaterHandler))
+    return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, QueuedLogHandler))

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from server.admission.account import REFUSALS
+from server.admission.quotas import REFUSALS
 from server.admission.registry import Tenants
 from server.base.settings import VERSION
 from server.observe.access import HttpCounts

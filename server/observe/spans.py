@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from server.base.record import Record, between
+from server.base.request_record import RequestRecord, seconds_between
 from server.base.settings import VERSION
 from ssd.errors import ConfigError
 
@@ -47,7 +47,7 @@ class Spans:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("ssd", VERSION)
 
-    def __call__(self, record: Record, path: str, ended_s: float) -> tuple[str, str]:
+    def __call__(self, record: RequestRecord, path: str, ended_s: float) -> tuple[str, str]:
         """Queue the span of a request; returns the ids of the trace and of the span in hexadecimal."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -99,10 +99,10 @@ def make_spans(endpoint: str) -> Spans:
     if parts.path in ("", "/"):
         endpoint = parts._replace(path=_DEFAULT_PATH).geturl()
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it tells of every attempt; ours tells once
-    return Spans(_told_once(OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S), f"{parts.hostname}"))
+    return Spans(_log_once(OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S), f"{parts.hostname}"))
 
 
-def _told_once(exporter: SpanExporter, name: str) -> SpanExporter:
+def _log_once(exporter: SpanExporter, name: str) -> SpanExporter:
     """Return an exporter that logs once when its collector is unreachable, and once when it is back."""
     from opentelemetry.sdk.trace.export import SpanExportResult
 
@@ -128,7 +128,7 @@ def _told_once(exporter: SpanExporter, name: str) -> SpanExporter:
     return exporter
 
 
-def _attributes(record: Record, path: str, operation: str, ended_s: float) -> dict[str, Any]:
+def _attributes(record: RequestRecord, path: str, operation: str, ended_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {
         "http.request.method": "POST",
         "http.route": path,
@@ -146,11 +146,11 @@ def _attributes(record: Record, path: str, operation: str, ended_s: float) -> di
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
         "gen_ai.latency.e2e": ended_s - record.received_s,
-        "gen_ai.latency.time_in_queue": between(record.submitted_s, record.started_s),
-        "gen_ai.latency.time_to_first_token": between(record.received_s, record.first_token_s),
-        "gen_ai.latency.time_in_model_prefill": between(record.started_s, record.first_token_s),
-        "gen_ai.latency.time_in_model_decode": between(record.first_token_s, record.last_token_s),
-        "gen_ai.latency.time_in_model_inference": between(record.started_s, record.last_token_s),
+        "gen_ai.latency.time_in_queue": seconds_between(record.submitted_s, record.started_s),
+        "gen_ai.latency.time_to_first_token": seconds_between(record.received_s, record.first_token_s),
+        "gen_ai.latency.time_in_model_prefill": seconds_between(record.started_s, record.first_token_s),
+        "gen_ai.latency.time_in_model_decode": seconds_between(record.first_token_s, record.last_token_s),
+        "gen_ai.latency.time_in_model_inference": seconds_between(record.started_s, record.last_token_s),
         "ssd.request_id": record.request_id,
         "ssd.passes": record.num_steps,
         "ssd.draft_tokens": record.num_draft_tokens,

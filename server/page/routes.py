@@ -13,9 +13,9 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from server.admission.account import Account
-from server.admission.gate import account_of
-from server.admission.lanes import Lane
+from server.admission.auth_middleware import account_of
+from server.admission.fair_executor import FairExecutor
+from server.admission.quotas import Account
 from server.admission.registry import Tenants
 from server.base.settings import ServerSettings
 from server.running.engine_thread import Worker
@@ -120,7 +120,12 @@ def add_files(app: FastAPI, files: Mapping[str, Path]) -> None:
 
 
 def add_page(
-    app: FastAPI, files: Mapping[str, Path], worker: Worker, settings: ServerSettings, tenants: Tenants, aside: Lane
+    app: FastAPI,
+    files: Mapping[str, Path],
+    worker: Worker,
+    settings: ServerSettings,
+    tenants: Tenants,
+    aside: FairExecutor,
 ) -> None:
     """Serve the web UI and its counters, which need a key if there are keys. ``aside`` runs the reading of counters."""
     add_files(app, files)

@@ -144,17 +144,17 @@ class Worker:
         if self._forget(request_id) and self.loaded_engine is not None:
             self.loaded_engine.cancel(request_id)
 
-    def let_in(self) -> None:
+    def enter(self) -> None:
         """Count a request until `let_out`, on the event loop. Raises ServerNotReady during the shutdown."""
         if self.state is WorkerState.STOPPING:
             raise ServerNotReady(_SHUTTING_DOWN)
         self._num_inside += 1
 
-    def let_out(self) -> None:
+    def exit(self) -> None:
         """Count a request as answered."""
         self._num_inside -= 1
 
-    def take_no_more(self) -> None:
+    def stop_admission(self) -> None:
         """Admit no more requests; those in flight continue. Safe to call from a signal handler."""
         if self.state is not WorkerState.FAILED:
             self.state = WorkerState.STOPPING
@@ -166,7 +166,7 @@ class Worker:
             grace_s: The grace period in seconds.
             hurries: Returns whether to end the grace period now.
         """
-        self.take_no_more()
+        self.stop_admission()
         began = time.monotonic()
         num_inside = self._num_inside
         while (self._num_inside or self._inboxes) and time.monotonic() - began < grace_s and not hurries():
@@ -181,7 +181,7 @@ class Worker:
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread, which closes the engine. Returns False if it is still busy after ``timeout_s``."""
-        self.take_no_more()
+        self.stop_admission()
         self.hurries = True
         self._stop.set()
         if self._thread.ident is None:

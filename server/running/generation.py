@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from server.admission.account import Ticket
-from server.admission.lanes import Lane
+from server.admission.fair_executor import FairExecutor
+from server.admission.quotas import AdmissionTicket
 from server.base.counting import common_tokens
 from server.base.errors import RequestFailed
-from server.base.record import current_record
-from server.running.conversations import AnswerPlan
+from server.base.request_record import current_record
+from server.running.chat_preparation import AnswerPlan
 from server.running.engine_thread import Inbox, Worker
 from ssd.errors import EngineStopped, RequestError
 
@@ -58,7 +58,7 @@ _MOST_AT_ONCE = 32
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceState:
     """The output of one choice so far, with log-probabilities if requested."""
 
     text: list[str] = field(default_factory=list)
@@ -122,8 +122,8 @@ class Generation:
         prediction: tuple[int, ...] | None,
         plan: AnswerPlan,
         *,
-        aside: Lane,
-        ticket: Ticket,
+        aside: FairExecutor,
+        ticket: AdmissionTicket,
         only_scores: bool = False,
     ) -> None:
         """Prepare a generation.
@@ -139,7 +139,7 @@ class Generation:
             only_scores: Whether only prompts are scored; the token that is computed with them is dropped.
         """
         self.prompts, self.prediction, self.aside = prompts, prediction, aside
-        self.choices: list[Choice] = []
+        self.choices: list[ChoiceState] = []
         self.sampling: SamplingParams | None = None
         self._worker, self._latencies, self._ticket, self._only_scores = worker, latencies, ticket, only_scores
         self._inbox = Inbox()
@@ -165,7 +165,7 @@ class Generation:
             self._worker.submit(request, self._inbox)
             self._index[request.request_id] = len(self.choices)
             self._running.add(request.request_id)
-            self.choices.append(Choice())
+            self.choices.append(ChoiceState())
 
     def close(self) -> None:
         """Cancel all running choices, so that their slots are free at the next step."""

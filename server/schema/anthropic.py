@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, TypeAdapter
 
 from server.base.errors import NO_THREADS, ApiError
 from server.base.limits import Limits
-from server.schema.body import IGNORED, Body, Part, Refused, checked, renaming
+from server.schema.body import IGNORED, Body, Refused, RequestObject, renamed_fields, validate_field
 from server.schema.chat import (
     FUNCTION,
     OF_RESULT,
@@ -49,30 +49,30 @@ it" and the reason.
 """
 
 
-class _Block(Part):
+class _ContentBlock(RequestObject):
     cache_control: Any = None  # a hint to a cache that needs none
 
 
-class _Text(_Block):
+class _TextBlock(_ContentBlock):
     type: Literal["text"]
     text: str
     citations: Any = None
 
 
-class _Thinking(_Block):
+class _Thinking(_ContentBlock):
     type: Literal["thinking"]
     thinking: str
     signature: Any = None
 
 
-class _Redacted(_Block):
+class _Redacted(_ContentBlock):
     """Reasoning that only its vendor can decrypt."""
 
     type: Literal["redacted_thinking"]
     data: Any = None
 
 
-class _Use(_Block):
+class _Use(_ContentBlock):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -81,10 +81,10 @@ class _Use(_Block):
     toolset_name: Any = None
 
 
-_Texts = Annotated[list[_Text], Field(fail_fast=True), OR_TEXT]
+_Texts = Annotated[list[_TextBlock], Field(fail_fast=True), OR_TEXT]
 
 
-class _Result(_Block):
+class _Result(_ContentBlock):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[_Texts, OF_RESULT] = Field(default_factory=list)
@@ -98,28 +98,28 @@ class _Result(_Block):
         return f"Error: {text}" if self.is_error and not text.lower().startswith("error") else text
 
 
-_Said = Annotated[_Text | _Thinking | _Redacted | _Use, Field(discriminator="type")]
-_Asked = Annotated[_Text | _Result, Field(discriminator="type")]
+_Said = Annotated[_TextBlock | _Thinking | _Redacted | _Use, Field(discriminator="type")]
+_Asked = Annotated[_TextBlock | _Result, Field(discriminator="type")]
 
 
-class _UserTurn(Part):
+class _UserTurn(RequestObject):
     role: Literal["user"]
     content: Annotated[list[_Asked], Field(fail_fast=True), OR_TEXT]
 
 
-class _AssistantTurn(Part):
+class _AssistantTurn(RequestObject):
     role: Literal["assistant"]
     content: Annotated[list[_Said], Field(fail_fast=True), OR_TEXT]
 
 
-class _SystemTurn(Part):
+class _SystemTurn(RequestObject):
     role: Literal["system"]
     content: _Texts
 
 
 _Turn = Annotated[_UserTurn | _AssistantTurn | _SystemTurn, Field(discriminator="role")]
 _TURNS: TypeAdapter[list[_Turn]] = TypeAdapter(Annotated[list[_Turn], Field(fail_fast=True)])
-_SYSTEM: TypeAdapter[list[_Text]] = TypeAdapter(_Texts)
+_SYSTEM: TypeAdapter[list[_TextBlock]] = TypeAdapter(_Texts)
 
 _BILLING = re.compile(r"x-anthropic-billing-header:.*\n*")
 """Claude Code's first system block. It tells the model nothing and differs in each request, so the prefix cache would
@@ -131,12 +131,12 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
     """Convert messages and tool results to those of /v1/chat/completions. Raises RequestError."""
     conversation = Conversation()
     if system is not None:
-        said = [block for block in checked(_SYSTEM, system, "system") if not _BILLING.fullmatch(block.text)]
+        said = [block for block in validate_field(_SYSTEM, system, "system") if not _BILLING.fullmatch(block.text)]
         conversation.add("system", joined(said))
-    for turn in checked(_TURNS, turns, "messages"):
-        texts: list[_Text] = []  # that follow each other
+    for turn in validate_field(_TURNS, turns, "messages"):
+        texts: list[_TextBlock] = []  # that follow each other
         for block in [*turn.content, None]:
-            if isinstance(block, _Text):
+            if isinstance(block, _TextBlock):
                 texts.append(block)
                 continue
             if texts:
@@ -151,7 +151,7 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
     return conversation.messages
 
 
-def goes_on(messages: list[dict[str, Any]]) -> bool:
+def continues_last_message(messages: list[dict[str, Any]]) -> bool:
     """Return whether the answer continues the last message, which is the assistant's and contains no call."""
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
@@ -166,7 +166,7 @@ streamed as they are generated.
 _NAMES = {"name": "name", "description": "description", "input_schema": "parameters"}
 
 
-class ToolChoice(Part):
+class ToolChoice(RequestObject):
     """Which tools are called. A grammar enforces "any" and "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -201,7 +201,7 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
         given = shown(tool.get("input_schema"))
         raise RequestError(f"{where}.input_schema must be an object, got {given}", param="tools")
     said = {there: tool[here] for here, there in _NAMES.items() if tool.get(here) is not None}
-    checked(FUNCTION, said, "tools", where)
+    validate_field(FUNCTION, said, "tools", where)
     return said
 
 
@@ -212,7 +212,7 @@ _CHAT_NAMES = {
 _THINKS = {"enabled": True, "disabled": False}
 
 
-class Thinking(Part):
+class Thinking(RequestObject):
     """``thinking`` sets the chat template's ``enable_thinking`` if it has that. ``budget_tokens`` has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -220,35 +220,35 @@ class Thinking(Part):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(Part):
+class OutputFormat(RequestObject):
     """The form of the text. A schema is always enforced strictly."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Part):
+class OutputConfig(RequestObject):
     """``output_config``: the effort is passed to the chat template as ``reasoning_effort``."""
 
     effort: str | None = Field(default=None, max_length=64)
     format: OutputFormat | None = None
 
 
-class ThinkingTurns(Part):
+class ThinkingTurns(RequestObject):
     """The number of the last turns whose reasoning is kept."""
 
     type: Literal["thinking_turns"]
     value: int = Field(ge=1)
 
 
-class ClearThinking(Part):
+class ClearThinking(RequestObject):
     """Remove the reasoning of all turns except the last ones; without ``keep`` except the last one, as at Anthropic."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"] | ThinkingTurns = ThinkingTurns(type="thinking_turns", value=1)
 
 
-class ContextManagement(Part):
+class ContextManagement(RequestObject):
     """``context_management``. Without it a conversation is never shortened."""
 
     edits: Annotated[list[ClearThinking], Field(max_length=1)] = Field(default_factory=list)
@@ -301,7 +301,7 @@ class AnthropicChat(Body):
         fields: dict[str, Any] = {
             "messages": messages,
             "chat_template_kwargs": {**template, **self.chat_template_kwargs},
-            "continue_final_message": goes_on(messages),
+            "continue_final_message": continues_last_message(messages),
         }
         if self.tools:
             functions = [_function(tool, f"tools[{number}]") for number, tool in enumerate(self.tools)]
@@ -322,7 +322,7 @@ class CountTokensBody(AnthropicChat):
 
     def require_within(self, limits: Limits) -> None:
         """Raise RequestError if /tokenize would refuse the request."""
-        with renaming(self.chat_names):
+        with renamed_fields(self.chat_names):
             self._chat = TokenizeChatBody.parse({"model": self.model, **self.prompt_fields()}, limits)
 
 

@@ -20,12 +20,12 @@ UNKNOWN_FIELD = "unknown_field"
 """The type of pydantic's error for an unknown name. Its context has the ``name`` and a suggestion."""
 
 
-def meant(name: str, known: Iterable[str]) -> str | None:
+def suggest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name of which an unknown one may be a misspelling; None if none is similar. O(names)."""
     return next(iter(get_close_matches(name[:64], known, n=1, cutoff=0.75)), None)
 
 
-class Part(BaseModel):
+class RequestObject(BaseModel):
     """An object in a request. Strict: "5" is not a number. Unknown names are refused; null means absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -39,7 +39,9 @@ class Part(BaseModel):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             name = next((name for name in content if name not in known), None)
             if name is not None:
-                raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"name": name, "near": meant(name, known)})
+                raise PydanticCustomError(
+                    UNKNOWN_FIELD, "unknown field", {"name": name, "near": suggest_name(name, known)}
+                )
         return content
 
 
@@ -139,7 +141,7 @@ def _characters(value: Any) -> int:
 
 
 @contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Rename the faulty field of a RequestError. ``names`` maps a chat completion's fields to the client's."""
     try:
         yield
@@ -179,7 +181,7 @@ class Body(BaseModel):
         fields = cls.honoured(content)
         unknown = [name for name in fields if name not in cls.model_fields]
         if unknown and not ignores_unknown:  # before anything else, since it explains other mistakes
-            raise _unknown_field(unknown[0], meant(unknown[0], cls.model_fields))
+            raise _unknown_field(unknown[0], suggest_name(unknown[0], cls.model_fields))
         for name in unknown:
             del fields[name]
         require_counts(fields, limits)
@@ -208,7 +210,7 @@ class Body(BaseModel):
                 raise RequestError(f"{name} is not supported: {reason}", param=name)
         return honoured
 
-    def keep_out_of_cache(self) -> None:
+    def disable_caching(self) -> None:
         """Exclude the request from the cache. No effect for a request without output."""
 
     def require_within(self, limits: Limits) -> None:
@@ -218,7 +220,7 @@ class Body(BaseModel):
 T = TypeVar("T")
 
 
-def checked(kind: TypeAdapter[T], value: Any, param: str, where: str | None = None) -> T:
+def validate_field(kind: TypeAdapter[T], value: Any, param: str, where: str | None = None) -> T:
     """Validate a field's value. Raises RequestError with the place of the error, below ``where`` or ``param``."""
     try:
         return kind.validate_python(value, strict=True)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from server.base.limits import Limits
-from server.schema.body import Body, Part, renaming
+from server.schema.body import Body, RequestObject, renamed_fields
 from server.schema.generate import GenerateBody, Prediction, StreamOptions
 from ssd.config import MAX_LOGPROBS
 from ssd.errors import RequestError
@@ -22,7 +22,7 @@ _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.:/-]*$"
 """The names that every format can write. They include OpenAI's, and names with dots and slashes from tool servers."""
 
 
-class Function(Part):
+class Function(RequestObject):
     """A function that the model may call. ``strict``: a forced call follows its whole schema."""
 
     name: str = Field(min_length=1, max_length=128, pattern=_NAME)
@@ -44,7 +44,7 @@ class Function(Part):
 FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
 
 
-class _OfFunction(Part):
+class _OfFunction(RequestObject):
     """A reference to a function, nested in ``function``, which other APIs do not have."""
 
     @model_validator(mode="before")
@@ -70,7 +70,7 @@ class Tool(_OfFunction):
         return content
 
 
-class NamedFunction(Part):
+class NamedFunction(RequestObject):
     """The name of one of the request's functions."""
 
     name: str = Field(max_length=128)
@@ -83,14 +83,14 @@ class NamedTool(_OfFunction):
     function: NamedFunction
 
 
-class AllowedTools(Part):
+class AllowedTools(RequestObject):
     """A subset of the request's tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(fail_fast=True)] = Field(min_length=1)
 
 
-class AllowedToolChoice(Part):
+class AllowedToolChoice(RequestObject):
     """``tool_choice`` with a subset of the tools."""
 
     type: Literal["allowed_tools"]
@@ -307,7 +307,7 @@ class Conversation:
         self.assistant("tool_calls").setdefault("tool_calls", []).append(call)
 
 
-class ResponseStreamOptions(Part):
+class ResponseStreamOptions(RequestObject):
     """Whether the stream's events hide their length."""
 
     include_obfuscation: bool | None = None
@@ -332,14 +332,14 @@ class ChatForm(Body):
         wants = None if self.stream_options is None else self.stream_options.include_obfuscation
         return StreamOptions(include_obfuscation=wants)
 
-    def keep_out_of_cache(self) -> None:
-        self._chat.keep_out_of_cache()
+    def disable_caching(self) -> None:
+        self._chat.disable_caching()
 
     def require_within(self, limits: Limits) -> None:
         """Raise RequestError if the chat completion would be refused."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
-        with renaming(self.chat_names):
+        with renamed_fields(self.chat_names):
             self._chat = ChatBody.parse(self.chat_fields(), limits)
 
     def chat_fields(self) -> dict[str, Any]:

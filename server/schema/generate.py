@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from server.base.limits import Limits
-from server.schema.body import Body, Part
+from server.schema.body import Body, RequestObject
 from ssd.config import GrammarKind, SamplingParams, StructuredOutput
 from ssd.errors import RequestError, shown
 
@@ -53,7 +53,7 @@ class SamplingFields(CommonFields):
     allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
 
 
-class JsonSchemaFormat(Part):
+class JsonSchemaFormat(RequestObject):
     """OpenAI's object around a schema. Its other fields are hints to the model and are not used."""
 
     name: str = ""
@@ -62,14 +62,14 @@ class JsonSchemaFormat(Part):
     schema_: dict[str, Any] | bool = Field(alias="schema")
 
 
-class ResponseFormat(Part):
+class ResponseFormat(RequestObject):
     """``response_format``: text, any JSON object, or JSON of a schema, which is always enforced strictly."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(Part):
+class StructuredOutputs(RequestObject):
     """vLLM's ``structured_outputs``: exactly one of these fields. ``grammar`` is Lark, ``regex`` uses Rust's syntax."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
@@ -91,14 +91,14 @@ class StructuredOutputs(Part):
         return [StructuredOutput(kind, text, "structured_outputs") for kind, text in sources if text is not None]
 
 
-class TextPart(Part):
+class TextPart(RequestObject):
     """A part of a text."""
 
     type: Literal["text"]
     text: str
 
 
-class Prediction(Part):
+class Prediction(RequestObject):
     """``prediction``: text that most of the output is expected to equal. It only changes the speed, not the output."""
 
     type: Literal["content"]
@@ -147,7 +147,7 @@ class OutputFields(BaseModel):
         return found[0] if found else None
 
 
-class StreamOptions(Part):
+class StreamOptions(RequestObject):
     """Whether a stream reports usage, and whether its chunks hide their length."""
 
     include_usage: bool | None = None
@@ -187,7 +187,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
                 param=output.param,
             )
 
-    def keep_out_of_cache(self) -> None:
+    def disable_caching(self) -> None:
         self.store = False
 
     def output_limit(self) -> tuple[str, int | None]:

@@ -9,7 +9,7 @@ import pydantic_core
 from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, TypeAdapter
 
 from server.base.limits import SMALL_BODY_BYTES, Limits
-from server.schema.body import IGNORED, Part, Refused, checked
+from server.schema.body import IGNORED, Refused, RequestObject, validate_field
 from server.schema.chat import FUNCTION, OF_RESULT, OR_TEXT, ChatForm, Conversation, function_choice, joined
 from server.schema.generate import SamplingFields, StructuredOutputs
 from ssd.config import MAX_LOGPROBS
@@ -97,7 +97,7 @@ def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[s
         conversation.add("system", instructions)
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    for item in checked(_ITEMS, items, "input"):
+    for item in validate_field(_ITEMS, items, "input"):
         if isinstance(item, _Message):
             conversation.say(item.role, joined(item.content))
         elif isinstance(item, _Call):
@@ -161,7 +161,7 @@ def _function(tool: Any, namespace: str | None, where: str) -> dict[str, Any]:
         why = f"{where} is of type {shown(kind)}: this server runs no tools itself, give functions"
         raise RequestError(why, param="tools")
     said: dict[str, Any] = {name: tool[name] for name in _OF_A_FUNCTION if tool.get(name) is not None}
-    checked(FUNCTION, said, "tools", where)
+    validate_field(FUNCTION, said, "tools", where)
     return {**said, "name": _full_name(namespace, said["name"])}
 
 
@@ -177,7 +177,7 @@ _CHAT_NAMES = {
 }  # fmt: skip
 
 
-class TextFormat(Part):
+class TextFormat(RequestObject):
     """The form of the text. A schema is always enforced strictly."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -187,14 +187,14 @@ class TextFormat(Part):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class TextConfig(Part):
+class TextConfig(RequestObject):
     """``text``. ``verbosity`` is a hint that is not used."""
 
     format: TextFormat | None = None
     verbosity: str | None = Field(default=None, max_length=64)
 
 
-class ReasoningConfig(Part):
+class ReasoningConfig(RequestObject):
     """``reasoning``: the effort is passed to the chat template. Reasoning is returned in full, never as a summary."""
 
     effort: str | None = Field(default=None, max_length=64)

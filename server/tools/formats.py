@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import Any
 
 from server.tools.messages import MessageParser, Messages, Reader
-from server.tools.readers import CALL_ID, CallFormat, Calls, Written
+from server.tools.readers import CALL_ID, CallFormat, Calls, CallTemplate
 from server.tools.reasoning import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, ReasoningFormat, channels
 from server.tools.reasoning import reasoning as reasoning_reader
 from server.tools.values import Functions
@@ -23,7 +23,7 @@ from ssd.text.chat_template import SAMPLE_ARGUMENTS, SAMPLE_NAME, SAMPLE_SCHEMA,
 AUTO, OFF = "auto", "none"
 """What options take beside the names of formats."""
 
-IN_WORDS = "hermes"
+FORMAT_IN_WORDS = "hermes"
 """The format of calls for templates without support for tools, see `ssd.text.messages`."""
 
 JSON = "json"
@@ -34,126 +34,129 @@ _PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
 _HEADER = ("<|start_header_id|>", "<|end_header_id|>")
 _LLAMA = CallFormat(
     call=("<|python_tag|>",), bare=("{", "["), space_is_text=True, noise=_HEADER, special=("<|python_tag|>", *_HEADER),
-    written=Written(call=_PARAMETERS, between="; "),
-    told_by=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
+    written=CallTemplate(call=_PARAMETERS, between="; "),
+    mentions=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
 )  # fmt: skip
 _HERMES = CallFormat(
-    call=("<tool_call>",), end=("</tool_call>",), written=Written(call=f"<tool_call>\n{_OBJECT}\n</tool_call>"),
-    told_by=(("<tool_call>",),),
+    call=("<tool_call>",), end=("</tool_call>",), written=CallTemplate(call=f"<tool_call>\n{_OBJECT}\n</tool_call>"),
+    mentions=(("<tool_call>",),),
 )  # fmt: skip
 _JAMBA = CallFormat(
     call=("<tool_calls>",), end=("</tool_calls>",),
-    written=Written(call=_OBJECT, before="<tool_calls>[", between=", ", after="]</tool_calls>"),
-    told_by=(("<tool_calls>",),),
+    written=CallTemplate(call=_OBJECT, before="<tool_calls>[", between=", ", after="]</tool_calls>"),
+    mentions=(("<tool_calls>",),),
 )  # fmt: skip
 _DEEPSEEK_V31 = CallFormat(
     arguments="json", section=("<｜tool▁calls▁begin｜>",), closes=True, call=("<｜tool▁call▁begin｜>",),
     after_name=(("<｜tool▁sep｜>",),), end=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"), space_is_text=True,
-    written=Written(
+    written=CallTemplate(
         call="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>", before="<｜tool▁calls▁begin｜>",
         between="", after="<｜tool▁calls▁end｜>",
     ),
-    told_by=(("<｜tool▁calls▁begin｜>",),),
+    mentions=(("<｜tool▁calls▁begin｜>",),),
 )  # fmt: skip
 _DEEPSEEK_V32 = CallFormat(
     arguments="tags", section=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"), call=("<｜DSML｜invoke name=",),
     after_name=((">",),), key="<｜DSML｜parameter name=", after_key=(">",), value_end="</｜DSML｜parameter>",
     call_end="</｜DSML｜invoke>", end=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"), special=("｜DSML｜",),
-    told_by=(("｜DSML｜",),),
+    mentions=(("｜DSML｜",),),
 )  # fmt: skip
 _GLM = CallFormat(
     arguments="tags", call=("<tool_call>",), key="<arg_key>", after_key=("</arg_key>", "<arg_value>"),
-    value_end="</arg_value>", call_end="</tool_call>", told_by=(("<arg_key>",),),
+    value_end="</arg_value>", call_end="</tool_call>", mentions=(("<arg_key>",),),
 )  # fmt: skip
 _QWEN = CallFormat(
     arguments="tags", section=("<tool_call>",), call=("<function=",), after_name=((">",),), key="<parameter=",
     after_key=(">",), value_end="</parameter>", call_end="</function>", end=("</tool_call>",), on_lines=True,
-    written=Written(
+    written=CallTemplate(
         call="<tool_call>\n<function=NAME>\n", parameter="<parameter=KEY>\n", value_end="\n</parameter>\n",
         call_end="</function>\n</tool_call>",
     ),
-    told_by=(("<function=", "<parameter="),),
+    mentions=(("<function=", "<parameter="),),
 )  # fmt: skip
 _MINIMAX = CallFormat(
     arguments="tags", section=("<minimax:tool_call>",), call=("<invoke name=",), after_name=((">",),),
     key="<parameter name=", after_key=(">",), value_end="</parameter>", call_end="</invoke>",
     end=("</minimax:tool_call>",),
-    written=Written(
+    written=CallTemplate(
         call='<invoke name="NAME">\n', parameter='<parameter name="KEY">', value_end="</parameter>\n",
         call_end="</invoke>\n", before="<minimax:tool_call>\n", between="", after="</minimax:tool_call>",
     ),
-    told_by=(("<minimax:tool_call>",),),
+    mentions=(("<minimax:tool_call>",),),
 )  # fmt: skip
 _GIGACHAT = CallFormat(
     call=("<|function_call|>", "function call<|role_sep|>"), noise=("<|message_sep|>",),
-    told_by=(("<|function_call|>",),),
+    mentions=(("<|function_call|>",),),
 )  # fmt: skip
 _K3 = [f"<|{mark}|>{name}<|sep|>" for mark in ("open", "close") for name in ("response", "tools")]
-_PYTHONIC = CallFormat(arguments="python", bare=("[",), told_by=(("[func_name1(",), ("[func1(",)))  # fmt: skip
+_PYTHONIC = CallFormat(arguments="python", bare=("[",), mentions=(("[func_name1(",), ("[func1(",)))  # fmt: skip
 
 TOOL_FORMATS: Mapping[str, CallFormat] = {
     "openai": CallFormat(
         arguments="json", message_ends=(END,), special=(START, CALL, RETURN),
-        written=Written(call=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}ARGUMENTS", several=False),
-        told_by=(("<|channel|>", "commentary"),),
+        written=CallTemplate(
+            call=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}ARGUMENTS", several=False
+        ),
+        mentions=(("<|channel|>", "commentary"),),
     ),
     "muse_glimmer": replace(
         _MINIMAX, message_ends=("<|eom|>", "<|eot|>"), section=("<atem:function_calls>",), call=("<atem:invoke name=",),
         key="<atem:parameter name=", value_end="</atem:parameter>", call_end="</atem:invoke>",
-        end=("</atem:function_calls>",), special=(START, MESSAGE), written=None, told_by=(("<atem:function_calls>",),),
+        end=("</atem:function_calls>",), special=(START, MESSAGE), written=None, mentions=(("<atem:function_calls>",),),
     ),
     "deepseek_v41": replace(
         _DEEPSEEK_V32, section=("<｜DSML｜ calls>",), call=("<｜DSML｜ invoke name=",), key="<｜DSML｜ parameter name=",
         value_end="</｜DSML｜ parameter>", call_end="</｜DSML｜ invoke>", end=("</｜DSML｜ calls>",),
-        told_by=(("<｜DSML｜ ",),),
+        mentions=(("<｜DSML｜ ",),),
     ),
     "deepseek_v32": _DEEPSEEK_V32,
     "deepseek_v3": replace(
         _DEEPSEEK_V31, head=(("function",), ("<｜tool▁sep｜>",)), after_name=(("```json",),),
-        written=Written(
+        written=CallTemplate(
             call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
             before="<｜tool▁calls▁begin｜>", after="<｜tool▁calls▁end｜>",
         ),
-        told_by=(("<｜tool▁calls▁begin｜>", "```json"),),
+        mentions=(("<｜tool▁calls▁begin｜>", "```json"),),
     ),
     "deepseek_v31": _DEEPSEEK_V31,
     "kimi_k2": CallFormat(
         arguments="json", section=("<|tool_calls_section_begin|>",), closes=True, call=("<|tool_call_begin|>",),
         head=(("functions.", ""),), after_name=(("<|tool_call_argument_begin|>",),),
         end=("<|tool_call_end|>", "<|tool_calls_section_end|>"), space_is_text=True,
-        written=Written(
+        written=CallTemplate(
             call="<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
             before="<|tool_calls_section_begin|>", between="", after="<|tool_calls_section_end|>",
         ),
-        told_by=(("<|tool_calls_section_begin|>",),),
+        mentions=(("<|tool_calls_section_begin|>",),),
     ),
     "kimi_k3": CallFormat(
         arguments="tags", call=("<|open|>call tool=",), after_name=(("<|sep|>",),), key="<|open|>argument key=",
         after_key=("<|sep|>",), value_end="<|close|>argument<|sep|>", call_end="<|close|>call<|sep|>",
         value_end_before_tag=True, escaped=True, noise=(*_K3, "<|close|>message<|sep|>"), space_is_text=True,
-        told_by=(("<|open|>", "<|close|>", "<|sep|>"),),
+        mentions=(("<|open|>", "<|close|>", "<|sep|>"),),
     ),
     "gemma4": CallFormat(
         arguments="gemma", call=("<|tool_call>",), head=(("call:",),), end=("<tool_call|>",), space_is_text=True,
-        special=('<|"|>',), told_by=(("<|tool_call>", "<tool_call|>"),),
+        special=('<|"|>',), mentions=(("<|tool_call>", "<tool_call|>"),),
     ),
     "mistral": CallFormat(
         arguments="json", call=("[TOOL_CALLS]",), after_name=((CALL_ID, ""), ("[ARGS]", "")), space_is_text=True,
         special=("[TOOL_CALLS]", CALL_ID, "[ARGS]"),
-        written=Written(call=_OBJECT, before="[TOOL_CALLS][", between=", ", after="]"), told_by=(("[TOOL_CALLS]",),),
+        written=CallTemplate(call=_OBJECT, before="[TOOL_CALLS][", between=", ", after="]"),
+        mentions=(("[TOOL_CALLS]",),),
     ),
     "minimax_m2": _MINIMAX,
     "seed_oss": replace(
         _QWEN, section=("<seed:tool_call>",), end=("</seed:tool_call>",), on_lines=False,
-        written=Written(
+        written=CallTemplate(
             call="<seed:tool_call>\n<function=NAME>\n", parameter="<parameter=KEY>", value_end="</parameter>\n",
             call_end="</function>\n</seed:tool_call>",
         ),
-        told_by=(("<seed:tool_call>",),),
+        mentions=(("<seed:tool_call>",),),
     ),
     "longcat": replace(
-        _HERMES, call=("<longcat_tool_call>",), end=("</longcat_tool_call>",), told_by=(("<longcat_tool_call>",),),
-        written=Written(call=f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>"),
+        _HERMES, call=("<longcat_tool_call>",), end=("</longcat_tool_call>",), mentions=(("<longcat_tool_call>",),),
+        written=CallTemplate(call=f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>"),
     ),
     "glm45": _GLM,
     "glm47": _GLM,
@@ -161,69 +164,70 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
     "qwen3_xml": _QWEN,
     "internlm": CallFormat(
         call=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), end=("<|action_end|>",),
-        told_by=(("<|action_start|>", "<|plugin|>"),),
-        written=Written(call=f"<|action_start|><|plugin|>\n{_PARAMETERS}<|action_end|>", several=False),
+        mentions=(("<|action_start|>", "<|plugin|>"),),
+        written=CallTemplate(call=f"<|action_start|><|plugin|>\n{_PARAMETERS}<|action_end|>", several=False),
     ),
     "lfm2": CallFormat(
         arguments="python", call=("<|tool_call_start|>",), end=("<|tool_call_end|>",),
-        told_by=(("<|tool_list_start|>",), ("<|tool_call_start|>",), ("<|im_start|>", "List of tools: [")),
+        mentions=(("<|tool_list_start|>",), ("<|tool_call_start|>",), ("<|im_start|>", "List of tools: [")),
     ),
     "cohere": CallFormat(
         call=("<|START_ACTION|>",), end=("<|END_ACTION|>",),
         noise=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-        written=Written(
+        written=CallTemplate(
             call='{"tool_name": "NAME", "parameters": ARGUMENTS}', before="<|START_ACTION|>[", between=", ",
             after="]<|END_ACTION|>",
         ),
-        told_by=(("<|START_ACTION|>",),),
+        mentions=(("<|START_ACTION|>",),),
     ),
     "apertus": CallFormat(
         arguments="keyed", call=("<|tools_prefix|>",), end=("<|tools_suffix|>",),
-        written=Written(
+        written=CallTemplate(
             call='{"NAME": ARGUMENTS}', before="<|tools_prefix|>[", between=", ", after="]<|tools_suffix|>"
         ),
-        told_by=(("<|tools_prefix|>",),),
+        mentions=(("<|tools_prefix|>",),),
     ),
-    "gigachat31": replace(_GIGACHAT, written=Written(call=f"<|function_call|>{_OBJECT}", several=False)),
+    "gigachat31": replace(_GIGACHAT, written=CallTemplate(call=f"<|function_call|>{_OBJECT}", several=False)),
     "gigachat3": replace(
-        _GIGACHAT, written=Written(call=f"<|message_sep|>\n\nfunction call<|role_sep|>\n{_OBJECT}", several=False),
-        told_by=(("<|role_sep|>", "function call"),),
+        _GIGACHAT, written=CallTemplate(call=f"<|message_sep|>\n\nfunction call<|role_sep|>\n{_OBJECT}", several=False),
+        mentions=(("<|role_sep|>", "function call"),),
     ),
     "nemotron_json": CallFormat(
-        call=("<TOOLCALL>",), end=("</TOOLCALL>",), told_by=(("<TOOLCALL>",),),
-        written=Written(call=_OBJECT, before="<TOOLCALL>[", between=", ", after="]</TOOLCALL>"),
+        call=("<TOOLCALL>",), end=("</TOOLCALL>",), mentions=(("<TOOLCALL>",),),
+        written=CallTemplate(call=_OBJECT, before="<TOOLCALL>[", between=", ", after="]</TOOLCALL>"),
     ),
     "minicpm5": CallFormat(
         arguments="tags", call=("<function name=",), after_name=((">",),), key="<param name=", after_key=(">",),
-        value_end="</param>", call_end="</function>", told_by=(("<function name=", "<param name="),),
-        written=Written(
+        value_end="</param>", call_end="</function>", mentions=(("<function name=", "<param name="),),
+        written=CallTemplate(
             call='<function name="NAME">', parameter='<param name="KEY">', value_end="</param>",
             call_end="</function>",
         ),
     ),
     "functionary_v32": CallFormat(
         arguments="json", call=(">>>",), opened="all", noise=(">>>all\n",),
-        written=Written(call="NAME\nARGUMENTS", between=">>>"), told_by=((">>>all",), (">>>${recipient}",)),
+        written=CallTemplate(call="NAME\nARGUMENTS", between=">>>"), mentions=((">>>all",), (">>>${recipient}",)),
     ),
     "functionary_v31": CallFormat(
         arguments="json", call=("<function=",), after_name=((">",),), end=("</function>",),
-        written=Written(call="<function=NAME>ARGUMENTS</function>", between=""),
-        told_by=(("<function=example_function_name>", "parameters in JSON"), ("</function>", "<|python_tag|>")),
+        written=CallTemplate(call="<function=NAME>ARGUMENTS</function>", between=""),
+        mentions=(("<function=example_function_name>", "parameters in JSON"), ("</function>", "<|python_tag|>")),
     ),
     "olmo3": CallFormat(
-        arguments="python", call=("<function_calls>",), end=("</function_calls>",), told_by=(("<function_calls>",),),
+        arguments="python", call=("<function_calls>",), end=("</function_calls>",), mentions=(("<function_calls>",),),
     ),
     "granite-20b-fc": CallFormat(
-        call=("<function_call>",), told_by=(("<function_call>",),), written=Written(call=f"<function_call> {_OBJECT}"),
+        call=("<function_call>",), mentions=(("<function_call>",),),
+        written=CallTemplate(call=f"<function_call> {_OBJECT}"),
     ),
     "granite": CallFormat(
         call=("<|tool_call|>", "<tool_call>"),
-        written=Written(call=_OBJECT, before="<|tool_call|>[", between=", ", after="]"),
-        told_by=(("<|tool_call|>", "<|start_of_role|>"),),
+        written=CallTemplate(call=_OBJECT, before="<|tool_call|>[", between=", ", after="]"),
+        mentions=(("<|tool_call|>", "<|start_of_role|>"),),
     ),
     "phi4_mini_json": CallFormat(
-        call=("functools", "<|tool_call|>"), end=("<|/tool_call|>",), told_by=(("<|tool|>",), ("functools[",)),
-        written=Written(call=_OBJECT, before="functools[", between=", ", after="]"),
+        call=("functools", "<|tool_call|>"), end=("<|/tool_call|>",), mentions=(("<|tool|>",), ("functools[",)),
+        written=CallTemplate(call=_OBJECT, before="functools[", between=", ", after="]"),
     ),
     "hermes": _HERMES,
     "granite4": _HERMES,
@@ -231,18 +235,19 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
     "hunyuan_a13b": _JAMBA,
     "llama4_pythonic": replace(
         _PYTHONIC, call=("<|python_start|>",), end=("<|python_end|>",),
-        told_by=(("<|python_start|>",), ("<|header_start|>", "[func_name1(")),
+        mentions=(("<|python_start|>",), ("<|header_start|>", "[func_name1(")),
     ),
     "pythonic": _PYTHONIC,
     "llama4_json": replace(
         _LLAMA, noise=("<|python_start|>", "<|python_end|>", "<|header_start|>", "<|header_end|>"),
-        told_by=(("<|header_start|>", '"parameters": '),),
+        mentions=(("<|header_start|>", '"parameters": '),),
     ),
     "llama3_json": _LLAMA,
     "xlam": CallFormat(
-        call=("[TOOL_CALLS]",), bare=("{", "["), written=Written(call=_OBJECT, before="[", between=", ", after="]"),
+        call=("[TOOL_CALLS]",), bare=("{", "["),
+        written=CallTemplate(call=_OBJECT, before="[", between=", ", after="]"),
     ),
-    JSON: CallFormat(bare=("{", "["), written=Written(call=_PARAMETERS, before="[", between=", ", after="]")),
+    JSON: CallFormat(bare=("{", "["), written=CallTemplate(call=_PARAMETERS, before="[", between=", ", after="]")),
 }  # fmt: skip
 """The formats of calls, the most specific first. A chat template has the first format that it mentions."""
 
@@ -251,46 +256,46 @@ _INSIDE = ReasoningFormat(inside=True)  # the model begins inside unless the pro
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "openai_gptoss": ReasoningFormat(
         (f"{CHANNEL}analysis{MESSAGE}",), (END,), also_ends=(CALL, RETURN), header=f"{START}assistant",
-        told_by=(("<|channel|>", "analysis"),),
+        mentions=(("<|channel|>", "analysis"),),
     ),
     "muse_glimmer": ReasoningFormat(
         (f" to=self{MESSAGE}", f"to=self{MESSAGE}"), ("<|eom|>", "<|eot|>"), header=f"{START}assistant",
-        told_by=(("<atem:function_calls>",),),
+        mentions=(("<atem:function_calls>",),),
     ),
     "cohere": ReasoningFormat(
         ("<|START_THINKING|>",), ("<|END_THINKING|>",), also_ends=("<|START_ACTION|>", "<|START_RESPONSE|>"),
-        told_by=(("<|START_THINKING|>",),),
+        mentions=(("<|START_THINKING|>",),),
     ),
     "apertus": ReasoningFormat(
         ("<|inner_prefix|>",), ("<|inner_suffix|>",), also_ends=("<|tools_prefix|>",),
-        told_by=(("<|inner_prefix|>",),),
+        mentions=(("<|inner_prefix|>",),),
     ),
     "kimi_k3": ReasoningFormat(
         ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), also_ends=tuple(_K3[:2]),
-        told_by=(("<|open|>", "<|close|>", "<|sep|>"),),
+        mentions=(("<|open|>", "<|close|>", "<|sep|>"),),
     ),
     "gemma4": ReasoningFormat(
         ("<|channel>thought\n", "<|channel>thought"), ("<channel|>",), also_ends=("<|tool_call>",),
-        told_by=(("<|channel>", "<channel|>"),),
+        mentions=(("<|channel>", "<channel|>"),),
     ),
-    "mistral": ReasoningFormat(("[THINK]", "<think>"), ("[/THINK]", "</think>"), told_by=(("[THINK]",),)),
-    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",), told_by=(("<seed:think>",),)),
+    "mistral": ReasoningFormat(("[THINK]", "<think>"), ("[/THINK]", "</think>"), mentions=(("[THINK]",),)),
+    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",), mentions=(("<seed:think>",),)),
     "granite": ReasoningFormat(
         ("Here is my thought process:", "Here's my thought process:"),
         ("Here is my response: ", "Here's my response: ", "Here is my response:", "Here's my response:"),
-        told_by=(("Here is my thought process:",),),
+        mentions=(("Here is my thought process:",),),
     ),
     "kimi_k2": ReasoningFormat(
         also_ends=("<|tool_calls_section_begin|>",), inside=True,
-        told_by=(("<|tool_calls_section_begin|>", "<think>"),),
+        mentions=(("<|tool_calls_section_begin|>", "<think>"),),
     ),
-    "deepseek_r1": replace(_INSIDE, told_by=(("<｜Assistant｜><think>",),)),
-    "deepseek_v3": ReasoningFormat(told_by=(("<｜Assistant｜>", "<think>"),)),
-    "minimax_m2": replace(_INSIDE, told_by=(("<minimax:tool_call>", "<think>"),)),
-    "glm45": ReasoningFormat(told_by=(("<arg_key>", "<think>"),)),
+    "deepseek_r1": replace(_INSIDE, mentions=(("<｜Assistant｜><think>",),)),
+    "deepseek_v3": ReasoningFormat(mentions=(("<｜Assistant｜>", "<think>"),)),
+    "minimax_m2": replace(_INSIDE, mentions=(("<minimax:tool_call>", "<think>"),)),
+    "glm45": ReasoningFormat(mentions=(("<arg_key>", "<think>"),)),
     "glm47": ReasoningFormat(),
-    "olmo3": replace(_INSIDE, told_by=(("<function_calls>", "<think>"),)),
-    "qwen3": ReasoningFormat(told_by=(("<think>",), ("</think>",))),  # Nemotron's tells of the end alone
+    "olmo3": replace(_INSIDE, mentions=(("<function_calls>", "<think>"),)),
+    "qwen3": ReasoningFormat(mentions=(("<think>",), ("</think>",))),  # Nemotron's tells of the end alone
     "nemotron_v3": ReasoningFormat(),
     "holo2": _INSIDE,
     "step3": _INSIDE,
@@ -310,8 +315,8 @@ def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | 
         sample: A call as the template writes it. The format is the first that parses it, of the formats that the
             template mentions and then of all others. None: the first format that the template mentions.
     """
-    mentioned = [name for name, row in TOOL_FORMATS.items() if _is_told(row.told_by, chat_template)]
-    reasoning = next((name for name, row in REASONING_FORMATS.items() if _is_told(row.told_by, chat_template)), None)
+    mentioned = [name for name, row in TOOL_FORMATS.items() if _is_told(row.mentions, chat_template)]
+    reasoning = next((name for name, row in REASONING_FORMATS.items() if _is_told(row.mentions, chat_template)), None)
     if sample is None:
         return (mentioned[0] if mentioned else None), reasoning
     names = (name for name in (*mentioned, *TOOL_FORMATS) if name != JSON and _reads_back(name, sample))
@@ -343,7 +348,7 @@ def write_calls(tool_call: str | None, functions: Sequence[Mapping[str, Any]]) -
     The Hermes format is used for formats that cannot be written, and in formats with tags for arguments that are no
     object.
     """
-    form = TOOL_FORMATS[tool_call or IN_WORDS]
+    form = TOOL_FORMATS[tool_call or FORMAT_IN_WORDS]
     if form.arguments == "python":
         calls = ", ".join(f"{each.get('name')}({_keywords(each)})" for each in functions)
         return f"{''.join(form.call[:1])}[{calls}]{''.join(form.end[:1])}"
@@ -356,7 +361,7 @@ def write_calls(tool_call: str | None, functions: Sequence[Mapping[str, Any]]) -
     return written.before + calls + written.after
 
 
-def _written_call(form: Written, number: int, function: Mapping[str, Any]) -> str:
+def _written_call(form: CallTemplate, number: int, function: Mapping[str, Any]) -> str:
     arguments = function.get("arguments", {})
     if form.parameter:
         values = (

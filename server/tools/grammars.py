@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS
-from server.tools.readers import Written
+from server.tools.readers import CallTemplate
 from server.tools.reasoning import begins_inside
 from server.tools.values import Functions
 from ssd.errors import RequestError
@@ -52,7 +52,7 @@ def call_grammar(
     if form is None:
         return None
     if tool_call == "mistral" and "[ARGS]" in special:
-        form = Written(call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="")
+        form = CallTemplate(call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="")
     rules: dict[str, str] = {}
     for number, (name, schema) in enumerate(functions.items()):
         call = _call(form, number, name, _prepared(name, schema, name in strict), special, rules)
@@ -69,7 +69,7 @@ def call_grammar(
 
 
 def _call(
-    form: Written, number: int, name: str, schema: Mapping[str, Any], special: Mapping[str, int],
+    form: CallTemplate, number: int, name: str, schema: Mapping[str, Any], special: Mapping[str, int],
     rules: dict[str, str],
 ) -> str | None:  # fmt: skip
     """Return the rule of one function, and add the rules that it uses to ``rules``."""
@@ -115,7 +115,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _tagged(
-    form: Written, number: int, schema: Mapping[str, Any], special: Mapping[str, int], rules: dict[str, str]
+    form: CallTemplate, number: int, schema: Mapping[str, Any], special: Mapping[str, int], rules: dict[str, str]
 ) -> str | None:
     """Write the rules of a function's parameters, in order; None if tags cannot enforce the schema."""
     properties, required = schema.get("properties", {}), schema.get("required", [])

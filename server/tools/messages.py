@@ -69,7 +69,7 @@ class _Piece:
     end: int = 0
 
 
-class Pieces:
+class DeltaBuffer:
     """The output of a parser since it was last taken.
 
     White space next to calls and at the end of reasoning belongs to the format and is held back. It is dropped before a
@@ -155,7 +155,7 @@ class Pieces:
         return tuple(said)
 
 
-Reader = Callable[[Scanner, Pieces], Steps[None]]
+Reader = Callable[[Scanner, DeltaBuffer], Steps[None]]
 """Reads a message or its next part."""
 
 
@@ -169,7 +169,7 @@ class MessageParser:
 
     def __init__(self, *readers: Reader) -> None:
         self._scanner = Scanner()
-        self._pieces = Pieces(self._scanner)
+        self._pieces = DeltaBuffer(self._scanner)
         self._steps = self._read(readers)
 
     def _read(self, readers: tuple[Reader, ...]) -> Steps[None]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from server.tools.messages import Pieces
+from server.tools.messages import DeltaBuffer
 from server.tools.scanner import Markers, Scanner, Steps
 from server.tools.values import (
     GEMMA,
@@ -53,7 +53,7 @@ optional.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class CallTemplate:
     """How a message with calls is written.
 
     The lexer of grammars never backtracks, so no part may begin with an alternative to it.
@@ -83,7 +83,7 @@ class CallFormat:
     """How a model writes calls.
 
     Attributes:
-        told_by: Tuples of strings. A chat template that contains all strings of one of them has this format.
+        mentions: Tuples of strings. A chat template that contains all strings of one of them has this format.
         arguments: What follows a call's beginning: an "object" with name and arguments, or a list of them; a name and
             "json"; a name and "tags"; calls in "python" syntax; a name and "gemma"'s literals; or an object "keyed" by
             the name, or a list of them.
@@ -109,7 +109,7 @@ class CallFormat:
         written: How calls are written, for grammars.
     """
 
-    told_by: tuple[tuple[str, ...], ...] = ()
+    mentions: tuple[tuple[str, ...], ...] = ()
     arguments: Literal["object", "json", "tags", "python", "gemma", "keyed"] = "object"
     message_ends: tuple[str, ...] = ()
     section: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class CallFormat:
     value_end_before_tag: bool = False
     escaped: bool = False
     special: tuple[str, ...] = ()
-    written: Written | None = None
+    written: CallTemplate | None = None
 
     @cached_property
     def starts(self) -> Markers:
@@ -179,7 +179,7 @@ class Calls:
     In formats without markers only calls of ``functions`` are recognized, whose schemas determine the types of values.
     """
 
-    def __init__(self, form: CallFormat, functions: Functions, scanner: Scanner, pieces: Pieces) -> None:
+    def __init__(self, form: CallFormat, functions: Functions, scanner: Scanner, pieces: DeltaBuffer) -> None:
         self._form = form
         self._functions = functions
         self._scanner = scanner

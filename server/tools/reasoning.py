@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from server.tools.messages import Pieces, Reader
+from server.tools.messages import DeltaBuffer, Reader
 from server.tools.readers import CallFormat, Calls
 from server.tools.scanner import Markers, Scanner, Sink, Steps
 from server.tools.values import Functions
@@ -35,7 +35,7 @@ class ReasoningFormat:
         also_ends: The markers that end it and belong to the following text.
         inside: Whether the model begins inside the reasoning, with or without the marker, unless the prompt closes it.
         header: The text after the beginning, for models whose messages have headers.
-        told_by: Tuples of strings. A chat template that contains all strings of one of them has this format.
+        mentions: Tuples of strings. A chat template that contains all strings of one of them has this format.
     """
 
     begin: tuple[str, ...] = ("<think>",)
@@ -43,7 +43,7 @@ class ReasoningFormat:
     also_ends: tuple[str, ...] = ()
     inside: bool = False
     header: str = ""
-    told_by: tuple[tuple[str, ...], ...] = ()
+    mentions: tuple[tuple[str, ...], ...] = ()
 
 
 def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
@@ -54,7 +54,7 @@ def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
     return form.inside or written.endswith(form.begin)
 
 
-def goes_on_thinking(form: ReasoningFormat, message: str) -> bool:
+def ends_within_reasoning(form: ReasoningFormat, message: str) -> bool:
     """Return whether ``message``, which the model is to continue, ends within its reasoning."""
     return max(map(message.rfind, form.begin)) > max(map(message.rfind, form.end))
 
@@ -64,7 +64,7 @@ def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -
     inside = begins_inside(form, prompt)
     markers = Markers(*form.end, *form.also_ends, *calls)
 
-    def read(scanner: Scanner, pieces: Pieces) -> Steps[None]:
+    def read(scanner: Scanner, pieces: DeltaBuffer) -> Steps[None]:
         if inside is None:
             return
         yield from scanner.space()
@@ -93,7 +93,12 @@ def channels(form: CallFormat | None, functions: Functions, ends: Collection[str
 
 class _Channels:
     def __init__(
-        self, form: CallFormat | None, functions: Functions, ends: Collection[str], scanner: Scanner, pieces: Pieces
+        self,
+        form: CallFormat | None,
+        functions: Functions,
+        ends: Collection[str],
+        scanner: Scanner,
+        pieces: DeltaBuffer,
     ) -> None:
         self._form = form
         self._functions = functions

@@ -230,7 +230,7 @@ class Scanner:
                 continue
             mark = yield from self.peek()
             if mark == ",":
-                yield from self.literal(mark, sink=nowhere)
+                yield from self.literal(mark, sink=discard)
                 space = yield from self.word(_SPACE, kept=False)
                 is_last = (yield from self.peek()) == to_close[-1]
                 take(mark, "" if is_last else mark)
@@ -250,7 +250,7 @@ class Scanner:
                     return True
 
 
-def nowhere(_text: str) -> None:
+def discard(_text: str) -> None:
     """Drop the text, which means nothing in JSON."""
 
 

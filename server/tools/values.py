@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from server.tools.scanner import PYTHONS, Markers, Scanner, Sink, Steps, nowhere
+from server.tools.scanner import PYTHONS, Markers, Scanner, Sink, Steps, discard
 
 Functions = Mapping[str, Mapping[str, Any]]
 """The functions that may be called, with the JSON schemas of their parameters."""
@@ -149,13 +149,13 @@ def read_literal(scanner: Scanner, sink: Sink, dialect: Dialect) -> Steps[bool]:
         yield from scanner.space()
         mark = yield from scanner.peek()
         if after_item and mark == (":" if is_key else ","):
-            yield from scanner.literal(mark, sink=nowhere)
+            yield from scanner.literal(mark, sink=discard)
             comma, after_item, is_key = mark == ",", False, mark == "," and closes[-1] == "}"
             if mark == ":":
                 sink(": ")
             continue
         if closes and mark == closes[-1] and not (is_key and after_item):
-            yield from scanner.literal(mark, sink=nowhere)
+            yield from scanner.literal(mark, sink=discard)
             sink("}" if closes.pop() == "}" else "]")
             comma = is_key = False
         elif after_item:
@@ -165,7 +165,7 @@ def read_literal(scanner: Scanner, sink: Sink, dialect: Dialect) -> Steps[bool]:
                 sink(", ")
                 comma = False
             if mark in dialect.brackets:
-                yield from scanner.literal(mark, sink=nowhere)
+                yield from scanner.literal(mark, sink=discard)
                 opened, close = dialect.brackets[mark]
                 closes.append(close)
                 sink(opened)
@@ -202,14 +202,14 @@ def _json_of_python(word: str) -> str:
 
 def _read_python_string(scanner: Scanner, sink: Sink) -> Steps[bool | None]:
     """Read a Python string; unlike in Python, it may contain line ends."""
-    quote = yield from scanner.literal('"', "'", '"""', "'''", sink=nowhere)
+    quote = yield from scanner.literal('"', "'", '"""', "'''", sink=discard)
     if not quote:
         return None
-    empty = len(quote) == 1 and (yield from scanner.literal(quote, sink=nowhere))
+    empty = len(quote) == 1 and (yield from scanner.literal(quote, sink=discard))
     sink('"')
     while not empty:
         yield from scanner.run(_TEXT[quote[0]], lambda text: sink(json_characters(text)))
-        if (yield from scanner.literal(quote, sink=nowhere)):
+        if (yield from scanner.literal(quote, sink=discard)):
             break
         mark = yield from scanner.peek()
         if not mark:
@@ -230,16 +230,16 @@ def _read_escape(scanner: Scanner, sink: Sink) -> Steps[None]:
     else:
         written = written[:2]
         text = _ESCAPES.get(letter, written)
-    yield from scanner.literal(written, sink=nowhere)
+    yield from scanner.literal(written, sink=discard)
     sink(json_characters(text))
 
 
 def _read_gemma_string(scanner: Scanner, sink: Sink) -> Steps[bool | None]:
-    if not (yield from scanner.literal(GEMMA_QUOTE, sink=nowhere)):
+    if not (yield from scanner.literal(GEMMA_QUOTE, sink=discard)):
         return None
     sink('"')
     ended = yield from scanner.until(_GEMMA_STRING_END, lambda text: sink(json_characters(text)), read_marker=False)
-    yield from scanner.literal(GEMMA_QUOTE, sink=nowhere)
+    yield from scanner.literal(GEMMA_QUOTE, sink=discard)
     sink('"' if ended else "")
     return bool(ended)
 

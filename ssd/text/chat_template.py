@@ -49,7 +49,7 @@ class Loss(NamedTuple):
         return f"messages[{self.message}]" + ("" if self.call is None else f".tool_calls[{self.call}]")
 
 
-class Choice(NamedTuple):
+class VariantChoice(NamedTuple):
     """The variant to use for conversations of one shape.
 
     Attributes:
@@ -87,7 +87,7 @@ class ChatTemplate:
         """
         self.source = source
         self._apply = apply
-        self._choices: dict[object, Choice] = {}
+        self._choices: dict[object, VariantChoice] = {}
         self._reads_parts_alone: dict[str, bool] = {}
         self._needs_missing: dict[frozenset[str], bool] = {}
 
@@ -146,7 +146,7 @@ class ChatTemplate:
 
     def choose(
         self, messages: list[Message], variables: Mapping[str, Any], write_calls: WriteCalls, **options: Any
-    ) -> Choice:
+    ) -> VariantChoice:
         """Return the first variant of `variants` that the template writes completely, else the one with fewest losses.
 
         Conversations of the same shape, without repetitions, are tested once. O(variants x renderings).
@@ -162,9 +162,9 @@ class ChatTemplate:
             found = self._choices[shape] = self._find(short, {**variables, **options}, write_calls)
         return found._replace(losses=tuple(Loss(kept[loss.message], loss.call) for loss in found.losses))
 
-    def _find(self, messages: list[Message], options: Mapping[str, Any], write_calls: WriteCalls) -> Choice:
+    def _find(self, messages: list[Message], options: Mapping[str, Any], write_calls: WriteCalls) -> VariantChoice:
         marks = _marks(messages)
-        best = Choice(None)
+        best = VariantChoice(None)
         for number, variant in enumerate(variants(_marked(messages), write_calls)):
             text = self._try(variant.messages, **options)
             if text is None:
@@ -172,7 +172,7 @@ class ChatTemplate:
             written = set(_MARK.findall(text))
             losses = tuple(loss for loss, mark in marks.items() if mark not in written)
             if best.number is None or len(losses) < len(best.losses):
-                best = Choice(number, losses, variant.one_call_each)
+                best = VariantChoice(number, losses, variant.one_call_each)
             if not losses:
                 break
         return best

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from server.admission.opening import open_tenants, own_secret
+from server.admission.tenant_loader import load_or_create_secret, open_tenants
 from server.base.settings import ServerSettings
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import ConfigError
@@ -168,7 +168,7 @@ def test_thousands_of_caches_of_tenants_cost_a_start_no_files_and_no_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    secret, settings = own_secret(tmp_path), ServerSettings(model_names=("m",), model="m")
+    secret, settings = load_or_create_secret(tmp_path), ServerSettings(model_names=("m",), model="m")
     keys = tuple(f"key-{number}" for number in range(2000))
     tenants = open_tenants(settings, secret, keys=keys, cache_directory=tmp_path)
     for name in tenants.labels():

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from server.admission.account import Account, Budget, Share
-from server.admission.lanes import Lane
+from server.admission.fair_executor import FairExecutor
+from server.admission.quotas import Account, Reservation, SharedBudget
 from server.base.limits import Limits
-from server.base.record import begin_record
+from server.base.request_record import begin_record
 from server.observe.metrics import ServerMetrics
 from ssd.errors import QueueFull
 from tests.server.client import ask, bearer, post
@@ -57,9 +57,9 @@ def test_a_clock_that_jumps_gives_no_tenant_another_minute(tmp_path: Path, monke
 
 
 def test_a_tenant_has_half_of_what_others_leave_of_a_budget_and_one_alone_all_of_it() -> None:
-    budget = Budget(100, "things")
+    budget = SharedBudget(100, "things")
 
-    def share_of(tenant: str | None) -> Share:
+    def share_of(tenant: str | None) -> Reservation:
         begin_record().tenant = tenant
         return budget.share()
 
@@ -181,7 +181,7 @@ def test_tenants_have_their_turn_between_others_requests_and_the_prompts_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     come: list[str] = []
-    require_place = Account.require_place
+    require_place = Account.check_quota
 
     def noted(account: Account, *numbers: int) -> None:
         come.append(account.name)  # and is in line before anything else runs on the event loop
@@ -205,7 +205,7 @@ def test_tenants_have_their_turn_between_others_requests_and_the_prompts_of_one(
 
 def test_a_lane_serves_tenants_in_turn_and_each_has_a_line_of_its_own() -> None:
     async def scenario() -> None:
-        lane, gate, order = Lane("work", num_threads=1, max_waiting=8), threading.Event(), list[str]()
+        lane, gate, order = FairExecutor("work", num_threads=1, max_waiting=8), threading.Event(), list[str]()
 
         async def send(tenant: str | None, call: Any, *args: Any) -> None:
             record = begin_record()

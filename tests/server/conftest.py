@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from server.observe.logs import LaterHandler, set_up_logging
+from server.observe.logs import QueuedLogHandler, set_up_logging
 from ssd.bundled import MODEL_PATH
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import official_client, wait_until
@@ -36,7 +36,7 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 class Log:
     """What was logged as JSON."""
 
-    def __init__(self, stream: io.StringIO, handler: LaterHandler) -> None:
+    def __init__(self, stream: io.StringIO, handler: QueuedLogHandler) -> None:
         self._stream, self._handler = stream, handler
 
     @property

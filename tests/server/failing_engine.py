@@ -15,8 +15,8 @@ from typing import Any
 import uvicorn
 
 from server.admission.connections import protocol_within
-from server.admission.opening import open_tenants
 from server.admission.registry import Tenants
+from server.admission.tenant_loader import open_tenants
 from server.base.settings import ServerSettings
 from server.command.listen import listen, tls_arguments
 from server.command.options import NetworkOptions

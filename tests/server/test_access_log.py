@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.observe.logs import JsonFormatter, LaterHandler
+from server.observe.logs import JsonFormatter, QueuedLogHandler
 from server.running.engine_thread import WorkerState
 from tests.server.client import ask, get, metric, post, wait_until
 from tests.server.conftest import Log, logging_to
@@ -166,7 +166,7 @@ def test_a_log_that_is_not_read_costs_lines_and_no_time() -> None:
             self.written.append(self.format(record))
 
     stuck = Stuck()
-    handler = LaterHandler(stuck, most_waiting=10)
+    handler = QueuedLogHandler(stuck, most_waiting=10)
     for number in range(50):
         handler.handle(logging.LogRecord("server", logging.INFO, "", 0, "line %d", (number,), None))
     assert 38 <= handler.num_dropped <= 40

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from server.base.limits import Limits
-from server.running.conversations import AnswerPlan, MessageFormat, message_format, plan_answer
+from server.running.chat_preparation import AnswerPlan, MessageFormat, message_format, plan_answer
 from server.schema.chat import ChatBody
 from server.tools.formats import REASONING_FORMATS
 from server.tools.messages import with_numbered_call_ids, with_short_call_ids

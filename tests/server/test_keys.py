@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from server.admission.rules import read_key_file
+from server.admission.tenant_config import read_key_file
 from server.command.arguments import parse_arguments
 from server.command.start import make_settings, make_tenants
 from ssd.errors import ConfigError

@@ -21,7 +21,7 @@ from server.base.counting import common_tokens, num_values
 from server.base.limits import Limits
 from server.base.settings import ServerSettings
 from server.endpoints.service import _MOST_LOGPROBS, _bounded, _require_logprobs
-from server.running.texts import Texts, require_fits
+from server.running.tokenization import Tokenization, check_token_count
 from server.schema.chat import ChatBody
 from server.schema.generate import CompletionBody
 from ssd.bundled import MODEL_PATH
@@ -156,7 +156,7 @@ def test_what_stands_beside_the_content_of_messages_counts_for_how_long_a_text_i
     others = {"chat_template_kwargs": long} if "kwargs" in long else {}
     message = {"role": "assistant", "content": "hm", **({} if others else long)}
     body = ChatBody.parse({"model": "x", "messages": [{"role": "user", "content": "?"}, message], **others})
-    asyncio.run(Texts(lanes, ServerSettings(model_names=("x",), model="x")).messages(engine, body))
+    asyncio.run(Tokenization(lanes, ServerSettings(model_names=("x",), model="x")).messages(engine, body))
     assert lanes.num_characters > 10**6
 
 
@@ -175,9 +175,9 @@ def test_an_answer_with_logprobs_and_no_limit_ends_where_it_holds_the_most(num_c
 def test_a_text_far_too_long_costs_no_more_than_its_beginning() -> None:
     codec: Any = CountingCodec()
     with pytest.raises(ContextTooLong):
-        require_fits(codec, "x" * 10**7, 8192, "prompt")
+        check_token_count(codec, "x" * 10**7, 8192, "prompt")
     assert codec.num_characters <= 4 * 8192
-    require_fits(codec, "x" * 8192, 8192, "prompt")
+    check_token_count(codec, "x" * 8192, 8192, "prompt")
     assert codec.num_characters <= 4 * 8192
 
 

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from server.command.arguments import parse_arguments
-from server.command.listen import give_up, listen
+from server.command.listen import listen, remove_socket_file
 from server.command.options import NetworkOptions
 from ssd.errors import ConfigError
 from tests.server.client import Answer, ask, get, post
@@ -121,7 +121,7 @@ def test_a_unix_socket_is_listened_on_and_taken_over_once_nobody_does(tmp_path: 
             assert unix_get(path, "/v1/models").json["data"][0]["id"] == "test-model"
             with pytest.raises(ConfigError, match="choose another path"):
                 listen(options)
-    give_up(options)
+    remove_socket_file(options)
     assert not path.exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.answers.obfuscation import EvenPieces, Pace
+from server.answers.obfuscation import EqualChunks, TickClock
 from server.answers.wire import PADDED_BYTES
 from server.base.settings import ObfuscationOptions
 from ssd.bundled import MODEL_PATH
@@ -155,7 +155,7 @@ def test_pieces_do_not_depend_on_how_tokens_came(
     """Tokens of 4..300 are mostly single bytes: many characters are spelled by several."""
     found = []
     for cut_at in (cuts, range(71), []):
-        pieces = EvenPieces([TextStream(codec) for _ in choices], PIECE_TOKENS)
+        pieces = EqualChunks([TextStream(codec) for _ in choices], PIECE_TOKENS)
         steps = [[(i, output) for output in outputs(codec, ids, [*cut_at])] for i, ids in enumerate(choices)]
         rounds = []
         while any(steps):
@@ -178,7 +178,7 @@ def test_pieces_do_not_depend_on_how_tokens_came(
 
 def test_a_clock_ticks_evenly_and_waits_for_nobody_who_is_late() -> None:
     async def ticks() -> list[float]:
-        pace, started, found = Pace(0.05, lambda: False), time.monotonic(), []
+        pace, started, found = TickClock(0.05, lambda: False), time.monotonic(), []
         for work_s in (0.0, 0.0, 0.12, 0.0):
             await asyncio.sleep(work_s)
             await pace.until()

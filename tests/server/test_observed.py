@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.base.record import Record
+from server.base.request_record import RequestRecord
 from server.observe.metrics import MOST_NAMED, OTHERS, Families, NamespaceFamilies
 from ssd.retrieval.cache_state import CacheStats
 from tests.server.bundled_engine import load_bundled
@@ -20,10 +20,10 @@ from tests.server.failing_engine import RunningServer, serving
 from tests.server.test_page import SOURCES
 
 REPEATS = {"prompt": [7, 8, 9] * 20, "max_tokens": 40, "ignore_eos": True}
-SPANS: list[Record] = []
+SPANS: list[RequestRecord] = []
 
 
-def keep_span(record: Record, path: str, ended_s: float) -> tuple[str, str]:
+def keep_span(record: RequestRecord, path: str, ended_s: float) -> tuple[str, str]:
     SPANS.append(record)
     return "1" * 32, "2" * 16
 

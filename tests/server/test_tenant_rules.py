@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.__main__ import main as ssd_cache
-from server.admission.account import Account, Allowance
-from server.admission.opening import Watch, given_secret, open_tenants, own_secret
+from server.admission.quotas import Account, TokenBucket
 from server.admission.registry import SALTED_TOKENS, Generations, NamespaceNames, Tenants
-from server.admission.rules import Quotas, Tenant, digest_of, parse_rules, read_rules
+from server.admission.tenant_config import Quotas, Tenant, digest_of, parse_rules, read_rules
+from server.admission.tenant_loader import TenantReloader, load_or_create_secret, open_tenants, read_given_secret
 from server.base.errors import ApiError
 from server.base.settings import ServerSettings
 from ssd.errors import ConfigError, RequestError
@@ -144,7 +144,7 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
     rules: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tenants = opened(rules)
-    watch = Watch(tenants, [rules], interval_s=0.02)
+    watch = TenantReloader(tenants, [rules], interval_s=0.02)
     alice = account_of(tenants, "alices-key")
     ticket = alice.admit(num_choices=1, num_prompt_tokens=3, num_slots=4)
     assert alice.use.num_prompt_tokens == 0  # counters never go down: what is refused is not counted at all
@@ -174,7 +174,7 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
 
 
 def test_a_file_that_may_be_read_now_is_read_again(rules: Path) -> None:
-    watch = Watch(opened(rules), [rules])
+    watch = TenantReloader(opened(rules), [rules])
     seen = watch._look()
     rules.chmod(0o640)
     assert watch._look() != seen
@@ -186,7 +186,7 @@ def test_a_file_that_may_be_read_now_is_read_again(rules: Path) -> None:
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50))), st.integers(1, 1000))
 def test_an_allowance_is_never_above_its_rate(takings: list[tuple[float, float]], per_minute: int) -> None:
     """Who takes only what is there has at no time taken more than a minute's worth and what came since."""
-    allowance, now, taken = Allowance(per_minute, 0.0), 0.0, 0.0
+    allowance, now, taken = TokenBucket(per_minute, 0.0), 0.0, 0.0
     for amount, passed in takings:
         now += passed
         wait_s = allowance.wait_s(amount, now)
@@ -199,7 +199,7 @@ def test_an_allowance_is_never_above_its_rate(takings: list[tuple[float, float]]
 
 
 def test_a_lower_quota_locks_nobody_out_for_longer_than_a_minute_or_what_was_owed() -> None:
-    allowance = Allowance(100_000, 0.0)
+    allowance = TokenBucket(100_000, 0.0)
     allowance.take(90_000, 0.0)
     allowance.change(1000, 0.0)
     assert allowance.left(0.0) == 0 and allowance.wait_s(1000, 0.0) == 60
@@ -323,18 +323,18 @@ def flips(content: bytes) -> Iterator[bytes]:
 
 
 def test_no_wrong_bit_of_a_kept_secret_is_believed(tmp_path: Path) -> None:
-    own_secret(tmp_path)
+    load_or_create_secret(tmp_path)
     path = tmp_path / ".ssd" / "secret"
     whole = path.read_bytes()
     for content in flips(whole):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=r"is damaged .*Restore it from a copy"):
-            own_secret(tmp_path)
+            load_or_create_secret(tmp_path)
         assert path.read_bytes() == content
     for cut in (whole[: len(whole) // 2], b"", bytes(len(whole))):
         path.write_bytes(cut)
         with pytest.raises(ConfigError):
-            own_secret(tmp_path)
+            load_or_create_secret(tmp_path)
 
 
 def test_a_secret_of_a_former_version_is_taken_and_kept_with_a_checksum(tmp_path: Path) -> None:
@@ -343,15 +343,17 @@ def test_a_secret_of_a_former_version_is_taken_and_kept_with_a_checksum(tmp_path
     path.write_bytes(SECRET + b"\n")
     path.chmod(0o600)
     for _ in range(2):
-        assert own_secret(tmp_path) == SECRET
+        assert load_or_create_secret(tmp_path) == SECRET
         assert b"xxh3" in path.read_bytes() and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_lost_secret_is_not_made_anew_where_tenants_have_caches(rules: Path, tmp_path: Path) -> None:
     home = tmp_path / "cache"
     path = taught(opened(rules, directory=home), home)
-    with pytest.raises(ConfigError, match=rf"secret is missing, and nobody finds 1 cache\(s\).*{path.name}.*inspect"):
-        own_secret(home)
+    with pytest.raises(
+        ConfigError, match=rf"secret is missing, and 1 cache\(s\).*{path.name}.*cannot be found.*inspect"
+    ):
+        load_or_create_secret(home)
     assert not (home / ".ssd" / "secret").exists()
 
 
@@ -363,7 +365,7 @@ def test_caches_that_the_secret_does_not_explain_are_named_and_no_deletion_calls
     tenants = open_tenants(SETTINGS, b"another secret of it", path=rules, cache_directory=home)
     (line,) = [record.getMessage() for record in caplog.records]
     assert path.name in line and "another secret" in line
-    with pytest.raises(ApiError, match=rf"{path.name}.*may hold text of this one") as failure:
+    with pytest.raises(ApiError, match=rf"{path.name}.*may contain text of this one") as failure:
         tenants.delete_cache("alice")
     assert failure.value.status == 500 and path.exists()
     (home / ".ssd" / "secret").write_bytes(as_secret_file(b"another secret of it"))
@@ -514,20 +516,20 @@ def test_a_secret_is_given_or_made_once_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b" a secret of some length \n")
     path.chmod(0o600)
-    assert given_secret(path, "x" * 20) == b"a secret of some length"
-    assert given_secret(None, "x" * 20 + "\n") == b"x" * 20  # as of a file
-    assert given_secret(None, None) is None
-    made = own_secret(tmp_path / "cache")
-    assert made == own_secret(tmp_path / "cache") != own_secret(tmp_path / "other")
+    assert read_given_secret(path, "x" * 20) == b"a secret of some length"
+    assert read_given_secret(None, "x" * 20 + "\n") == b"x" * 20  # as of a file
+    assert read_given_secret(None, None) is None
+    made = load_or_create_secret(tmp_path / "cache")
+    assert made == load_or_create_secret(tmp_path / "cache") != load_or_create_secret(tmp_path / "other")
     kept = tmp_path / "cache" / ".ssd"
     assert [file.name for file in kept.iterdir()] == ["secret"]
     assert [stat.S_IMODE(path.stat().st_mode) for path in (kept / "secret", kept, kept.parent)] == [0o600, 0o700, 0o700]
-    assert own_secret(None) != own_secret(None)
+    assert load_or_create_secret(None) != load_or_create_secret(None)
     path.write_bytes(b"short")
     with pytest.raises(ConfigError, match="16 to 4096 bytes"):
-        given_secret(path, None)
+        read_given_secret(path, None)
     with pytest.raises(ConfigError, match="cannot be read"):
-        given_secret(tmp_path / "none", None)
+        read_given_secret(tmp_path / "none", None)
 
 
 def test_what_a_tenant_said_to_each_adapter_is_apart_and_deleted_together(rules: Path) -> None:

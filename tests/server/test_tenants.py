@@ -14,8 +14,8 @@ from typing import Any
 import openai
 import pytest
 
-from server.admission.opening import open_tenants
 from server.admission.registry import Tenants
+from server.admission.tenant_loader import open_tenants
 from server.base.settings import ServerSettings
 from ssd.config import IndexConfig
 from ssd.engine import Engine

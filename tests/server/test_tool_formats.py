@@ -22,7 +22,7 @@ from server.tools.formats import (
 )
 from server.tools.grammars import count_reasoning_tokens
 from server.tools.messages import Messages, ToolCallDelta
-from server.tools.reasoning import goes_on_thinking
+from server.tools.reasoning import ends_within_reasoning
 from ssd.text.chat_template import ChatTemplate
 from tests.reference.messages import Hermes
 from tests.tokenizers_for_tests import byte_level_tokenizer
@@ -317,7 +317,7 @@ def test_the_prompt_says_where_reasoning_begins(prompt: str, inside: bool) -> No
     [("{", False), ("<think>So", True), ("<think>So</think>\n{", False), ("</think>a <think>b", True), ("", False)],
 )
 def test_a_message_that_is_to_be_gone_on_with_says_whether_it_thinks(said: str, goes_on: bool) -> None:
-    assert goes_on_thinking(REASONING_FORMATS["deepseek_r1"], said) is goes_on
+    assert ends_within_reasoning(REASONING_FORMATS["deepseek_r1"], said) is goes_on
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS
-from server.tools.readers import CallFormat, Written
+from server.tools.readers import CallFormat, CallTemplate
 from server.tools.reasoning import ReasoningFormat
 from tests.server.test_tool_formats import CUTS, cut, message
 
 THINKS = {"openai": "openai_gptoss", "muse_glimmer": "muse_glimmer", "kimi_k2": "kimi_k2", "kimi_k3": "kimi_k3"}
 THINKS |= {"gemma4": "gemma4", "mistral": "mistral", "seed_oss": "seed_oss", "granite": "granite"}
-ROWS = [*{repr(replace(row, told_by=(), written=None)): name for name, row in TOOL_FORMATS.items()}.values()]
+ROWS = [*{repr(replace(row, mentions=(), written=None)): name for name, row in TOOL_FORMATS.items()}.values()]
 """Those that are read in different ways."""
 PLAIN = [
     *(" ", "\n", "now", "get_weather", "city", "days", "a", "é", "12", "null", "True", "{", "}", "[", "]", "(", ")"),
@@ -35,7 +35,7 @@ def markers(row: CallFormat | ReasoningFormat) -> list[str]:
             return [value] if value else []
         return [text for each in value for text in strings(each)] if isinstance(value, tuple) else []
 
-    names = {field.name for field in fields(row)} - {"told_by", "arguments", "written"}
+    names = {field.name for field in fields(row)} - {"mentions", "arguments", "written"}
     return [text for name in names for text in strings(getattr(row, name))]
 
 
@@ -62,32 +62,32 @@ def test_what_streams_is_what_is_read_whole_and_no_text_is_lost(name: str, data:
 
 DSML = '<｜DSML｜parameter name="KEY" string="true">'
 WRITTEN = {
-    "deepseek_v32": Written(
+    "deepseek_v32": CallTemplate(
         call='<｜DSML｜tool_calls>\n<｜DSML｜invoke name="NAME">\n', parameter=DSML, value_end="</｜DSML｜parameter>\n",
         call_end="</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
     ),
-    "deepseek_v41": Written(
+    "deepseek_v41": CallTemplate(
         call='<｜DSML｜ calls>\n<｜DSML｜ invoke name="NAME">\n', parameter=DSML.replace("p", " p", 1),
         value_end="</｜DSML｜ parameter>\n", call_end="</｜DSML｜ invoke>\n</｜DSML｜ calls>",
     ),
-    "muse_glimmer": Written(
+    "muse_glimmer": CallTemplate(
         call='to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">\n',
         parameter='<atem:parameter name="KEY">', value_end="</atem:parameter>\n",
         call_end="</atem:invoke>\n</atem:function_calls><|eom|>",
     ),
-    "glm45": Written(
+    "glm45": CallTemplate(
         call="<tool_call>NAME\n", parameter="<arg_key>KEY</arg_key>\n<arg_value>", value_end="</arg_value>\n",
         call_end="</tool_call>",
     ),
-    "kimi_k3": Written(
+    "kimi_k3": CallTemplate(
         call='<|open|>tools<|sep|><|open|>call tool="NAME" index="1"<|sep|>',
         parameter='<|open|>argument key="KEY" type="string"<|sep|>', value_end="<|close|>argument<|sep|>",
         call_end="<|close|>call<|sep|><|close|>tools<|sep|>",
     ),
-    "gemma4": Written(call='<|tool_call>call:NAME{city:<|"|>VALUE<|"|>}<tool_call|>', between=""),
-    "lfm2": Written(call="<|tool_call_start|>[NAME(city=REPR)]<|tool_call_end|>"),
-    "olmo3": Written(call="<function_calls>NAME(city=REPR)</function_calls>"),
-    "pythonic": Written(call="NAME(city=REPR)", before="[", between=", ", after="]"),
+    "gemma4": CallTemplate(call='<|tool_call>call:NAME{city:<|"|>VALUE<|"|>}<tool_call|>', between=""),
+    "lfm2": CallTemplate(call="<|tool_call_start|>[NAME(city=REPR)]<|tool_call_end|>"),
+    "olmo3": CallTemplate(call="<function_calls>NAME(city=REPR)</function_calls>"),
+    "pythonic": CallTemplate(call="NAME(city=REPR)", before="[", between=", ", after="]"),
 }  # fmt: skip
 WRITTEN |= {"glm47": WRITTEN["glm45"], "llama4_pythonic": WRITTEN["pythonic"]}
 

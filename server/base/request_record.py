@@ -33,7 +33,7 @@ def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """The facts about one HTTP request. Times are those of ``time.perf_counter``; 0: never."""
 
     received_s: float = field(default_factory=time.perf_counter)
@@ -45,7 +45,7 @@ class Record:
     status: int | None = None
     """The status code. None: no answer was sent."""
     refusal: str | None = None
-    """Why the request was rejected or aborted, see `refusal_of`."""
+    """Why the request was rejected or aborted, see `rejection_reason`."""
     param: str | None = None
     """The faulty field of a rejected request, as the client wrote it."""
     is_gone: bool = False
@@ -78,27 +78,27 @@ class Record:
     last_token_s: float = 0.0
 
 
-def between(begin_s: float, end_s: float) -> float | None:
+def seconds_between(begin_s: float, end_s: float) -> float | None:
     """Return the seconds between two times of a record; None if one of them never came."""
     return end_s - begin_s if begin_s and end_s else None
 
 
-_CURRENT: ContextVar[Record] = ContextVar("record")
+_CURRENT: ContextVar[RequestRecord] = ContextVar("record")
 
 
-def begin_record() -> Record:
+def begin_record() -> RequestRecord:
     """Create a record and make it the current one of this task and of the tasks that it starts."""
-    record = Record()
+    record = RequestRecord()
     _CURRENT.set(record)
     return record
 
 
-def current_record() -> Record:
+def current_record() -> RequestRecord:
     """Return the record of the current request, or outside of requests one that is never read."""
-    return _CURRENT.get(None) or Record()
+    return _CURRENT.get(None) or RequestRecord()
 
 
-def refusal_of(status: int, code: str | None) -> str | None:
+def rejection_reason(status: int, code: str | None) -> str | None:
     """Return the reason of a rejection as one word; None for a server error."""
     if status == 503:
         return code or "unavailable"

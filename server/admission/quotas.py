@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from server.admission.rules import Tenant
+from server.admission.tenant_config import Tenant
 from server.base.errors import ApiError
-from server.base.record import current_record
+from server.base.request_record import current_record
 from ssd.errors import QueueFull, RequestError
 
 _QUEUE_RETRY_S: Final = 1
@@ -27,10 +27,10 @@ REFUSALS: Final = ("queue", "requests", "tokens")
 """The reasons for which a tenant's request is rejected: too many in flight, too many requests or tokens per minute."""
 
 
-class Share:
+class Reservation:
     """The part of a budget that one request has reserved. ``give_back`` may be called more than once."""
 
-    def __init__(self, budget: Budget, tenant: str | None) -> None:
+    def __init__(self, budget: SharedBudget, tenant: str | None) -> None:
         self._budget, self._tenant = budget, tenant
         self.amount = 0
 
@@ -44,7 +44,7 @@ class Share:
         self.amount = 0
 
 
-class Budget:
+class SharedBudget:
     """A shared budget of ``limit`` units, with ``what`` as its name in messages. Thread-safe.
 
     A tenant may reserve half of what others leave, so that there is always room for another tenant (Choudhury and
@@ -61,9 +61,9 @@ class Budget:
     def used(self) -> int:
         return self._used.total()
 
-    def share(self) -> Share:
+    def share(self) -> Reservation:
         """Return an empty share for the current request."""
-        return Share(self, current_record().tenant)
+        return Reservation(self, current_record().tenant)
 
     def take(self, tenant: str | None, amount: int, held: int) -> None:
         """Reserve ``amount``, or release it if negative. Raises QueueFull.
@@ -86,7 +86,7 @@ class Budget:
                 del self._used[tenant]
 
 
-class Allowance:
+class TokenBucket:
     """A token bucket that starts full; None is unlimited. It may go into debt. ``now`` must never decrease."""
 
     def __init__(self, per_minute: int | None, now: float) -> None:
@@ -123,11 +123,11 @@ class Allowance:
         return {
             f"x-ratelimit-limit-{name}": str(self.per_minute),
             f"x-ratelimit-remaining-{name}": str(max(0, math.floor(self.left(now)))),
-            f"x-ratelimit-reset-{name}": duration(self.wait_s(self.per_minute, now)),
+            f"x-ratelimit-reset-{name}": format_duration(self.wait_s(self.per_minute, now)),
         }
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a time like OpenAI, ``12ms``, ``7s``, ``1m30s``, rounded up."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
@@ -136,7 +136,7 @@ def duration(seconds: float) -> str:
 
 
 @dataclass(slots=True)
-class Use:
+class TenantCounts:
     """The counts of one tenant since the start. ``num_in_flight`` is current: choices that wait or run."""
 
     num_in_flight: int = 0
@@ -151,12 +151,12 @@ class Account:
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float] = time.monotonic) -> None:
         self.tenant = tenant
-        self.use = Use()
+        self.use = TenantCounts()
         self._clock = clock
         self._lock = threading.RLock()
         now = clock()
-        self._requests = Allowance(tenant.quotas.requests_per_minute, now)
-        self._tokens = Allowance(tenant.quotas.tokens_per_minute, now)
+        self._requests = TokenBucket(tenant.quotas.requests_per_minute, now)
+        self._tokens = TokenBucket(tenant.quotas.tokens_per_minute, now)
 
     @property
     def name(self) -> str:
@@ -185,7 +185,7 @@ class Account:
             self._require_tokens(1)
             self._requests.take(1, now)
 
-    def require_place(self, num_choices: int, num_slots: int) -> None:
+    def check_quota(self, num_choices: int, num_slots: int) -> None:
         """Raise the error that `admit` would raise for this number of choices, before prompts are tokenized."""
         quotas = self.tenant.quotas
         if quotas.max_waiting is None:
@@ -202,7 +202,9 @@ class Account:
                 message = f"this key has {self.use.num_in_flight} of its {most} requests in flight: try again later"
                 raise self._refused("queue", message, _QUEUE_RETRY_S)
 
-    def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int, share: Share | None = None) -> Ticket:
+    def admit(
+        self, *, num_choices: int, num_prompt_tokens: int, num_slots: int, share: Reservation | None = None
+    ) -> AdmissionTicket:
         """Admit a request that has entered, and return its ticket, which must be ended.
 
         Args:
@@ -216,7 +218,7 @@ class Account:
         """
         try:
             with self._lock:
-                self.require_place(num_choices, num_slots)
+                self.check_quota(num_choices, num_slots)
                 most = self._tokens.per_minute
                 if most is not None and num_prompt_tokens > most:
                     raise RequestError(
@@ -231,7 +233,7 @@ class Account:
             if share is not None:
                 share.give_back()
             raise
-        return Ticket(self, num_choices, num_prompt_tokens, share)
+        return AdmissionTicket(self, num_choices, num_prompt_tokens, share)
 
     def headers(self) -> dict[str, str]:
         """Return the rate limit headers for an answer; empty without limits."""
@@ -262,10 +264,10 @@ class Account:
         return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
 
 
-class Ticket:
+class AdmissionTicket:
     """The resources that a request holds until ``end``, which may be called more than once."""
 
-    def __init__(self, account: Account, num_choices: int, num_prompt_tokens: int, share: Share | None) -> None:
+    def __init__(self, account: Account, num_choices: int, num_prompt_tokens: int, share: Reservation | None) -> None:
         self._account: Account | None = account
         self._num_choices, self._num_prompt_tokens, self._share = num_choices, num_prompt_tokens, share
         self._was_begun = False

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from server.admission.registry import Generations, NamespaceNames, Tenants, few
-from server.admission.rules import (
+from server.admission.registry import Generations, NamespaceNames, Tenants, summarize_names
+from server.admission.tenant_config import (
     NO_FILE,
     SECRET_OPTION,
     SECRET_VARIABLE,
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 _MOST_BYTES: Final = 4096
 
 
-def given_secret(path: Path | None, text: str | None) -> bytes | None:
+def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
     """Return the secret from a file or from ``$SSD_SECRET``, without surrounding white space; None without both.
 
     Raises ConfigError.
@@ -52,7 +52,7 @@ def given_secret(path: Path | None, text: str | None) -> bytes | None:
     return _checked(text.encode("utf-8", "surrogateescape").strip(), f"${SECRET_VARIABLE}") if text else None
 
 
-def own_secret(cache_directory: Path | None) -> bytes:
+def load_or_create_secret(cache_directory: Path | None) -> bytes:
     """Return the secret in a cache directory, creating it if needed; without a directory, a random secret.
 
     Raises ConfigError, also if there are tenants' caches whose secret is missing or damaged.
@@ -69,9 +69,8 @@ def own_secret(cache_directory: Path | None) -> bytes:
         if not path.exists():
             found = tenant_directories(cache_directory)
             if found and not path.exists():  # another process may just have made both
-                raise ConfigError(
-                    f"{path} is missing, and nobody finds {few([path.name for path in found])} without it. {advice}"
-                )
+                named = summarize_names([path.name for path in found])
+                raise ConfigError(f"{path} is missing, and {named} cannot be found without it. {advice}")
             make_file(path, [as_secret_file(secrets.token_hex(32).encode())])
         content = read_private(path, SECRET_OPTION, open_file)
         try:
@@ -135,14 +134,14 @@ def open_tenants(
     )
     if own_caches is not None and tenants.is_closed:
         try:
-            strangers = tenants.take_stock()
+            strangers = tenants.recover_counts()
         except OSError as error:
             raise ConfigError(f"the caches of tenants in {own_caches} cannot be read: {error}") from error
         if strangers:
             log.warning(
                 "%s in %s were made with another secret, or by tenants that are no more: nobody finds them, and no "
                 "deletion removes them. Restore the secret, or remove them: `ssd-cache inspect %s` lists them",
-                few(strangers), own_caches, own_caches,
+                summarize_names(strangers), own_caches, own_caches,
             )  # fmt: skip
     if path is not None and not tenants.is_closed:
         raise ConfigError(f"--tenants {path} names no tenant: write one, or leave the option out")
@@ -162,7 +161,7 @@ def _require_one_owner(rules: RulesFile, of_keys: list[Tenant]) -> None:
 INTERVAL_S: Final = 1.0
 
 
-class Watch:
+class TenantReloader:
     """Reloads tenants when a file has changed and is valid, and completes deletions, on two threads."""
 
     def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:

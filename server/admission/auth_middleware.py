@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.admission.account import Account
+from server.admission.allowed_sites import KnownSites
 from server.admission.connections import TOO_MANY
+from server.admission.quotas import Account
 from server.admission.registry import Tenants
-from server.admission.sites import KnownSites
-from server.base.errors import ApiError, ServerNotReady, error_response, speaks_anthropic
-from server.base.record import current_record
+from server.base.errors import ApiError, ServerNotReady, error_response, uses_anthropic_api
+from server.base.request_record import current_record
 from ssd.errors import QueueFull, RequestError, shown
 
 
@@ -34,7 +34,7 @@ OPEN_PATHS = frozenset({*_ALWAYS, "/openapi.json"})
 
 
 @dataclass(slots=True)
-class Gate:
+class AuthMiddleware:
     """ASGI middleware: ``x-request-id`` on every response, authentication, and a JSON body for unexpected errors.
 
     ``scope["state"]["account"]`` is the account of an admitted request, and answers under /v1 report its rate limits.
@@ -48,9 +48,9 @@ class Gate:
     """The hosts and origins that may call a server without keys."""
     open_paths: Collection[str] = field(default=(), kw_only=True)
     """Further paths that need no key."""
-    let_in: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    enter: Callable[[], None] = field(default=lambda: None, kw_only=True)
     """Counts a request. Raises ServerNotReady during a shutdown."""
-    let_out: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    exit: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -68,7 +68,7 @@ class Gate:
                 started = True
                 answer = MutableHeaders(scope=message)
                 answer["x-request-id"] = request_id
-                if speaks_anthropic(scope):
+                if uses_anthropic_api(scope):
                     answer["request-id"] = request_id
                 if account is not None and path_below_root(scope).startswith("/v1/"):
                     answer.update(account.headers())
@@ -104,7 +104,7 @@ class Gate:
         try:
             if scope.get("state", {}).get(TOO_MANY):
                 raise QueueFull("too many connections are open: try again later")
-            self.let_in()
+            self.enter()
         except (QueueFull, ServerNotReady) as error:
             response = error_response(error, scope)
             response.headers["connection"] = "close"
@@ -113,7 +113,7 @@ class Gate:
         try:
             await self.app(scope, receive, send)
         finally:
-            self.let_out()
+            self.exit()
 
     def _account(self, headers: Headers) -> Account | None:
         """Return the account of a request's key; None if there are keys and the request has no valid one."""
@@ -134,7 +134,7 @@ NO_LEARN_HEADER = "x-ssd-no-learn"
 _KEEP_OUT, _TAKE_IN = ("1", "true"), ("", "0", "false")
 
 
-def may_learn(headers: Headers) -> bool:
+def allows_caching(headers: Headers) -> bool:
     """Return False if the header excludes the request from the cache, for clients that cannot send ``store``."""
     value = headers.get(NO_LEARN_HEADER, "").strip().lower()
     if value not in (*_KEEP_OUT, *_TAKE_IN):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from server.base.record import current_record
+from server.base.request_record import current_record
 from ssd.errors import QueueFull
 
 P = ParamSpec("P")
@@ -25,7 +25,7 @@ LARGE_BODY_BYTES = 1 << 20
 """Larger bodies are parsed by the pool for large ones, in up to 0.2 s."""
 
 
-class Lane:
+class FairExecutor:
     """A thread pool with a queue of limited length for each tenant. For use from one event loop.
 
     Tenants are served in round-robin order, one call at a time. So a tenant with many calls only waits for itself.
@@ -51,9 +51,9 @@ class Lane:
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return or raise what ``call`` does, or raise QueueFull. A call that has started is not cancelled."""
-        return await self.run_priced(self._unit, partial(call, *args, **kwargs))
+        return await self.run_with_cost(self._unit, partial(call, *args, **kwargs))
 
-    async def run_priced(self, cost: int, call: Callable[[], T]) -> T:
+    async def run_with_cost(self, cost: int, call: Callable[[], T]) -> T:
         """Run a call of the given cost, at least one unit. A single call always fits."""
         record, cost = current_record(), max(self._unit, cost)
         if self._costs[record.tenant] and self._costs[record.tenant] + cost > self._most:
@@ -119,35 +119,35 @@ def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(call)
 
 
-class Lanes:
+class FairExecutors:
     """The thread pools of a server. Short texts have two threads, as some take nearly as long as long ones."""
 
     def __init__(self) -> None:
-        self._bodies = Lane("reading bodies", num_threads=1, max_waiting=256)
-        self._large_bodies = Lane("reading large bodies", num_threads=1, max_waiting=64)
-        self._short_texts = Lane("tokenising", num_threads=2, max_waiting=1024)
-        self._long_texts = Lane("tokenising long texts", num_threads=1, max_waiting=64, unit=1 << 17)
-        self._short_grammars = Lane("compiling grammars", num_threads=1, max_waiting=64)
-        self._long_grammars = Lane("compiling long grammars", num_threads=1, max_waiting=16)
-        self.tools = Lane("/tokenize and /detokenize", num_threads=1, max_waiting=16)
+        self._bodies = FairExecutor("reading bodies", num_threads=1, max_waiting=256)
+        self._large_bodies = FairExecutor("reading large bodies", num_threads=1, max_waiting=64)
+        self._short_texts = FairExecutor("tokenising", num_threads=2, max_waiting=1024)
+        self._long_texts = FairExecutor("tokenising long texts", num_threads=1, max_waiting=64, unit=1 << 17)
+        self._short_grammars = FairExecutor("compiling grammars", num_threads=1, max_waiting=64)
+        self._long_grammars = FairExecutor("compiling long grammars", num_threads=1, max_waiting=16)
+        self.tools = FairExecutor("/tokenize and /detokenize", num_threads=1, max_waiting=16)
         """For /tokenize and /detokenize."""
-        self.management = Lane("managing tenants", num_threads=1, max_waiting=16)
+        self.management = FairExecutor("managing tenants", num_threads=1, max_waiting=16)
         """For deletions, which wait for files and for Redis."""
-        self.metrics = Lane("reading metrics", num_threads=1, max_waiting=16)
+        self.metrics = FairExecutor("reading metrics", num_threads=1, max_waiting=16)
         """For metrics, which need no key and must not delay clients with a key."""
-        self.answers = Lane("writing answers", num_threads=2, max_waiting=4096)
+        self.answers = FairExecutor("writing answers", num_threads=2, max_waiting=4096)
         """For submitting many choices, counting accepted predictions, and serializing long answers."""
 
     async def run_on_text(self, num_characters: int, call: Callable[[], T]) -> T:
         if num_characters <= LONG_CHARACTERS:
             return await self._short_texts.run(call)
-        return await self._long_texts.run_priced(num_characters, call)
+        return await self._long_texts.run_with_cost(num_characters, call)
 
-    def grammar(self, cost: int) -> Lane:
+    def grammar(self, cost: int) -> FairExecutor:
         """Return the pool for a grammar of this expected cost."""
         return self._short_grammars if cost <= LONG_GRAMMAR else self._long_grammars
 
-    def body(self, num_bytes: int) -> Lane:
+    def body(self, num_bytes: int) -> FairExecutor:
         """Return the pool for a body of this length."""
         return self._bodies if num_bytes <= LARGE_BODY_BYTES else self._large_bodies
 

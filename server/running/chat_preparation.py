@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from server.admission.lanes import Lanes
+from server.admission.fair_executor import FairExecutors
 from server.base.limits import Limits
 from server.base.settings import ServerSettings
-from server.running.texts import Texts, codec_of
+from server.running.tokenization import Tokenization, codec_of
 from server.schema.chat import ChatBody, ChatTemplateFields, TokenizeChatBody, ToolUse
 from server.tools.formats import (
     AUTO,
-    IN_WORDS,
+    FORMAT_IN_WORDS,
     JSON,
     OFF,
     REASONING_FORMATS,
@@ -25,7 +25,7 @@ from server.tools.formats import (
 )
 from server.tools.grammars import call_grammar, count_reasoning_tokens, reasoning_rule
 from server.tools.messages import Messages, call_id, short_call_id, with_numbered_call_ids, with_short_call_ids
-from server.tools.reasoning import goes_on_thinking
+from server.tools.reasoning import ends_within_reasoning
 from server.tools.values import Functions
 from ssd.config import StructuredOutput
 from ssd.errors import RequestError
@@ -70,9 +70,9 @@ def message_format(template: ChatTemplate | None, tool_call: str, reasoning: str
     if reasoning != AUTO:
         thoughts = None if reasoning == OFF else reasoning
     # Who names another format has told the model of it, and of the tools, himself.
-    in_words = not template.takes_tools and (tool_call == AUTO or calls == IN_WORDS)
+    in_words = not template.takes_tools and (tool_call == AUTO or calls == FORMAT_IN_WORDS)
     several = in_words or template.takes_several_calls
-    return MessageFormat(IN_WORDS if in_words else calls, thoughts, in_words, several)
+    return MessageFormat(FORMAT_IN_WORDS if in_words else calls, thoughts, in_words, several)
 
 
 _TAIL_TOKENS = 32
@@ -106,7 +106,7 @@ def plan_answer(
     tail = codec.decode(prompt[-_TAIL_TOKENS:]) if form.reasoning is not None else ""
     if form.reasoning is not None and body.continue_final_message:
         thoughts = REASONING_FORMATS[form.reasoning]
-        if goes_on_thinking(thoughts, str(body.messages[-1].get("content"))):
+        if ends_within_reasoning(thoughts, str(body.messages[-1].get("content"))):
             tail = thoughts.begin[0]
         elif thoughts.inside:  # it has thought already, or did not
             form = replace(form, reasoning=None)
@@ -197,10 +197,10 @@ _CALL_IDS: Mapping[str | None, Callable[[list[dict[str, Any]]], list[dict[str, A
 """Converts the call ids, for formats whose templates accept only one form of ids."""
 
 
-class Chats:
+class ChatPreparer:
     """Encodes conversations, with tools in the form that the chat template supports, or else in words."""
 
-    def __init__(self, texts: Texts, lanes: Lanes, settings: ServerSettings) -> None:
+    def __init__(self, texts: Tokenization, lanes: FairExecutors, settings: ServerSettings) -> None:
         self._texts, self._lanes, self._settings = texts, lanes, settings
 
     async def prepare(self, engine: Engine, body: ChatBody) -> tuple[list[int], AnswerPlan]:

@@ -7,7 +7,7 @@ from functools import partial
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
-from server.admission.lanes import LONG_CHARACTERS, Lanes
+from server.admission.fair_executor import LONG_CHARACTERS, FairExecutors
 from server.base.counting import num_values
 from server.base.settings import ServerSettings
 from server.schema.chat import ChatTemplateFields, TokenizeTextBody
@@ -35,10 +35,10 @@ _CHARACTERS_A_TEXT = 64
 """The cost of each text in addition to its length, in characters."""
 
 
-class Texts:
+class Tokenization:
     """Tokenizes and detokenizes for requests. Excessive requests are rejected early, with the field's name."""
 
-    def __init__(self, lanes: Lanes, settings: ServerSettings) -> None:
+    def __init__(self, lanes: FairExecutors, settings: ServerSettings) -> None:
         self._lanes, self._limits, self._settings = lanes, settings.limits, settings
 
     async def prompts(self, engine: Engine, prompts: Sequence[str | list[int]], *, special: bool) -> list[list[int]]:
@@ -57,7 +57,7 @@ class Texts:
         def call(some: Sequence[str]) -> list[list[int]]:
             found: list[list[int]] = []
             for text in some:
-                require_fits(codec, text, engine.max_model_len, "prompt")
+                check_token_count(codec, text, engine.max_model_len, "prompt")
                 found.append(encode(text))
             return found
 
@@ -82,7 +82,7 @@ class Texts:
         _require_plausible_length(engine, len(text), "prediction")
 
         def call() -> tuple[int, ...]:
-            require_fits(codec, text, engine.max_model_len, "prediction")
+            check_token_count(codec, text, engine.max_model_len, "prediction")
             return tuple(codec.encode_completion(text))
 
         return await self._lanes.run_on_text(len(text), call)
@@ -118,7 +118,7 @@ class Texts:
             wants_texts = body.return_token_strs
 
             def ids() -> list[int]:
-                require_fits(codec, text, most, "prompt")
+                check_token_count(codec, text, most, "prompt")
                 return encode(text)
 
         else:
@@ -167,7 +167,7 @@ class Texts:
         def call() -> list[int]:
             self._require_few_values(body.messages)
             if num_characters > _USUAL_CHARACTERS_PER_TOKEN * engine.max_model_len:
-                require_fits(codec, "\n".join(contents), engine.max_model_len, "messages")
+                check_token_count(codec, "\n".join(contents), engine.max_model_len, "messages")
             return codec.encode_chat(body.messages, **arguments)
 
         return call, num_characters + num_beside + _CHARACTERS_A_TEXT * len(contents)
@@ -191,7 +191,7 @@ class Texts:
         )
 
 
-def require_fits(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
+def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
     """Raise ContextTooLong if a text clearly has too many tokens, or QueueFull if memory for tokenizing it is short.
 
     The tokens are counted in chunks first, because a tokenizer without memory ends the process.
